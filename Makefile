@@ -1,0 +1,48 @@
+# Every target does its own set-up (a .venv with pinned versions); the second time it starts at once.
+#   make test PYTHON=python3.12                                  choose the interpreter (3.10 to 3.13)
+#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu   PyTorch's own CPU build: smaller, no CUDA
+#   make demo ARGS="--dir /tmp/demo"                             options for demo, bench and the tests
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup_venv.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-demo demo test test-unit test-all check fmt bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## Make .venv with everything for development
+	@$(SETUP) megatron,dev
+
+setup-demo:
+	@$(SETUP) megatron
+
+demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on the CPU, with proof
+	$(BIN)/mcore-rlhf demo $(ARGS)
+
+test: setup  ## All tests that need neither a GPU nor a long time
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+test-unit: setup  ## The pure parts only, in seconds
+	$(BIN)/python -m pytest -m 'not slow and not gpu' tests/unit tests/contract $(ARGS)
+
+test-all: setup  ## All tests; those that need a GPU are skipped where there is none
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## Lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+fmt: setup  ## Format, and fix what can be fixed by itself
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: setup  ## Measure the rows of benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## Remove everything that was made, .venv included
+	rm -rf $(VENV) .setup.lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

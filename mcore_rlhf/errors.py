@@ -1,0 +1,138 @@
+"""Every error that mcore_rlhf raises, and the exit code that each one means.
+
+::
+
+    CheckpointError                    exit 1
+    ├── NotACheckpoint                 exit 2   there is no checkpoint at this path, or not one that we read
+    ├── Unsupported                    exit 2   a checkpoint, but something that cannot be done with it
+    ├── UsageError                     exit 2   options that contradict each other or the files
+    ├── StorageError                   exit 2   the file system said no: full disk, permissions, target exists
+    ├── Untrusted                      exit 1   a pickle asks for a class or function that is not allowed
+    ├── Incomplete                     exit 1   files, ranks or tensors are missing
+    ├── Corrupt                        exit 1   bytes are not what their checksum, copy or master says
+    ├── LayoutMismatch                 exit 1   shapes, degrees or args contradict each other
+    ├── CoverageError                  exit 1   elements of a target have no source, or more than one
+    └── Lossy                          exit 1   the target cannot hold something, and ``--strict`` was given
+
+A message says *what* is wrong, *where* (file and tensor), what was expected and found, and what to do next. Work that
+checks many things gathers a :class:`Problems` and raises once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+class CheckpointError(Exception):
+    """Base of all errors that a user of mcore_rlhf is meant to read."""
+
+    exit_code = 1
+
+
+class NotACheckpoint(CheckpointError):
+    """There is no checkpoint at a path, or not in a format that is known."""
+
+    exit_code = 2
+
+
+class Unsupported(CheckpointError):
+    """A checkpoint is sound, but what was asked of it cannot be done."""
+
+    exit_code = 2
+
+
+class UsageError(CheckpointError):
+    """Options contradict each other, or what the files say."""
+
+    exit_code = 2
+
+
+class StorageError(CheckpointError):
+    """The file system refused: no space, no permission, the target exists."""
+
+    exit_code = 2
+
+
+class Untrusted(CheckpointError):
+    """A pickle names a class or function that may not be loaded."""
+
+
+class Incomplete(CheckpointError):
+    """Files, ranks or tensors that belong to the checkpoint are missing."""
+
+
+class Corrupt(CheckpointError):
+    """Stored bytes contradict their checksum, their replica or their master copy."""
+
+
+class LayoutMismatch(CheckpointError):
+    """Shapes, parallel degrees or stored arguments contradict each other."""
+
+
+class CoverageError(CheckpointError):
+    """Elements of a target tensor have no source, or more than one."""
+
+
+class Lossy(CheckpointError):
+    """The target cannot hold something that the source has, and that was not allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong.
+
+    Args:
+        kind: The error class that the problem would be on its own.
+        message: What is wrong, where, expected and found; one line.
+        advice: What the reader can do about it; may be empty.
+    """
+
+    kind: type[CheckpointError]
+    message: str
+    advice: str = ""
+
+
+@dataclass(slots=True)
+class Problems:
+    """Gathers problems so that the user sees all of them at once, and raises once."""
+
+    found: list[Problem] = field(default_factory=list)
+
+    def add(self, kind: type[CheckpointError], message: str, advice: str = "") -> None:
+        """Note one problem."""
+        self.found.append(Problem(kind, message, advice))
+
+    def add_error(self, error: CheckpointError) -> None:
+        """Note an error that was raised elsewhere."""
+        self.found.append(Problem(type(error), str(error)))
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        """Note several problems."""
+        self.found.extend(problems)
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def raise_if_any(self, limit: int = 20) -> None:
+        """Raise one error that lists the problems, of the first problem's class; do nothing if there are none.
+
+        Args:
+            limit: How many problems are spelled out; the rest are counted.
+
+        Raises:
+            CheckpointError: The class of the first problem that was noted.
+        """
+        if self.found:
+            raise self.found[0].kind(self.describe(limit))
+
+    def describe(self, limit: int = 20) -> str:
+        """The problems as lines of text, each piece of advice once, at the end."""
+        messages = list(dict.fromkeys(problem.message for problem in self.found))
+        advice = list(dict.fromkeys(problem.advice for problem in self.found if problem.advice))
+        if len(messages) == 1:
+            return "\n".join([*messages, *advice])
+        shown = [f"  - {message}" for message in messages[:limit]]
+        if len(messages) > limit:
+            shown.append(f"  … and {len(messages) - limit} more")
+        return "\n".join([f"{len(messages)} problems:", *shown, *advice])
