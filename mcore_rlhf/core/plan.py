@@ -1,0 +1,157 @@
+"""Planning: what must be copied so that a target holds what a source has. Converting is intersecting two catalogues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mcore_rlhf.errors import CoverageError, Incomplete, Problems
+
+from .box import Box, Shape
+from .catalog import Catalog, Chunk, Record, TensorEntry
+from .dtype import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One strided copy between two records.
+
+    Args:
+        shape: Elements to copy in every dimension; dimensions that are contiguous on both sides are merged.
+        source: Record to read.
+        source_start: First element in the source record.
+        source_strides: Elements, one per dimension; 0 repeats an element.
+        target: Record to write.
+        target_start: First element in the target record.
+        target_strides: Elements, one per dimension.
+    """
+
+    shape: Shape
+    source: Record
+    source_start: int
+    source_strides: Shape
+    target: Record
+    target_start: int
+    target_strides: Shape
+
+    @property
+    def cast(self) -> DType | None:
+        """The element type that values are converted to, or None where bytes are copied as they are."""
+        return None if self.source.dtype == self.target.dtype else self.target.dtype
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether this is one unbroken run of elements on both sides."""
+        return self.source_strides == (1,) and self.target_strides == (1,)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements copied."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+
+@dataclass(slots=True)
+class FilePlan:
+    """Everything that fills one target file: independent of all other files, and picklable."""
+
+    file: str
+    copies: list[Copy] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no value is converted on the way."""
+        return all(copy.cast is None for copy in self.copies)
+
+
+def plan_file(file: str, holds: Iterable[TensorEntry], source: Catalog) -> FilePlan:
+    """Plan one target file.
+
+    Args:
+        file: The target file, relative to the target's root.
+        holds: The logical tensors of which the file holds parts, with those parts as chunks.
+        source: Where the elements come from.
+
+    Returns:
+        The copies, and every problem found on the way: nothing is raised here, so that all files can be looked at.
+    """
+    plan = FilePlan(file)
+    for want in holds:
+        have = source.get(want.name)
+        if have is None:
+            plan.problems.add(
+                Incomplete, f"{want.name}: the target needs it in {file}, and the source does not have it"
+            )
+        else:
+            plan.copies.extend(_plan_entry(have, want, plan.problems))
+    _check_disjoint(plan)
+    return plan
+
+
+def _plan_entry(have: TensorEntry, want: TensorEntry, problems: Problems) -> Iterator[Copy]:
+    sources = have.primary()
+    for chunk in want.chunks:
+        missing = chunk.box.numel
+        for candidate in sources:
+            part = candidate.box.intersect(chunk.box)
+            if part is not None:
+                missing -= part.numel
+                yield coalesced(part.shape, candidate.narrow(part), chunk.narrow(part))
+        if missing > 0:
+            problems.add(
+                CoverageError,
+                f"{want.name}: {missing} of the {chunk.box.numel} elements of {chunk.box}, wanted in {chunk.record.file}, "
+                "have no source",
+            )
+        elif missing < 0:
+            problems.add(
+                CoverageError,
+                f"{want.name}: {chunk.box}, wanted in {chunk.record.file}, has overlapping sources: "
+                + ", ".join(f"{c.box} in {c.record.file}" for c in sources[:4]),
+            )
+
+
+def coalesced(shape: Shape, source: Chunk, target: Chunk) -> Copy:
+    """The copy of a whole chunk onto another of the same shape, with as few dimensions as possible."""
+    dims: list[tuple[int, int, int]] = []  # (count, source stride, target stride), outermost first
+    for count, s, t in zip(shape, source.strides, target.strides, strict=True):
+        if count == 1:
+            continue
+        if dims and dims[-1][1] == s * count and dims[-1][2] == t * count:
+            dims[-1] = (dims[-1][0] * count, s, t)
+        else:
+            dims.append((count, s, t))
+    dims = dims or [(1, 1, 1)]
+    counts, s_strides, t_strides = (tuple(column) for column in zip(*dims, strict=True))
+    return Copy(counts, source.record, source.start, s_strides, target.record, target.start, t_strides)
+
+
+def _check_disjoint(plan: FilePlan) -> None:
+    """No element of a target record may be written twice (cheaply: only unbroken runs are compared)."""
+    runs: dict[str, list[tuple[int, int]]] = {}
+    for copy in plan.copies:
+        if copy.target_strides == (1,):
+            runs.setdefault(copy.target.key, []).append((copy.target_start, copy.target_start + copy.shape[0]))
+    for key, spans in runs.items():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            if start < end:
+                plan.problems.add(CoverageError, f"{plan.file}: elements {start}:{end} of {key} would be written twice")
+
+
+def check_tiles(entry: TensorEntry) -> str | None:
+    """Whether the chunks of an entry cover its whole tensor exactly once; says what is wrong, or None."""
+    whole = Box.whole(entry.global_shape)
+    boxes = [chunk.box for chunk in entry.primary() if chunk.box.numel]
+    outside = next((box for box in boxes if not whole.contains(box)), None)
+    if outside is not None:
+        return f"{outside} lies outside the tensor, whose shape is {entry.global_shape}"
+    covered = sum(box.numel for box in boxes)
+    if covered < whole.numel:
+        return f"{whole.numel - covered} of {whole.numel} elements are stored nowhere"
+    if covered > whole.numel:
+        return f"{covered - whole.numel} elements are stored in overlapping pieces"
+    return None

@@ -1,0 +1,1 @@
+"""How models are cut over ranks: each relation written once, as data that reads both ways."""

@@ -1,0 +1,133 @@
+"""Tensor and expert parallelism of one tensor: which boxes of the whole lie where in a rank's local tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.models.spec import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank of an axis: part ``rank`` of ``degree`` equal parts."""
+
+    rank: int = 0
+    degree: int = 1
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``box`` of the whole tensor lies at ``offset`` of the local view, with the same shape."""
+
+    box: Box
+    offset: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLayout:
+    """A rank's part of a tensor.
+
+    Args:
+        shape: Shape of the local tensor as stored.
+        view: Shape in which the pieces count; differs from ``shape`` only for stacked experts.
+        pieces: Boxes of the whole tensor, and where they lie in the view.
+    """
+
+    shape: Shape
+    view: Shape
+    pieces: tuple[Piece, ...]
+
+
+def local_layout(partition: Partition, global_shape: Shape, split: Shard, stack: Shard = WHOLE) -> LocalLayout:
+    """The part of a tensor that one rank holds.
+
+    Args:
+        partition: How the tensor is cut.
+        global_shape: Shape of the whole tensor (stacked experts: with the expert dimension first).
+        split: The rank on the axis that cuts ``partition.dim``.
+        stack: The rank on the expert axis, for stacked experts.
+
+    Raises:
+        LayoutMismatch: A dimension does not divide.
+    """
+    view, origin = list(global_shape), [0] * len(global_shape)
+    if partition.stacked is not None:
+        view[0] = _divided(global_shape[0], stack.degree, "experts", "expert-parallel ranks")
+        origin[0] = stack.rank * view[0]
+    if partition.dim is None:
+        pieces: tuple[Piece, ...] = (Piece(Box(tuple(origin), tuple(view)), (0,) * len(view)),)
+    else:
+        pieces = _split_pieces(partition, global_shape, view, origin, split)
+    return LocalLayout(_stored_shape(partition, tuple(view)), tuple(view), pieces)
+
+
+def _split_pieces(
+    partition: Partition, global_shape: Shape, view: list[int], origin: list[int], split: Shard
+) -> tuple[Piece, ...]:
+    """One piece per block; sets the local extent of the cut dimension in ``view``."""
+    dim = partition.dim
+    assert dim is not None
+    block = _divided(global_shape[dim], partition.blocks, f"elements of dim {dim}", "blocks")
+    part = _divided(block, split.degree, f"elements of dim {dim}", "tensor-parallel ranks")
+    view[dim] = part * partition.blocks
+    pieces = []
+    for index in range(partition.blocks):
+        start, shape, offset = list(origin), list(view), [0] * len(view)
+        start[dim], shape[dim], offset[dim] = index * block + split.rank * part, part, index * part
+        pieces.append(Piece(Box(tuple(start), tuple(shape)), tuple(offset)))
+    return tuple(pieces)
+
+
+def global_shape_of(
+    partition: Partition, local_shape: Shape, split_degree: int, stack_degree: int, experts: int
+) -> Shape:
+    """The whole shape, from a rank's stored shape: :func:`local_layout` read the other way.
+
+    Args:
+        partition: How the tensor is cut.
+        local_shape: The stored shape on one rank.
+        split_degree: Ranks on the axis that cuts ``partition.dim``.
+        stack_degree: Expert-parallel ranks.
+        experts: Routed experts of the whole model, for stacked experts.
+    """
+    view = list(_view_shape(partition, local_shape, experts // stack_degree if stack_degree else experts))
+    if partition.stacked is not None:
+        view[0] *= stack_degree
+    if partition.dim is not None:
+        view[partition.dim] *= split_degree
+    return tuple(view)
+
+
+def _view_shape(partition: Partition, stored: Shape, local_experts: int) -> Shape:
+    """A stacked tensor is *reinterpreted* as (experts, rows, columns), as Megatron's ``GroupedMLP`` does with ``view``.
+
+    Source: megatron-core 0.16.1, ``transformer/moe/experts.py``, ``GroupedMLP.forward``.
+    """
+    if partition.stacked is None:
+        return stored
+    inner = list(stored)
+    inner[partition.stacked] = _divided(
+        stored[partition.stacked], max(1, local_experts), f"elements of stored dim {partition.stacked}", "local experts"
+    )
+    return (local_experts, *inner)
+
+
+def _stored_shape(partition: Partition, view: Shape) -> Shape:
+    if partition.stacked is None:
+        return view
+    inner = list(view[1:])
+    inner[partition.stacked] *= view[0]
+    assert prod(inner) == prod(view)
+    return tuple(inner)
+
+
+def _divided(count: int, parts: int, what: str, among: str) -> int:
+    if count % parts:
+        raise LayoutMismatch(f"{count} {what} cannot be divided equally over {parts} {among}")
+    return count // parts

@@ -1,0 +1,57 @@
+"""What every test gets: a seed that is printed and can be replayed, and its folder's marker."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# No deadline: two busy cores make single examples slow. The blob in a failure replays it.
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.load_profile("default")
+
+TESTS = Path(__file__).parent
+FOLDER_MARKERS = ("gpu", "reference")
+SEED = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, help="replay the random seed that an earlier run printed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    given = config.getoption("--seed")
+    config.stash[SEED] = random.SystemRandom().getrandbits(32) if given is None else given
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random seed: {config.stash[SEED]} (replay with --seed)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test in ``tests/gpu`` and ``tests/reference`` by its folder's name."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in FOLDER_MARKERS:
+            item.add_marker(folder)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test's own, derived from the run's printed seed."""
+    return random.Random(f"{request.config.stash[SEED]}:{request.node.nodeid}").getrandbits(32)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """Random numbers that ``--seed`` replays."""
+    return random.Random(seed)

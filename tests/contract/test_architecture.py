@@ -1,0 +1,261 @@
+"""The house keeps its shape: who may import whom, what stays pure, who prints, and how long a file may grow.
+
+Everything is read off the source with ``ast``; only the last test imports the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+PACKAGE = "mcore_rlhf"
+MAX_LINES = 300
+
+# The rooms, lowest first, each with the rooms that it may import. Nowhere else is this written.
+_PURE = {"errors", "core", "models", "layouts"}
+_OFFLINE = _PURE | {"storage", "formats", "verify", "convert"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "models": {"errors", "core"},
+    "layouts": {"errors", "core", "models"},
+    "storage": {"errors", "core"},
+    "formats": _PURE | {"storage"},
+    "verify": _PURE | {"storage", "formats"},
+    "convert": _PURE | {"storage", "formats", "verify"},
+    "engines": _OFFLINE,
+    "manager": _OFFLINE | {"engines"},
+    "integrations": {"errors", "manager", "engines"},
+    "demo": _OFFLINE | {"engines", "manager", "integrations"},
+    "cli": _OFFLINE | {"engines", "manager", "integrations", "demo"},
+    "__init__": _OFFLINE | {"engines", "manager"},
+    "__main__": {"cli"},
+}
+
+# Imported lazily, inside functions, so that `mcore-rlhf --help` answers at once.
+LAZY = {"torch": {"core", "models", "layouts", "cli", "errors", "__init__", "__main__"}}
+# Packages that only these rooms may import, at top level or inside a function.
+ONLY_IN = {
+    "megatron": {"engines", "integrations", "demo"},
+    "deepspeed": {"engines", "integrations", "demo"},
+    "transformer_engine": {"engines", "integrations", "demo"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+}
+CORE_NEVER = {
+    "fcntl", "glob", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile",
+    "torch.distributed",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and where.
+
+    Args:
+        module: Absolute dotted name, down to the imported name: ``from a import b`` is ``a.b``.
+        line: Line number.
+        lazy: Whether it stands inside a function.
+    """
+
+    module: str
+    line: int
+    lazy: bool
+
+    def is_of(self, package: str) -> bool:
+        """Whether the module is that package, or lies in it."""
+        return f"{self.module}.".startswith(f"{package}.")
+
+
+@dataclass
+class Reader(ast.NodeVisitor):
+    """Collects the imports and the calls of one module.
+
+    Args:
+        package: Dotted name of the package that the module's relative imports start from.
+    """
+
+    package: str
+    imports: list[Import] = field(default_factory=list)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    depth: int = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        """Imports under ``if TYPE_CHECKING`` never happen; everything else in an ``if`` may."""
+        never = ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+        for child in node.orelse if never else [node.test, *node.body, *node.orelse]:
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(alias.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        parts = [node.module] if node.module else []
+        if node.level:
+            above = self.package.split(".")
+            parts = above[: len(above) - node.level + 1] + parts
+        for alias in node.names:
+            self._add(".".join([*parts, alias.name]), node.lineno)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = ast.unparse(node.func)
+        self.calls.append((name, node.lineno))
+        if name.endswith("import_module") and node.args and isinstance(node.args[0], ast.Constant):
+            target = str(node.args[0].value)
+            self._add(self.package + target if target.startswith(".") else target, node.lineno)
+        self.generic_visit(node)
+
+    def _add(self, module: str, line: int) -> None:
+        self.imports.append(Import(module, line, lazy=self.depth > 0))
+
+
+def violations(path: PurePosixPath, source: str) -> list[str]:
+    """Everything in which a module breaks the rules.
+
+    Args:
+        path: Where it lies, from the package's folder: ``core/box.py``.
+        source: Its text.
+    """
+    room = path.parts[0].removesuffix(".py")
+    if room not in ROOMS:
+        return [f"{room!r} is a new room: say in ROOMS what it may import"]
+    tree = ast.parse(source)
+    reader = Reader(".".join([PACKAGE, *path.parent.parts]))
+    reader.visit(tree)
+    found = [
+        *_bad_rooms(room, reader.imports),
+        *_bad_packages(room, reader.imports),
+        *_bad_calls(room, reader.calls),
+        *_bad_file(path, tree, source),
+    ]
+    return [f"{PACKAGE}/{path}{problem}" for problem in found]
+
+
+def _bad_rooms(room: str, imports: list[Import]) -> Iterator[str]:
+    for item in imports:
+        if not item.is_of(PACKAGE):
+            continue
+        target = item.module.split(".")[1] if "." in item.module else "__init__"
+        if target not in ROOMS[room] | {room, "__version__"}:
+            yield f":{item.line}: {room} may not import {item.module}"
+
+
+def _bad_packages(room: str, imports: list[Import]) -> Iterator[str]:
+    for item in imports:
+        for package, rooms in LAZY.items():
+            if item.is_of(package) and not item.lazy and room in rooms:
+                yield f":{item.line}: in {room}, {item.module} is imported inside a function"
+        for package, rooms in ONLY_IN.items():
+            if item.is_of(package) and room not in rooms:
+                yield f":{item.line}: only {', '.join(sorted(rooms))} may import {package}"
+        if room == "core" and any(item.is_of(name) for name in CORE_NEVER):
+            yield f":{item.line}: core is pure and may not import {item.module}"
+
+
+def _bad_calls(room: str, calls: list[tuple[str, int]]) -> Iterator[str]:
+    for name, line in calls:
+        if name == "print" and room != "cli":
+            yield f":{line}: only cli prints"
+        if room == "core" and (name == "open" or name.endswith(".open")):
+            yield f":{line}: core is pure and may not open files"
+
+
+def _bad_file(path: PurePosixPath, tree: ast.Module, source: str) -> Iterator[str]:
+    length = len(source.splitlines())
+    if length > MAX_LINES:
+        yield f": {length} lines, and {MAX_LINES} is the limit"
+    if path.name == "utils.py":
+        yield ": name it after what it is for"
+    is_private = path.name.startswith("_") and not path.name.startswith("__")
+    if not is_private and ast.get_docstring(tree) is None:
+        yield ": a public module starts with a docstring"
+
+
+MODULES = sorted(path.relative_to(PROJECT / PACKAGE) for path in (PROJECT / PACKAGE).rglob("*.py"))
+
+
+def test_there_is_something_to_check() -> None:
+    assert MODULES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_module_keeps_the_rules(path: Path) -> None:
+    source = (PROJECT / PACKAGE / path).read_text(encoding="utf-8")
+    problems = violations(PurePosixPath(path.as_posix()), source)
+    assert not problems, "\n".join(problems)
+
+
+BROKEN = [
+    ("core/plan.py", "from mcore_rlhf.formats import registry", "core may not import mcore_rlhf.formats"),
+    ("core/plan.py", "from ..layouts.tensor import split", "core may not import mcore_rlhf.layouts"),
+    ("core/deep/plan.py", "from ...storage import zip", "core may not import mcore_rlhf.storage"),
+    ("core/__init__.py", "from ..models import spec", "core may not import mcore_rlhf.models"),
+    ("errors.py", "from .core import box", "errors may not import mcore_rlhf.core"),
+    ("storage/zip.py", "def f():\n    import mcore_rlhf.formats.hf", "storage may not import"),
+    ("formats/hf.py", "from .. import convert", "formats may not import mcore_rlhf.convert"),
+    ("formats/hf.py", "from .. import open_catalog", "formats may not import mcore_rlhf.open_catalog"),
+    ("formats/hf.py", "import mcore_rlhf", "formats may not import mcore_rlhf"),
+    ("manager/save.py", "from ..cli import app", "manager may not import mcore_rlhf.cli"),
+    ("formats/hf.py", "importlib.import_module('mcore_rlhf.cli')", "formats may not import mcore_rlhf.cli"),
+    ("core/box.py", "import torch", "torch is imported inside"),
+    ("models/llama.py", "from torch.nn import Module", "torch.nn.Module is imported inside a function"),
+    ("cli/main.py", "try:\n    import torch\nexcept ImportError:\n    pass", "torch is imported inside"),
+    ("cli/main.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "torch is imported inside"),
+    ("core/execute.py", "def f():\n    from torch import distributed", "core is pure"),
+    ("core/execute.py", "from pathlib import Path", "may not import pathlib.Path"),
+    ("core/execute.py", "def f(name):\n    return open(name)", "may not open files"),
+    ("formats/megatron.py", "def f():\n    import megatron.core", "may import megatron"),
+    ("demo/report.py", "import rich.table", "only cli may import rich"),
+    ("demo/report.py", "print('hello')", "only cli prints"),
+    ("layouts/utils.py", "", "name it after what it is for"),
+    ("layouts/flat.py", "\n" * (MAX_LINES - 1) + "pass", "301 lines"),
+    ("attic/old.py", "", "new room"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "code", "expected"), BROKEN)
+def test_a_broken_rule_is_found(path: str, code: str, expected: str) -> None:
+    (problem,) = violations(PurePosixPath(path), f'"""A module."""\n{code}')
+    assert expected in problem
+
+
+def test_a_missing_docstring_is_found() -> None:
+    (problem,) = violations(PurePosixPath("layouts/flat.py"), "x = 1")
+    assert "starts with a docstring" in problem
+
+
+ALLOWED = [
+    ("core/plan.py", "from . import box\nfrom .. import errors\nfrom ..errors import Problems"),
+    ("core/plan.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch, pathlib"),
+    ("core/execute.py", "def f():\n    import torch"),
+    ("convert.py", "from . import __version__\nfrom .formats.registry import detect"),
+    ("engines/megatron.py", "from megatron.core import parallel_state"),
+    ("cli/main.py", "import typer\nprint('hello')"),
+    ("layouts/_table.py", "x = 1"),
+]
+
+
+@pytest.mark.parametrize(("path", "code"), ALLOWED)
+def test_what_is_allowed_passes(path: str, code: str) -> None:
+    assert violations(PurePosixPath(path), f'"""A module."""\n{code}\n') == []
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, mcore_rlhf.cli; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
