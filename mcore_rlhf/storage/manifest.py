@@ -1,0 +1,232 @@
+"""The manifest: which files a published folder holds, how long each one is, and its CRC-32. Written last,
+read first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from .checksum import crc32
+from .paths import cannot_open, inside
+
+FORMAT = "mcore_rlhf"
+VERSION = 1
+_PIECE_NBYTES = 1 << 20
+
+Progress = Callable[[str, int], None]
+"""Called with a file and the number of its bytes that were just checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a published folder.
+
+    Args:
+        nbytes: Its length.
+        crc32: CRC-32 of all its bytes.
+    """
+
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a published folder holds.
+
+    Args:
+        files: By path relative to the folder, with ``/``. The manifest itself is not among them.
+        step: The training step, where there is one.
+        transaction: Identity of the commit that published it; :class:`~.publish.Publication` fills it in.
+        parts: Roles and ranks that make up the folder: ``{"role", "format", "parallel"}``.
+        lossless: Whether everything that the source had is there bit for bit; None where that has no meaning.
+        provenance: Versions and whatever else says where it comes from.
+        report: What a conversion did.
+    """
+
+    files: Mapping[str, FileEntry]
+    step: int | None = None
+    transaction: str = ""
+    parts: Sequence[Mapping[str, Any]] = ()
+    lossless: bool | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The manifest as text; keys and files always in the same order."""
+        files = {
+            path: {"bytes": entry.nbytes, "crc32": entry.crc32} for path, entry in sorted(self.files.items())
+        }
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "transaction": self.transaction,
+            "parts": [dict(part) for part in self.parts],
+            "files": files,
+            "lossless": self.lossless,
+            "provenance": dict(self.provenance),
+            "report": dict(self.report),
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> Manifest:
+        """Read a manifest.
+
+        Args:
+            text: Its content.
+            where: Its path, for messages.
+
+        Raises:
+            NotACheckpoint: It is JSON, but not a manifest of ours.
+            Unsupported: A newer version wrote it, or it has fields that are not known; they are named.
+            Incomplete: Fields are missing; they are named.
+            Corrupt: It is not JSON, or a field has the wrong type.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise Corrupt(f"{where}: the manifest is not valid JSON: {error}.\nUse an older step.") from error
+        _check_fields(content, where)
+        try:
+            files = {str(path): _entry(entry) for path, entry in content["files"].items()}
+            parts = tuple({**part} for part in content["parts"])
+            kept = {name: content[name] for name in ("step", "transaction", "lossless")}
+            return cls(
+                files, parts=parts, provenance={**content["provenance"]}, report={**content["report"]}, **kept
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise Corrupt(f"{where}: a field of the manifest has the wrong form: {error!r}.") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read a manifest file.
+
+        Raises:
+            NotACheckpoint: There is none.
+            StorageError: It cannot be read.
+            CheckpointError: See :meth:`from_json`.
+        """
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise cannot_open(error, path) from error
+        return cls.from_json(text, str(path))
+
+
+def _check_fields(content: Any, where: str) -> None:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise NotACheckpoint(f'{where}: not a manifest of {FORMAT} (it has no "format": "{FORMAT}").')
+    version = content.get("version")
+    if type(version) is not int or version > VERSION:
+        raise Unsupported(
+            f"{where}: version {version!r} of the manifest; this release reads up to {VERSION}.\n"
+            f"Upgrade: pip install --upgrade {FORMAT}"
+        )
+    known = {"format", "version", *(item.name for item in fields(Manifest))}
+    unknown, missing = sorted(content.keys() - known), sorted(known - content.keys())
+    if unknown:
+        raise Unsupported(f"{where}: the manifest has fields that are not known: {', '.join(unknown)}.")
+    if missing:
+        raise Incomplete(f"{where}: the manifest lacks the fields {', '.join(missing)}.")
+
+
+def _entry(entry: Mapping[str, Any]) -> FileEntry:
+    nbytes, crc = entry["bytes"], entry["crc32"]
+    if type(nbytes) is not int or type(crc) is not int:
+        raise TypeError(f"bytes and crc32 must be whole numbers, not {nbytes!r} and {crc!r}")
+    return FileEntry(nbytes, crc)
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """Versions of this library, torch and Python, and the time (UTC). ``more`` is added: a git revision, a
+    config's hash.
+    """
+    return {
+        "mcore_rlhf": _version("mcore_rlhf"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **more,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)  # reads a file; importing torch takes a second
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def check(
+    root: Path, manifest: Manifest, *, sizes_only: bool = False, progress: Progress | None = None
+) -> Problems:
+    """Compare a folder with its manifest.
+
+    Args:
+        root: The folder.
+        manifest: What should be there.
+        sizes_only: Whether lengths suffice: quick, and enough to say that the folder was committed.
+        progress: Hears of every megabyte.
+
+    Returns:
+        Every file that is missing, too short, too long or damaged; nothing where the folder is intact.
+    """
+    problems = Problems()
+    for name, entry in sorted(manifest.files.items()):
+        try:
+            _check_file(root, name, entry, sizes_only, progress or _ignore)
+        except CheckpointError as error:
+            problems.add_error(error)
+    return problems
+
+
+def _ignore(_file: str, _nbytes: int) -> None:
+    pass
+
+
+def _check_file(root: Path, name: str, entry: FileEntry, sizes_only: bool, progress: Progress) -> None:
+    path = inside(root, name, follow_links=False)
+    try:
+        nbytes = path.stat().st_size
+    except FileNotFoundError:
+        raise Incomplete(f"{path}: is missing; the manifest lists it with {entry.nbytes} bytes") from None
+    except OSError as error:
+        raise cannot_open(error, path) from error
+    if nbytes != entry.nbytes:
+        kind = Incomplete if nbytes < entry.nbytes else Corrupt
+        raise kind(f"{path}: has {nbytes} bytes, the manifest says {entry.nbytes}")
+    if not sizes_only:
+        found = crc_of_file(path, lambda count: progress(name, count))
+        if found != entry.crc32:
+            raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
+
+
+def crc_of_file(path: Path, progress: Callable[[int], None] = lambda nbytes: None) -> int:
+    """CRC-32 of a whole file, in pieces of 1 MiB.
+
+    Raises:
+        NotACheckpoint: There is no such file.
+        StorageError: It cannot be read.
+    """
+    piece, crc = memoryview(bytearray(_PIECE_NBYTES)), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while count := file.readinto(piece):
+                crc = crc32(piece[:count], crc)
+                progress(count)
+    except OSError as error:
+        raise cannot_open(error, path) from error
+    return crc

@@ -1,0 +1,84 @@
+"""Names inside a checkpoint become paths that stay inside it; I/O errors become messages."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path, PurePosixPath
+
+from ..errors import NotACheckpoint, StorageError, Untrusted
+
+_ADVICE = {
+    errno.ENOSPC: "Free some space, or choose a target on another disk.",
+    errno.EDQUOT: "The disk quota is used up: free some space, or choose a target on another disk.",
+    errno.EACCES: "Check who owns the folder and its permissions.",
+    errno.EPERM: "Check who owns the folder and its permissions.",
+    errno.EROFS: "The file system is mounted read-only.",
+    errno.EIO: "The disk or network file system failed; see the system log, then try again.",
+    errno.EFBIG: "The file system or a limit (ulimit -f) does not allow files of this size.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ESTALE: "The network file system lost the file; mount it again.",
+}
+
+
+def inside(root: Path, name: str, *, follow_links: bool = True) -> Path:
+    """The path of a file that a checkpoint names, which may not lie outside the checkpoint.
+
+    Symbolic links are followed by default: whoever can place one in the folder has the file system's rights,
+    and rank folders on other disks are common. A name that comes out of a manifest gets no such trust.
+
+    Args:
+        root: The checkpoint's folder.
+        name: Path relative to it, with ``/``.
+        follow_links: Whether symbolic links below the root may lead out of it.
+
+    Raises:
+        Untrusted: The name is absolute, has ``..`` or a NUL in it, is empty, or leaves the root by a link.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name:
+        raise Untrusted(
+            f"{root}: the checkpoint names the file {name!r}, which is not a plain path inside its folder.\n"
+            "Such a name can reach foreign files; do not use this checkpoint unless you trust its source."
+        )
+    path = root.joinpath(*parts)
+    if not follow_links and not path.resolve().is_relative_to(root.resolve()):
+        raise Untrusted(
+            f"{root}: {name!r} is a symbolic link that leads out of the checkpoint, to {path.resolve()}.\n"
+            "Replace the link by the file itself if you trust it."
+        )
+    return path
+
+
+def storage_error(error: OSError, path: Path, doing: str, detail: str = "") -> StorageError:
+    """Say what the file system refused, to which file, and what helps.
+
+    Args:
+        error: What the system call raised.
+        path: The file or folder.
+        doing: What was tried: ``write``, ``read``, ``create``.
+        detail: More facts, such as the bytes needed and free.
+    """
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    text = f"{path}: cannot {doing}: {reason}" + (f" ({detail})" if detail else "")
+    advice = _ADVICE.get(error.errno or 0, "")
+    return StorageError(f"{text}\n{advice}" if advice else text)
+
+
+def cannot_open(error: OSError, path: Path) -> StorageError | NotACheckpoint:
+    """The error for a file that should be read: missing is one thing, unreadable another."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return NotACheckpoint(f"{path}: there is no such file.")
+    if isinstance(error, IsADirectoryError):
+        return NotACheckpoint(f"{path}: is a folder, but a file was expected.")
+    return storage_error(error, path, "read")
+
+
+def human(nbytes: int) -> str:
+    """A byte count for people: ``3.2 GB``."""
+    value = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{nbytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"

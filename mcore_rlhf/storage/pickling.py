@@ -1,0 +1,298 @@
+"""Pickling a tree with stored tensors the way ``torch.save`` does: protocol 2, torch's own globals, stubs
+under their names.
+
+Source: torch ``_tensor.py`` (``_reduce_ex_internal``), ``serialization.py`` (``_save``), ``_utils.py`` of
+2.13; the result is compared opcode for opcode with torch's. Opcodes are those that torch's ``weights_only``
+unpickler accepts.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..core.catalog import Record
+from ..core.dtype import DType, dtype_of
+from ..errors import CheckpointError, Unsupported
+from .stored import StoredTensor
+from .stubs import Stub, StubType
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class PickledTree:
+    """A pickle and the records that it refers to.
+
+    Args:
+        data: The pickle.
+        records: Length in bytes of every record, by its key (``data/0``), in the order of first use.
+        contents: The real tensors of the tree, by the key of the record that each one got: one-dimensional,
+            contiguous.
+    """
+
+    data: bytes = b""
+    records: dict[str, int] = field(default_factory=dict)
+    contents: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def pickle_tree(tree: Any, file: str) -> PickledTree:
+    """Pickle a tree.
+
+    Args:
+        tree: A nest of containers, Namespaces, stubs, numpy arrays and plain values; tensors are
+            :class:`~.stored.StoredTensor` of records of ``file``, or real ones, which get records of their
+            own.
+        file: The file that the records belong to.
+
+    Raises:
+        Unsupported: It holds something that torch could not read back, or that only exists here.
+        ValueError: Records contradict each other, or belong to another file.
+    """
+    found = _find_records(tree, file)
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, found).dump(tree)
+    except CheckpointError:
+        raise
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise Unsupported(f"{file}: something in it cannot be saved: {error}.") from error
+    found.result.data = buffer.getvalue()
+    return found.result
+
+
+@dataclass(slots=True)
+class _Records:
+    """The records of a tree, known before pickling: one of two dtypes must be written as untyped."""
+
+    file: str
+    result: PickledTree
+    dtypes: dict[str, set[DType]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    adopted: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    fresh: int = 0
+
+    def note(self, record: Record) -> None:
+        if record.file != self.file:
+            raise ValueError(f"{self.file}: a tensor of another file ({record.file}) is in its tree")
+        if self.lengths.setdefault(record.key, record.nbytes) != record.nbytes:
+            raise ValueError(f"{self.file}: record {record.key} has two lengths")
+        self.dtypes.setdefault(record.key, set()).add(record.dtype)
+
+    def adopt(self, tensor: torch.Tensor) -> StoredTensor:
+        """Give a real tensor's storage a record; tensors that share a storage share it here too."""
+        import torch
+
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            raise Unsupported(f"{self.file}: a sparse, quantized or lazily negated tensor cannot be saved")
+        tensor = tensor.detach().cpu()
+        storage = tensor.untyped_storage()
+        try:
+            dtype = dtype_of(tensor.dtype)
+        except ValueError:
+            raise Unsupported(f"{self.file}: a tensor of the dtype {tensor.dtype} cannot be saved") from None
+        key = self._key_of(storage)
+        record = Record(self.file, key, dtype, storage.nbytes() // dtype.itemsize, 0)
+        self.note(record)
+        return StoredTensor(record, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def _key_of(self, storage: torch.UntypedStorage) -> str:
+        import torch
+
+        known = self.adopted.get(storage._cdata)
+        if known is not None:
+            return known[1]
+        while f"data/{self.fresh}" in self.lengths:
+            self.fresh += 1
+        key = f"data/{self.fresh}"
+        self.adopted[storage._cdata] = (storage, key)
+        self.result.contents[key] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        return key
+
+    def use(self, record: Record) -> _Storage:
+        """The persistent id of a record that is referred to now."""
+        self.note(record)
+        self.result.records.setdefault(record.key, record.nbytes)
+        key = record.key.removeprefix("data/")
+        if self.is_untyped(record):
+            return _Storage(("storage", _untyped_storage(), key, "cpu", record.nbytes))
+        return _Storage(("storage", _storage_types()[record.dtype.name], key, "cpu", record.numel))
+
+    def is_untyped(self, record: Record) -> bool:
+        """Whether it has no storage class of its own (float8, uint16, …) or is seen under two dtypes."""
+        return record.dtype.name not in _storage_types() or len(self.dtypes[record.key]) > 1
+
+
+def _find_records(tree: Any, file: str) -> _Records:
+    """Note the stored tensors of a tree, before real ones are given keys that are free."""
+    found = _Records(file, PickledTree())
+    seen: set[int] = set()
+    todo = [tree]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, StoredTensor):
+            found.note(value.record)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo += _parts(value)
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
+    """What an object holds."""
+    if isinstance(value, dict):
+        return [*value, *value.values(), *(getattr(value, "__dict__", {}).values())]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, Stub):
+        return [value.stub_args, value.stub_state, value.stub_items]
+    state = getattr(value, "__dict__", None)
+    return [] if isinstance(value, type) or not isinstance(state, dict) else list(state.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """Stands for a storage while pickling; written as torch's persistent id."""
+
+    pid: tuple[Any, ...]
+
+
+@cache
+def _storage_types() -> dict[str, type]:
+    """Typed storage classes by dtype; torch calls them legacy and writes them all the same."""
+    import torch
+
+    types = {
+        "complex64": "ComplexFloat",
+        "complex128": "ComplexDouble",
+        "bfloat16": "BFloat16",
+        "float32": "Float",
+    }
+    types |= {"float64": "Double", "float16": "Half", "int64": "Long", "int32": "Int", "int16": "Short"}
+    types |= {"int8": "Char", "uint8": "Byte", "bool": "Bool"}
+    return {dtype: getattr(torch, f"{name}Storage") for dtype, name in types.items()}
+
+
+def _untyped_storage() -> type:
+    from torch.storage import UntypedStorage
+
+    return UntypedStorage
+
+
+if TYPE_CHECKING:
+
+    class _PythonPickler:
+        """What typeshed leaves out of ``pickle._Pickler``."""
+
+        dispatch: ClassVar[dict[type, Any]]
+        memo: dict[int, tuple[int, Any]]
+        write: Callable[[bytes], Any]
+        get: Callable[[int], bytes]
+        memoize: Callable[[Any], None]
+        save_reduce: Callable[..., None]
+
+        def __init__(self, file: io.BytesIO, protocol: int) -> None: ...
+        def save(self, obj: Any, save_persistent_id: bool = True) -> None: ...
+        def save_global(self, obj: Any, name: str | None = None) -> None: ...
+        def dump(self, obj: Any) -> None: ...
+else:
+    _PythonPickler = pickle._Pickler
+
+
+class _Pickler(_PythonPickler):
+    """Python's own pickler in Python: only there a class can be written under another name than its own."""
+
+    def __init__(self, buffer: io.BytesIO, records: _Records) -> None:
+        import torch
+        from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+        super().__init__(buffer, protocol=2)
+        self._records, self._torch = records, torch
+        self._typed, self._untyped = _rebuild_tensor_v2, _rebuild_tensor_v3
+        self._tensors: dict[int, Any] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.pid if type(obj) is _Storage else None
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        special = self._special.get(type(obj))
+        if special is not None:
+            special(self, obj)
+        elif isinstance(obj, Stub):
+            self._once(obj, self._save_stub)
+        elif isinstance(obj, self._torch.Tensor):
+            self._once(obj, self._save_real_tensor)
+        else:
+            super().save(obj, save_persistent_id)
+
+    def _once(self, obj: Any, save: Callable[[Any], None]) -> None:
+        known = self.memo.get(id(obj))
+        if known is not None:
+            self.write(self.get(known[0]))
+        else:
+            save(obj)
+
+    def _save_real_tensor(self, tensor: torch.Tensor) -> None:
+        self._save_stored(self._records.adopt(tensor), tensor)
+
+    def _save_tensor(self, stored: StoredTensor) -> None:
+        self._once(stored, lambda tensor: self._save_stored(tensor, tensor))
+
+    def _save_stored(self, stored: StoredTensor, memo_as: Any) -> None:
+        record = stored.record
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        args = (self._records.use(record), stored.start, stored.shape, stored.strides, False, hooks)
+        if self._records.is_untyped(record):
+            dtype = getattr(self._torch, record.dtype.name)
+            self.save_reduce(self._untyped, (*args, dtype), obj=memo_as)
+        else:
+            self.save_reduce(self._typed, args, obj=memo_as)
+
+    def _save_stub(self, stub: Stub) -> None:
+        cls, items = type(stub), stub.stub_items
+        lists = iter(items) if isinstance(items, list) else None
+        dicts = iter(items.items()) if isinstance(items, dict) else None
+        if stub.stub_called:
+            self.save_reduce(cls, stub.stub_args, stub.stub_state, lists, dicts, obj=stub)
+        else:
+            new: Any = copyreg.__newobj__  # type: ignore[attr-defined]  # missing in typeshed
+            self.save_reduce(new, (cls, *stub.stub_args), stub.stub_state, lists, dicts, obj=stub)
+
+    def _save_stub_class(self, cls: StubType) -> None:
+        def write(cls: StubType) -> None:
+            self.write(pickle.GLOBAL + f"{cls.__module__}\n{cls.__name__}\n".encode())
+            self.memoize(cls)
+
+        self._once(cls, write)
+
+    def _save_set(self, obj: set[Any] | frozenset[Any]) -> None:
+        """In a fixed order: that of a set of strings changes from process to process."""
+
+        def write(obj: set[Any] | frozenset[Any]) -> None:
+            try:
+                items = sorted(obj)
+            except TypeError:
+                items = sorted(obj, key=repr)
+            self.save_reduce(type(obj), (items,), obj=obj)
+
+        self._once(obj, write)
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        module = str(getattr(obj, "__module__", ""))
+        if module.partition(".")[0] == __name__.partition(".")[0]:
+            raise Unsupported(
+                f"{self._records.file}: {obj!r} exists only in this program and cannot be saved"
+            )
+        super().save_global(obj, name)
+
+    _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
+        StoredTensor: _save_tensor, StubType: _save_stub_class, set: _save_set, frozenset: _save_set,
+    }  # fmt: skip
+    dispatch: ClassVar[dict[type, Any]] = {**_PythonPickler.dispatch, type: save_global}

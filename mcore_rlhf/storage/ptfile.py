@@ -1,0 +1,126 @@
+"""Reading a ``.pt`` file: its structure at once, its tensors as places in the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Corrupt
+from .checksum import crc32
+from .paths import cannot_open, inside
+from .resolve import Resolver
+from .stored import StoredTensor as StoredTensor
+from .stored import map_tensors
+from .torchzip import Directory, read_directory
+from .unpickle import unpickle
+
+if TYPE_CHECKING:
+    import torch
+
+_CHECKED_NBYTES = 16 << 20
+"""Records up to this size are read whole when one of their tensors is loaded, so that the CRC can be checked.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PtFile:
+    """A ``.pt`` file that was opened.
+
+    Args:
+        root: The checkpoint's folder.
+        file: Path relative to it.
+        tree: The saved object. Every tensor in it (parameters and subclasses too) is a :class:`StoredTensor`;
+            classes of training frameworks are :class:`~.stubs.Stub`; numpy arrays are real.
+        directory: The records, with their CRCs.
+    """
+
+    root: Path
+    file: str
+    tree: Any
+    directory: Directory
+
+    def load(self, stored: StoredTensor) -> torch.Tensor:
+        """Read one tensor: just its bytes, or its whole record where that is small, whose CRC is then
+        checked.
+
+        Returns:
+            A tensor on the CPU of the same shape and strides, which shares memory with no other.
+
+        Raises:
+            Corrupt: The record does not have its CRC.
+            StorageError: The file cannot be read.
+        """
+        import torch
+
+        dtype: torch.dtype = getattr(torch, stored.record.dtype.name)
+        if 0 in stored.shape:
+            return torch.empty_strided(stored.shape, stored.strides, dtype=dtype)
+        span = torch.frombuffer(self._span(stored), dtype=dtype)
+        return span.as_strided(stored.shape, stored.strides)
+
+    def _span(self, stored: StoredTensor) -> bytearray:
+        """The bytes from the tensor's first element to its last."""
+        itemsize, record = stored.record.dtype.itemsize, stored.record
+        start, stop = stored.start * itemsize, stored.stop * itemsize
+        if (start, stop) != (0, record.nbytes) and record.nbytes > _CHECKED_NBYTES:
+            return _read(self.directory.path, record.byte_offset + start, stop - start)
+        member = self.directory.members[record.key]
+        whole = _read(self.directory.path, member.byte_offset, member.nbytes)
+        self.directory.check(member, crc32(whole))
+        return whole[start:stop]
+
+    def materialize(self, subtree: Any) -> Any:
+        """A copy of a part of the tree with real tensors in place of stored ones: for RNG states and other
+        small things.
+
+        Raises:
+            Corrupt: See :meth:`load`.
+            StorageError: See :meth:`load`.
+        """
+        return map_tensors(subtree, self.load)
+
+
+def read_pt(root: Path, file: str, *, stubs: Collection[str] = ()) -> PtFile:
+    """Open a file that ``torch.save`` wrote. No byte of a tensor is read and no code of the file is run.
+
+    Args:
+        root: The checkpoint's folder.
+        file: Path relative to it, with ``/``.
+        stubs: Full names of classes to load as inert stubs, besides those of the known frameworks.
+
+    Raises:
+        NotACheckpoint: There is no such file.
+        Untrusted: It asks for classes or functions that are not allowed, or ``file`` leads out of ``root``.
+        Incomplete: It is cut off.
+        Corrupt: It is damaged.
+        Unsupported: It holds something that is not supported: sparse or quantized tensors, big-endian
+            numbers.
+        StorageError: It cannot be read.
+    """
+    path = inside(root, file)
+    directory = read_directory(path)
+    keys = [name.removeprefix("data/") for name in directory.members if name.startswith("data/")]
+    unpickled = unpickle(directory.read("data.pkl"), keys, str(path), stubs)
+    tree = Resolver(file, directory, unpickled).resolve_root()
+    return PtFile(root, file, tree, directory)
+
+
+def _read(path: Path, byte_offset: int, nbytes: int) -> bytearray:
+    """Read a range into memory of our own."""
+    data = bytearray(nbytes)
+    view, at = memoryview(data), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while at < nbytes:
+                count = os.preadv(file.fileno(), [view[at:]], byte_offset + at)
+                if not count:
+                    raise Corrupt(
+                        f"{path}: ends at byte {byte_offset + at}; it has been cut off since it was opened."
+                    )
+                at += count
+    except OSError as error:
+        raise cannot_open(error, path) from error
+    return data

@@ -1,0 +1,209 @@
+"""Publishing a folder: written aside, checked, renamed once. Either all of it is there, or nothing.
+
+Replacing an existing folder takes two renames (the old one aside, the new one in place). A crash between the
+two leaves neither at the target; the next :class:`Publication` or :func:`~.staging.recover` of the same
+target puts the old one back.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+from ..errors import StorageError, UsageError
+from .manifest import Manifest
+from .paths import human, storage_error
+from .staging import MANIFEST_NAME, Lock, Places, new_transaction, recover, settle
+
+
+def _never(_path: Path) -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class Publication:
+    """A folder that appears at its target as a whole or not at all. Use it in a ``with`` block.
+
+    Left without :meth:`commit`, by an exception or an interrupt, everything written is removed and the target
+    is as before.
+
+    Args:
+        target: The folder to publish. An empty folder there counts as none.
+        overwrite: Whether an existing folder may be replaced.
+        fsync: Whether everything is on the disk before it appears.
+        replaceable: Says whether an existing folder is one that may be deleted (a checkpoint, not a home
+            folder).
+        manifest_name: Name of the manifest in the folder.
+    """
+
+    target: Path
+    overwrite: bool = False
+    fsync: bool = True
+    replaceable: Callable[[Path], bool] = _never
+    manifest_name: str = MANIFEST_NAME
+    transaction: str = field(default_factory=new_transaction)
+    recovered: list[str] = field(default_factory=list)
+    _lock: Lock | None = None
+
+    def __post_init__(self) -> None:
+        self.target = Path(os.path.abspath(self.target))
+
+    @property
+    def staging(self) -> Path:
+        """The hidden folder to write into."""
+        return self._places.staging
+
+    @property
+    def _places(self) -> Places:
+        return Places(self.target, self.transaction)
+
+    def __enter__(self) -> Publication:
+        """Clean up after dead processes, check the target, make the staging folder.
+
+        Raises:
+            StorageError: The target exists and may not be replaced, or the folder cannot be made.
+        """
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.recovered = recover(self.target, self.manifest_name)
+            self._check_target()
+            self._lock = Lock(self._places.lock)
+            self.staging.mkdir()
+        except BaseException as error:
+            self._clean_up()
+            if isinstance(error, OSError):
+                raise storage_error(error, self.staging, "create") from error
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clean_up()
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Write the manifest as the last file, and publish.
+
+        Args:
+            manifest: What the folder holds; the transaction's id is filled in.
+
+        Returns:
+            The target.
+
+        Raises:
+            StorageError: It could not be published; the target is as before.
+        """
+        try:
+            text = replace(manifest, transaction=self.transaction).to_json()
+            (self.staging / self.manifest_name).write_text(text, encoding="utf-8")
+            if self.fsync:
+                sync_tree(self.staging)
+            self._publish()
+        except OSError as error:
+            # A retry of the network file system can report a done rename as failed: look, do not believe.
+            if not self._places.is_published(self.manifest_name):
+                raise storage_error(error, self.target, "publish") from error
+        if not self._places.is_published(self.manifest_name):
+            raise StorageError(f"{self.target}: was published, but its manifest cannot be read back.")
+        self._clean_up()
+        return self.target
+
+    def _publish(self) -> None:
+        self._check_target()
+        if self.target.is_dir() and any(self.target.iterdir()):
+            os.rename(self.target, self._places.old)
+        os.rename(self.staging, self.target)
+        if self.fsync:
+            sync_folder(self.target.parent)
+
+    def _check_target(self) -> None:
+        target = self.target
+        if target.is_symlink():
+            raise StorageError(
+                f"{target}: is a symbolic link.\nGive the folder it points to: {target.resolve()}"
+            )
+        if target.exists() and not target.is_dir():
+            raise StorageError(f"{target}: is a file; a folder is to be written there.\nChoose another name.")
+        if not target.is_dir() or not any(target.iterdir()):
+            return
+        if not self.overwrite:
+            raise StorageError(f"{target}: exists already.\nChoose another target, or give --overwrite.")
+        if not self.replaceable(target):
+            raise StorageError(
+                f"{target}: exists and does not look like a checkpoint; not even --overwrite replaces it.\n"
+                "Choose another target, or remove the folder yourself."
+            )
+
+    def _clean_up(self) -> None:
+        """Settle what this transaction left, whether it was committed or not, then let the lock go."""
+        if self._lock is None:
+            return
+        try:
+            settle(self._places, self.manifest_name)
+            self._lock.release()
+        except OSError:
+            pass  # the lock file stays, so that the next start cleans up
+        self._lock = None
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until every file and folder below, and the folder itself, is on the disk.
+
+    Raises:
+        OSError: The disk failed.
+    """
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _sync(Path(parent, name), os.O_RDONLY)
+        sync_folder(Path(parent))
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's entries are on the disk."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Refuse early what cannot fit.
+
+    Args:
+        folder: Where it will be written; it need not exist yet.
+        nbytes: How much.
+
+    Raises:
+        StorageError: Less is free.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if nbytes > free:
+        raise StorageError(
+            f"{folder}: {human(nbytes)} are needed, but only {human(free)} are free there.\n"
+            "Free some space, or choose a target on another disk."
+        )
+
+
+def refuse_overlap(source: Path, target: Path) -> None:
+    """Refuse a target that is the source, lies in it or holds it: links are followed.
+
+    Raises:
+        UsageError: They overlap.
+    """
+    real_source, real_target = source.resolve(), target.resolve()
+    if real_source == real_target:
+        raise UsageError(f"{target}: source and target are the same folder.\nChoose another target.")
+    if real_target.is_relative_to(real_source):
+        raise UsageError(f"{target}: lies inside the source {source}.\nChoose a target outside it.")
+    if real_source.is_relative_to(real_target):
+        raise UsageError(f"{target}: holds the source {source}.\nChoose a target outside it.")

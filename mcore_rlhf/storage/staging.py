@@ -1,0 +1,187 @@
+"""Hidden folders beside a target: made with a lock that says their writer is alive, and cleaned up when it is
+not.
+
+For a target ``out`` a transaction uses, all in the same parent, so that a rename suffices:
+
+* ``.out.lock-<id>``     a file, locked with ``flock`` for as long as the writer lives; holds its host's name
+* ``.out.partial-<id>``  the folder being written
+* ``.out.old-<id>``      what was at ``out`` before, while it is being replaced
+
+The lock is made first and removed last. So after a crash every leftover has a lock file that nobody holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .manifest import Manifest
+from .paths import storage_error
+
+MANIFEST_NAME = "mcore_rlhf.json"
+_FOREIGN_PATIENCE_S = 24 * 3600
+"""A lock of another host may be held although it seems free: some network file systems lock per host only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The names that one transaction uses.
+
+    Args:
+        target: What is published.
+        transaction: The transaction's id.
+    """
+
+    target: Path
+    transaction: str
+
+    def _beside(self, what: str) -> Path:
+        return self.target.with_name(f".{self.target.name}.{what}-{self.transaction}")
+
+    @property
+    def lock(self) -> Path:
+        """The lock file."""
+        return self._beside("lock")
+
+    @property
+    def staging(self) -> Path:
+        """The folder being written."""
+        return self._beside("partial")
+
+    @property
+    def old(self) -> Path:
+        """What the target was before."""
+        return self._beside("old")
+
+    def is_published(self, manifest_name: str = MANIFEST_NAME) -> bool:
+        """Whether the target is what this transaction wrote: asked of the file system, not remembered."""
+        try:
+            return Manifest.read(self.target / manifest_name).transaction == self.transaction
+        except CheckpointError:
+            return False
+
+
+def new_transaction() -> str:
+    """An id that no other transaction has; later ones sort later."""
+    return f"{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(4)}"
+
+
+class Lock:
+    """A lock file that is held until :meth:`release`, or until the process dies.
+
+    Args:
+        path: The file, which must not exist.
+
+    Raises:
+        StorageError: It cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            os.write(self._fd, socket.gethostname().encode())
+        except OSError as error:
+            raise storage_error(error, path, "create") from error
+        _try_lock(
+            self._fd
+        )  # without flock on this file system, nobody else will think that we are dead either
+
+    def release(self) -> None:
+        """Remove the file and let go."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or not supported here
+        return False
+    return True
+
+
+def recover(target: Path, manifest_name: str = MANIFEST_NAME) -> list[str]:
+    """Clean up what dead processes left beside a target. Safe at any time, in any number of processes.
+
+    A half-written folder is removed. An old target that was moved aside is put back where nothing was
+    published, and removed where the new one was.
+
+    Returns:
+        What was done, one line each.
+    """
+    done: list[str] = []
+    prefix = f".{target.name}.lock-"
+    for lock in sorted(target.parent.glob(f"{_escaped(prefix)}*")) if target.parent.is_dir() else ():
+        places = Places(target, lock.name.removeprefix(prefix))
+        fd = _lock_of_the_dead(lock)
+        if fd is None:
+            continue
+        try:
+            done += settle(places, manifest_name)
+            lock.unlink(missing_ok=True)
+        except OSError as error:
+            done.append(f"could not clean up {places.staging}: {error}")
+        finally:
+            os.close(fd)
+    return done
+
+
+def settle(places: Places, manifest_name: str = MANIFEST_NAME) -> Iterator[str]:
+    """Bring a transaction that has ended, in whatever way, to all or nothing.
+
+    Returns:
+        What was done, one line each.
+    """
+    return iter(list(_settle(places, manifest_name)))
+
+
+def _settle(places: Places, manifest_name: str) -> Iterator[str]:
+    if places.old.exists():
+        if places.is_published(manifest_name):
+            shutil.rmtree(places.old)
+            yield f"removed {places.old}: what {places.target} was before it was replaced"
+        elif not _is_occupied(places.target):
+            os.rename(places.old, places.target)
+            yield f"put {places.target} back: its replacement was interrupted"
+        else:  # somebody made a new target meanwhile: both are kept
+            yield f"kept {places.old}: {places.target} was made anew by someone else"
+    if places.staging.exists():
+        shutil.rmtree(places.staging)
+        yield f"removed {places.staging}: it was left half-written"
+
+
+def _is_occupied(target: Path) -> bool:
+    return target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir()))
+
+
+def _lock_of_the_dead(path: Path) -> int | None:
+    """Take over the lock of a process that is dead; None where it may be alive."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        host = os.read(fd, 256).decode(errors="replace")
+        foreign = host != socket.gethostname() and time.time() - path.stat().st_mtime < _FOREIGN_PATIENCE_S
+        if not foreign and _try_lock(fd) and os.fstat(fd).st_ino == path.stat().st_ino:
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _escaped(name: str) -> str:
+    """For glob."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)

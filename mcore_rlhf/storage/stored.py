@@ -1,0 +1,51 @@
+"""A tensor that was found in a file, but not read."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.box import Shape, dot
+from ..core.catalog import Record
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that was not read, only found.
+
+    Args:
+        record: The storage that holds it.
+        start: Its first element in the record.
+        shape: Its shape.
+        strides: Its strides, in elements.
+    """
+
+    record: Record
+    start: int
+    shape: Shape
+    strides: Shape
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the record; ``start`` where it is empty."""
+        return self.start + (
+            1 + dot(tuple(n - 1 for n in self.shape), self.strides) if 0 not in self.shape else 0
+        )
+
+
+def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
+    """A copy of a nest of dictionaries, lists, tuples and Namespaces with ``function`` applied to its stored
+    tensors.
+    """
+    if isinstance(tree, StoredTensor):
+        return function(tree)
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, map_tensors(value, function)) for key, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tensors(value, function) for value in tree)
+    if type(tree) is argparse.Namespace:
+        return argparse.Namespace(**{key: map_tensors(value, function) for key, value in vars(tree).items()})
+    return tree

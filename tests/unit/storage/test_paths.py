@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.errors import NotACheckpoint, StorageError, Untrusted
+from mcore_rlhf.storage.paths import cannot_open, human, inside, storage_error
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a/..", "a\0b", "..\\x"])
+def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(Untrusted, match="not a plain path"):
+        inside(tmp_path, name)
+
+
+def test_plain_names_are_joined(tmp_path: Path) -> None:
+    assert inside(tmp_path, "mp_rank_00/a..b.pt") == tmp_path / "mp_rank_00" / "a..b.pt"
+
+
+def test_links_are_followed_only_where_the_user_made_them(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.mkdir()
+    (root / "rank").symlink_to(elsewhere)
+    (root / "near").symlink_to(root)
+    assert inside(root, "rank/x") == root / "rank" / "x"
+    assert inside(root, "near/x", follow_links=False) == root / "near" / "x"
+    with pytest.raises(Untrusted, match="symbolic link"):
+        inside(root, "rank/x", follow_links=False)
+
+
+def test_errors_of_the_file_system_say_what_helps(tmp_path: Path) -> None:
+    full = storage_error(OSError(errno.ENOSPC, "x"), tmp_path, "write", "needs 3 GB, 1 GB are free")
+    assert str(tmp_path) in str(full)
+    assert "needs 3 GB" in str(full)
+    assert "Free some space" in str(full)
+    assert isinstance(cannot_open(FileNotFoundError(), tmp_path), NotACheckpoint)
+    assert isinstance(cannot_open(IsADirectoryError(), tmp_path), NotACheckpoint)
+    denied = cannot_open(PermissionError(errno.EACCES, "x"), tmp_path)
+    assert isinstance(denied, StorageError)
+    assert os.strerror(errno.EACCES) in str(denied)
+
+
+def test_byte_counts_are_readable() -> None:
+    assert [human(n) for n in (0, 999, 1000, 3_200_000_000, 5 * 10**15)] == [
+        "0 bytes", "999 bytes", "1.0 kB", "3.2 GB", "5000.0 TB",
+    ]  # fmt: skip
