@@ -1,0 +1,254 @@
+"""The whole conversion: open a source, describe a target, plan the copies, carry them out, prove, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from threading import Event
+from typing import Protocol
+
+from .core.execute import WINDOW_BYTES, FileRun
+from .core.plan import FilePlan, plan_file
+from .errors import Lossy, Problems
+from .formats.base import ReadOptions, Source, Target, TargetFile, WriteOptions
+from .formats.registry import FORMATS, format_named, open_checkpoint
+from .formats.report import Report
+from .storage.manifest import FileEntry, Manifest, provenance
+from .storage.mapped import MappedFiles
+from .storage.publish import Publication, check_space, refuse_overlap
+from .storage.staging import MANIFEST_NAME
+from .verify.audit import Audit
+from .verify.ledger import Ledger
+
+_BUFFERS_PER_WORKER = 8
+"""A worker's buffer, the window of the source behind it, and what numpy makes of both while it gathers."""
+
+
+class Progress(Protocol):
+    """Hears how far long work has come."""
+
+    def stage(self, text: str, total_bytes: int) -> None:
+        """A new stage of the work begins."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        ...
+
+
+class Quiet:
+    """Hears nothing."""
+
+    def stage(self, text: str, total_bytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How a conversion runs.
+
+    Args:
+        to: Name of the target's format.
+        read: How the source is read.
+        write: What the target is to be.
+        workers: Files written at the same time.
+        max_memory: Bytes that buffers and windows may take together.
+        fsync: Whether everything is on the disk before it is published.
+        strict: Whether anything lost is an error.
+        overwrite: Whether an existing checkpoint may be replaced.
+        trust_replicas: Whether copies of the same elements are taken as equal without comparing.
+    """
+
+    to: str = "megatron"
+    read: ReadOptions = field(default_factory=ReadOptions)
+    write: WriteOptions = field(default_factory=WriteOptions)
+    workers: int = 2
+    max_memory: int = 2 << 30
+    fsync: bool = True
+    strict: bool = False
+    overwrite: bool = False
+    trust_replicas: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """A conversion that was planned and not carried out.
+
+    Args:
+        source: The opened source.
+        target: The described target.
+        nbytes: Bytes of tensors to be written.
+        copies: Number of copies planned.
+        casts: Whether values are converted on the way.
+    """
+
+    source: Source
+    target: Target
+    nbytes: int = 0
+    copies: int = 0
+    casts: bool = False
+
+    @property
+    def report(self) -> Report:
+        """What is kept, derived, changed and lost."""
+        return self.target.report
+
+    @property
+    def lossless(self) -> bool:
+        """Whether everything that the source has is in the target, or can be derived from it."""
+        return self.report.lossless
+
+    def plans(self) -> Iterator[tuple[TargetFile, FilePlan]]:
+        """The plan of every file, one at a time."""
+        for file in self.target.files:
+            yield file, plan_file(file.path, file.layout().holds, self.target.source)
+
+
+def prepare(source: Path, options: ConvertOptions) -> Job:
+    """Open the source, describe the target and plan every copy; nothing is written.
+
+    Raises:
+        CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
+    """
+    opened = open_checkpoint(source, options.read)
+    job = Job(opened, format_named(options.to).target(opened, options.write))
+    problems = Problems()
+    for file in job.target.files:
+        layout = file.layout()
+        plan = plan_file(file.path, layout.holds, job.target.source)
+        problems.extend(plan.problems.found)
+        job.nbytes += sum(record.nbytes for record in layout.records)
+        job.copies += len(plan.copies)
+        job.casts = job.casts or not plan.lossless
+    problems.raise_if_any()
+    if options.strict and not job.lossless:
+        raise Lossy(
+            "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.report.lost)
+        )
+    return job
+
+
+def convert(source: Path, target: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
+    """Convert a checkpoint, with optimizer, and publish it at once.
+
+    Args:
+        source: A root, an iteration, or a step with roles.
+        target: The root that the target's framework would be given to load; must not exist.
+        options: How.
+        progress: Hears how far it is.
+
+    Returns:
+        The job that was carried out, with its report.
+
+    Raises:
+        CheckpointError: Something is wrong; nothing was published and the source is untouched.
+    """
+    refuse_overlap(source, target)
+    publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
+    with publication:
+        job = prepare(source, options)
+        check_space(target.parent, job.nbytes)
+        files = _Conversion(job, publication.staging, options, progress or Quiet()).run()
+        part = {"role": job.source.role, "format": options.to, "parallel": str(job.target.parallel)}
+        publication.commit(
+            Manifest(
+                files, step=job.source.state.iteration, parts=(part,), lossless=job.lossless, provenance=provenance(),
+                report={"source": job.source.format, "source_parallel": str(job.source.parallel), "lines": job.report.as_json()},
+            )
+        )  # fmt: skip
+    return job
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one that ``--overwrite`` may replace."""
+    return (path / MANIFEST_NAME).is_file() or any(known.detect(path) for known in FORMATS)
+
+
+@dataclass(slots=True)
+class _Conversion:
+    job: Job
+    staging: Path
+    options: ConvertOptions
+    progress: Progress
+    stopped: Event = field(default_factory=Event)
+
+    def run(self) -> dict[str, FileEntry]:
+        """Write every file and check every byte of the source; returns what was written."""
+        files: dict[str, FileEntry] = {}
+        job, problems = self.job, Problems()
+        ledger = Ledger(job.source.files)
+        with MappedFiles(job.source.root) as source, self._pool() as pool:
+            self.progress.stage("converting", job.nbytes)
+            self._all(pool, (lambda file=file: self._write(file, source, ledger, files) for file in job.target.files))  # type: ignore[misc]
+            self.progress.stage("checking", 0)
+            audit = Audit(job.source.catalog, source, ledger, problems)
+            parity = not self.options.write.no_optimizer
+            self._all(pool, audit.tasks(replicas=not self.options.trust_replicas, parity=parity))
+            self._all(pool, ledger.tasks(source, problems, self._tick))
+        problems.raise_if_any()
+        for name, text in job.target.texts.items():
+            files[name] = _write_text(self.staging / name, text)
+        return files
+
+    def _write(self, file: TargetFile, source: MappedFiles, ledger: Ledger, files: dict[str, FileEntry]) -> None:
+        layout = file.layout()
+        plan = plan_file(file.path, layout.holds, self.job.target.source)
+        writer = layout.create(self.staging)
+        run = FileRun(plan, layout.records, source, writer, ledger, self._window(), self._advance)
+        written = writer.finish(run.run(), fsync=self.options.fsync)
+        files[file.path] = FileEntry(written.nbytes, written.crc32)
+
+    def _window(self) -> int:
+        share = self.options.max_memory // (max(1, self.options.workers) * _BUFFERS_PER_WORKER)
+        return max(64 << 10, min(WINDOW_BYTES, share))
+
+    def _advance(self, nbytes: int) -> None:
+        self._tick(0)
+        self.progress.advance(nbytes)
+
+    def _tick(self, nbytes: int) -> None:
+        """Stop a worker soon after another one failed, or the user interrupted."""
+        if self.stopped.is_set():
+            raise _Stopped
+
+    @contextmanager
+    def _pool(self) -> Iterator[ThreadPoolExecutor]:
+        pool = ThreadPoolExecutor(max(1, self.options.workers), "convert")
+        try:
+            yield pool
+        except BaseException:
+            self.stopped.set()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _all(self, pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], None]]) -> None:
+        """Run tasks, many at a time but never all in memory; the first real error stops the rest."""
+        pending = iter(tasks)
+        while batch := list(islice(pending, 4096)):
+            futures = [pool.submit(task) for task in batch]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = [future.exception() for future in done if future.exception() is not None]
+            if failed:
+                self.stopped.set()
+                raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])  # type: ignore[misc]
+
+
+class _Stopped(Exception):
+    """Another worker failed first."""
+
+
+def _write_text(path: Path, text: str) -> FileEntry:
+    from .storage.checksum import crc32
+
+    data = text.encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return FileEntry(len(data), crc32(data))

@@ -1,0 +1,246 @@
+"""What every format gives and takes: a Source to read from, a Target to fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.models.spec import ModelSpec
+
+from .report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """One group of an optimizer: its own learning rate, weight decay, betas, step.
+
+    Args:
+        fields: Everything the format stores of it, except which parameters belong to it.
+        expert: Whether it holds routed experts that expert parallelism deals out.
+    """
+
+    fields: Mapping[str, object]
+    expert: bool = False
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """What a checkpoint holds besides tensors.
+
+    Args:
+        iteration: The training iteration; 0 for a release.
+        release: Whether the checkpoint is a release: weights only, no iteration of its own.
+        args: The run's arguments by name; empty where the format stores none.
+        groups: The optimizer's param groups.
+        scheduler: The learning-rate scheduler's state, or None.
+        grad_scaler: The loss scaler's state, or None.
+        other: Further values, each under the format's own key, that are equal on all ranks.
+    """
+
+    iteration: int
+    release: bool = False
+    args: dict[str, object] = field(default_factory=dict)
+    groups: tuple[ParamGroup, ...] = ()
+    scheduler: dict[str, object] | None = None
+    grad_scaler: object | None = None
+    other: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a source, with the checksums that it carries itself.
+
+    Args:
+        path: Relative to the source's root.
+        nbytes: Its length.
+        records: ``(key, byte offset, bytes, crc32)`` of every part that has a checksum.
+    """
+
+    path: str
+    nbytes: int
+    records: tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(slots=True)
+class Source:
+    """An opened checkpoint: nothing of its tensors has been read yet.
+
+    Args:
+        format: Name of the format.
+        root: Folder to which all paths are relative.
+        role: Whose model it is.
+        model: What the model is.
+        parallel: How it is cut.
+        catalog: Where every logical tensor lies.
+        state: What is not a tensor.
+        files: All files, for checksums.
+        states: Names of the optimizer's tensor states, without the parameter itself: ``master``, ``exp_avg``, …
+        optimizer: What kind of optimizer wrote it: ``distributed``, ``plain`` or None.
+        notes: What a reader should know.
+        native: The format's own view, for a target of the same format.
+    """
+
+    format: str
+    root: Path
+    role: str
+    model: ModelSpec
+    parallel: ParallelConfig
+    catalog: Catalog
+    state: TrainingState
+    files: tuple[StoredFile, ...]
+    states: tuple[str, ...]
+    optimizer: str | None
+    notes: Report
+    native: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How a source is to be read.
+
+    Args:
+        role: Whose model to read, where a folder holds several.
+        step: Which iteration, where a root holds several and its tracker does not decide.
+        rules: The user's own rules for parameters.
+        stubs: Further pickled classes that may become inert stubs.
+        vocab_size: True size of the vocabulary, where the files do not say.
+    """
+
+    role: str | None = None
+    step: int | None = None
+    rules: Rules = field(default_factory=Rules)
+    stubs: tuple[str, ...] = ()
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """What a target is to be; None keeps what the source has.
+
+    Args:
+        tp, pp, vpp, ep, etp, dp: Degrees of parallelism.
+        pipeline_layout: Layers per chunk (``3,5,4``) or Megatron's layout string.
+        dtype: Element type of the parameters.
+        optimizer: ``distributed`` or ``plain``.
+        no_optimizer: Leave the optimizer out.
+        rng: ``keep``, ``derive`` or ``drop``; None keeps for an unchanged layout and derives otherwise.
+        vocab_size: True size of the vocabulary.
+        padded_vocab_size: Rows of the written embedding.
+        rules: The user's own rules for parameters.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    dp: int | None = None
+    pipeline_layout: str | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    no_optimizer: bool = False
+    rng: str | None = None
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    rules: Rules = field(default_factory=Rules)
+
+
+class Written(Protocol):
+    """A file that is complete."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        ...
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of all its bytes."""
+        ...
+
+
+class FileWriter(Protocol):
+    """A target file that is open for its records."""
+
+    def write(self, key: str, byte_offset: int, data: memoryview) -> None:
+        """Put bytes into a record, at an offset from the record's start."""
+        ...
+
+    def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> Written:
+        """Complete the file, with the CRC-32 of every record."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """What a target file will hold.
+
+    Args:
+        holds: The logical tensors of which it holds parts, with those parts as chunks.
+        records: Its records.
+        create: Creates the file below a folder, ready for its records.
+    """
+
+    holds: Sequence[TensorEntry]
+    records: Sequence[Record]
+    create: Callable[[Path], FileWriter]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """A file to be written, described lazily: one file is laid out, planned and written at a time.
+
+    Args:
+        path: Relative to the target's root.
+        layout: Computes what it will hold.
+    """
+
+    path: str
+    layout: Callable[[], FileLayout]
+
+
+@dataclass(slots=True)
+class Target:
+    """A checkpoint to be written.
+
+    Args:
+        format: Name of the format.
+        parallel: How the model will be cut.
+        source: Where its tensors come from: the source's catalogue, or a view of it with other rows or names.
+        files: The large files.
+        texts: Small files and their content.
+        report: What was kept, derived, changed and dropped.
+    """
+
+    format: str
+    parallel: ParallelConfig
+    source: Catalog
+    files: tuple[TargetFile, ...]
+    texts: dict[str, str]
+    report: Report
+
+
+class Format(Protocol):
+    """A checkpoint format."""
+
+    @property
+    def name(self) -> str:
+        """What the command line calls it."""
+        ...
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder looks like a checkpoint of this format."""
+        ...
+
+    def read(self, path: Path, options: ReadOptions) -> Source:
+        """Open a checkpoint."""
+        ...
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe the checkpoint of this format that holds what the source has."""
+        ...

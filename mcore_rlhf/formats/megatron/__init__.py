@@ -1,0 +1,41 @@
+"""Legacy Megatron checkpoints: ``iter_XXXXXXX/mp_rank_…/{model_optim_rng.pt,distrib_optim.pt}``.
+
+``reader`` opens one (``folders`` → ``arguments`` → ``shards`` → ``optimizer`` → ``partitions`` → ``catalog``), ``writer``
+describes one (``choices`` → ``blueprint`` → ``rank_layout`` → ``trees``). Both ask ``buffers`` and ``groups`` for what
+Megatron decides by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+
+from .folders import is_iteration_folder, looks_like_root
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFormat:
+    """The ``torch`` checkpoint format of Megatron-LM."""
+
+    name: str = "megatron"
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder is an iteration, or a root with iterations."""
+        return is_iteration_folder(path) or looks_like_root(path)
+
+    def read(self, path: Path, options: ReadOptions) -> Source:
+        """Open a checkpoint."""
+        from .reader import read_megatron
+
+        return read_megatron(path, options)
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe a new checkpoint."""
+        from .writer import megatron_target
+
+        return megatron_target(source, options)
+
+
+FORMAT = MegatronFormat()

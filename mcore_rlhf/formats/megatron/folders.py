@@ -1,0 +1,183 @@
+"""Which folders a legacy Megatron checkpoint has, and which rank writes each.
+
+Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``save_checkpoint``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.errors import LayoutMismatch, NotACheckpoint, Unsupported, UsageError
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.tensor import Shard
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+OPTIMIZER_FILE = "distrib_optim.pt"
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRank:
+    """The rank that writes one ``mp_rank_…`` folder.
+
+    Args:
+        folder: The folder's name.
+        tp_rank, pp_rank, ep_rank, etp_rank: Its coordinates.
+        rank: Its global rank.
+        holds_dense_optimizer: Whether it is the first data-parallel rank of the dense parameters, which writes their
+            gathered optimizer state. Other expert-parallel ranks write that of their experts only.
+    """
+
+    folder: str
+    tp_rank: int
+    pp_rank: int
+    ep_rank: int
+    etp_rank: int
+    rank: int
+    holds_dense_optimizer: bool
+
+    def split(self, parallel: ParallelConfig, expert: bool) -> Shard:
+        """Its place on the axis that cuts a tensor."""
+        return Shard(self.etp_rank, parallel.etp) if expert else Shard(self.tp_rank, parallel.tp)
+
+    def stack(self, parallel: ParallelConfig) -> Shard:
+        """Its place on the expert axis."""
+        return Shard(self.ep_rank, parallel.ep)
+
+
+def file_ranks(parallel: ParallelConfig) -> tuple[FileRank, ...]:
+    """The ranks that write a file, in order of their global rank: those with expert-data-parallel rank 0.
+
+    Raises:
+        Unsupported: Two such ranks share a folder, or some tensor-parallel rank has none: Megatron itself loses shards
+            in such a layout.
+    """
+    found: dict[str, FileRank] = {}
+    covered = {pp_rank: set[int]() for pp_rank in range(parallel.pp)}
+    for pp_rank in range(parallel.pp):
+        for place in range(parallel.etp * parallel.ep):
+            at = parallel.coordinates(pp_rank * parallel.stage_size + place)
+            folder = folder_name(at.tp_rank, pp_rank, at.ep_rank, parallel)
+            if folder in found:
+                raise Unsupported(_cannot_write(parallel, f"two ranks would write {folder}"))
+            covered[pp_rank].add(at.tp_rank)
+            rank = pp_rank * parallel.stage_size + place
+            found[folder] = FileRank(folder, at.tp_rank, pp_rank, at.ep_rank, at.etp_rank, rank, place < parallel.tp)
+    if any(len(ranks) != parallel.tp for ranks in covered.values()):
+        raise Unsupported(_cannot_write(parallel, "some tensor-parallel ranks would write no file"))
+    return tuple(found.values())
+
+
+def _cannot_write(parallel: ParallelConfig, why: str) -> str:
+    return (
+        f"Megatron's torch format cannot hold TP {parallel.tp}, ETP {parallel.etp}, EP {parallel.ep}: {why}\n"
+        "Choose --etp equal to --tp, or use Megatron's torch_dist format."
+    )
+
+
+def folder_name(tp_rank: int, pp_rank: int, ep_rank: int, parallel: ParallelConfig) -> str:
+    """``mp_rank_TT[_PPP][_EEE]``: a part stands there only where its degree exceeds 1."""
+    name = f"mp_rank_{tp_rank:02d}"
+    if parallel.pp > 1:
+        name += f"_{pp_rank:03d}"
+    if parallel.ep > 1:
+        name += f"_{ep_rank:03d}"
+    return name
+
+
+def rank_folders(iteration_folder: Path) -> list[str]:
+    """The names of all rank folders, sorted."""
+    if not iteration_folder.is_dir():
+        return []
+    return sorted(p.name for p in iteration_folder.iterdir() if p.is_dir() and _RANK_FOLDER.fullmatch(p.name))
+
+
+def numbers_in(folder: str) -> tuple[int, ...]:
+    """The one to three numbers in the name of a rank folder."""
+    match = _RANK_FOLDER.fullmatch(folder)
+    return tuple(int(part) for part in match.groups() if part is not None) if match else ()
+
+
+def model_file(iteration_folder: Path, folder: str) -> str | None:
+    """The name of the model file in a rank folder, or None."""
+    return next((name for name in MODEL_FILES if (iteration_folder / folder / name).is_file()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A checkpoint found: the root that Megatron would be given, and the folder of one iteration in it.
+
+    ``iteration`` is None for a release.
+    """
+
+    root: Path
+    folder: Path
+    iteration: int | None
+
+
+def iteration_folder_name(iteration: int | None) -> str:
+    """``iter_0000050``, or ``release``."""
+    return "release" if iteration is None else f"iter_{iteration:07d}"
+
+
+def is_iteration_folder(path: Path) -> bool:
+    """Whether a folder directly holds rank folders."""
+    return bool(rank_folders(path))
+
+
+def looks_like_root(path: Path) -> bool:
+    """Whether a folder holds iterations of this format."""
+    return any(is_iteration_folder(child) for child in _iteration_folders(path).values())
+
+
+def _iteration_folders(root: Path) -> dict[int | None, Path]:
+    found: dict[int | None, Path] = {}
+    for child in sorted(root.iterdir()) if root.is_dir() else []:
+        match = _ITERATION_FOLDER.fullmatch(child.name)
+        if child.is_dir() and match:
+            found[int(match.group(1))] = child
+        elif child.is_dir() and child.name == "release":
+            found[None] = child
+    return found
+
+
+def locate(path: Path, step: int | None) -> Located:
+    """Find the iteration that a path means: an ``iter_`` folder itself, or a root whose tracker decides.
+
+    Raises:
+        NotACheckpoint: There is none.
+        UsageError: Several iterations, and neither a tracker nor ``step`` says which.
+    """
+    if is_iteration_folder(path):
+        match = _ITERATION_FOLDER.fullmatch(path.name)
+        return Located(path.parent, path, int(match.group(1)) if match else None)
+    found = {n: folder for n, folder in _iteration_folders(path).items() if is_iteration_folder(folder)}
+    if not found:
+        raise NotACheckpoint(f"{path}: no iter_XXXXXXX or release folder with mp_rank_… folders in it")
+    wanted = _wanted(path, step, found)
+    if wanted not in found:
+        name = iteration_folder_name(wanted)
+        raise NotACheckpoint(
+            f"{path}: {name} is wanted by {'--step' if step is not None else TRACKER}, but there is no such checkpoint; "
+            f"found {', '.join(folder.name for folder in found.values())}\nName one of them with --step."
+        )
+    return Located(path, found[wanted], wanted)
+
+
+def _wanted(path: Path, step: int | None, found: dict[int | None, Path]) -> int | None:
+    if step is not None:
+        return step
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        candidates = ", ".join(folder.name for folder in found.values())
+        raise UsageError(
+            f"{path}: there is no {TRACKER} to say which checkpoint is meant; found {candidates}\nGive --step N."
+        )
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text != "release" and not text.isdigit():
+        raise LayoutMismatch(f"{tracker}: expected an iteration or 'release', found {text[:40]!r}\nGive --step N.")
+    return None if text == "release" else int(text)

@@ -1,0 +1,148 @@
+"""Which optimizer group a parameter belongs to: ``distrib_optim.pt`` does not say, so it is derived as Megatron does.
+
+Source: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_standard_config_overrides``, ``_get_param_groups``,
+``get_megatron_optimizer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_rlhf.errors import LayoutMismatch, Lossy
+from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.models.megatron import is_routed_expert
+from mcore_rlhf.models.rules import Rules
+
+from .arguments import Arguments
+
+_IDENTIFIERS = (
+    "wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Decides group membership from names and shapes.
+
+    Args:
+        args: The run's arguments.
+        rules: The user's own rules, which win.
+    """
+
+    args: Arguments
+    rules: Rules
+
+    def wd_mult(self, name: str, ndim: int) -> float:
+        """The weight-decay multiplier of a parameter: none for vectors and biases."""
+        said = self.rules.wd_mult(name)
+        if said is not None:
+            return said
+        vector = ndim == 1 or name.endswith(".bias")
+        spared = self.args.flag("apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name)
+        return 0.0 if vector and not spared else 1.0
+
+    def decoupled(self, name: str) -> bool:
+        """Whether a parameter has a learning rate of its own (``--decoupled-lr``): embeddings and the output layer."""
+        if self.args.number("decoupled_lr") is None:
+            return False
+        return name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+
+    def index(self, name: str, ndim: int, groups: Sequence[ParamGroup]) -> int:
+        """The position among ``groups`` of the one that a parameter belongs to.
+
+        Raises:
+            LayoutMismatch: No group, or more than one, fits.
+        """
+        wd_mult, decoupled = self.wd_mult(name, ndim), self.decoupled(name)
+        fits = [
+            index
+            for index, group in enumerate(groups)
+            if _wd_mult(group.fields) == wd_mult and self._is_decoupled(group.fields) == decoupled
+        ]
+        if len(fits) != 1:
+            raise LayoutMismatch(
+                f"{name}: {len(fits)} of the {len(groups)} param groups have weight-decay multiplier {wd_mult}"
+                f"{' and a decoupled learning rate' if decoupled else ''}, expected one\n"
+                "Say which group it belongs to with --rules (wd_mult)."
+            )
+        return fits[0]
+
+    def _is_decoupled(self, fields: Mapping[str, object]) -> bool:
+        decoupled_lr = self.args.number("decoupled_lr")
+        if decoupled_lr is None:
+            return False
+        return bool(fields.get("is_decoupled_lr")) or fields.get("max_lr") == decoupled_lr
+
+
+def _wd_mult(fields: Mapping[str, object]) -> object:
+    return fields.get("wd_mult", fields.get("pre_wd_mult"))
+
+
+def in_expert_optimizer(name: str, ep: int) -> bool:
+    """Whether a parameter belongs to the second, expert optimizer: routed experts, once they are dealt over ranks.
+
+    Source: megatron-core 0.16.1, ``tensor_parallel/layers.py``: ``allreduce`` is false only where
+    ``expert_model_parallel_size > 1``.
+    """
+    return ep > 1 and is_routed_expert(name)
+
+
+def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]:
+    """The groups of all ranks: equal ones once, in the order of the first rank that has them.
+
+    Raises:
+        Lossy: Two ranks give one group different steps or rates.
+    """
+    merged: dict[tuple[object, ...], ParamGroup] = {}
+    for groups in per_rank:
+        for group in groups:
+            key = (group.expert, *(group.fields.get(name) for name in _IDENTIFIERS))
+            known = merged.setdefault(key, group)
+            different = [f for f in group.fields if group.fields[f] != known.fields.get(f)]
+            if different:
+                raise Lossy(
+                    f"param group with weight-decay multiplier {_wd_mult(group.fields)}: ranks disagree on "
+                    + ", ".join(f"{f} ({known.fields.get(f)} and {group.fields[f]})" for f in different)
+                )
+    return tuple(merged.values())
+
+
+def groups_for(groups: Sequence[ParamGroup], ep: int, moe: bool) -> tuple[list[ParamGroup], list[ParamGroup]]:
+    """The groups of the dense and of the expert optimizer at an expert-parallel degree.
+
+    With experts dealt over ranks there are two optimizers, without there is one, whatever the source had.
+
+    Raises:
+        Lossy: Experts and dense parameters had different steps or rates, and would have to share a group.
+    """
+    dense = [group for group in groups if not group.expert]
+    expert = [group for group in groups if group.expert]
+    if not moe:
+        return dense, []
+    if ep == 1:
+        for group in expert:
+            _check_mergeable(group, dense)
+        return dense, []
+    return dense, expert or [_as_expert(group) for group in dense]
+
+
+def _as_expert(group: ParamGroup) -> ParamGroup:
+    fields = dict(group.fields)
+    if "is_expert_parallel" in fields:
+        fields["is_expert_parallel"] = True
+    return ParamGroup(fields, expert=True)
+
+
+def _check_mergeable(expert: ParamGroup, dense: Sequence[ParamGroup]) -> None:
+    for group in dense:
+        if _wd_mult(group.fields) == _wd_mult(expert.fields):
+            different = [
+                f for f in group.fields if f != "is_expert_parallel" and group.fields[f] != expert.fields.get(f)
+            ]
+            if different:
+                raise Lossy(
+                    "experts and dense parameters have different "
+                    + ", ".join(f"{f} ({expert.fields.get(f)} and {group.fields[f]})" for f in different)
+                    + ", but share one param group at EP 1\nKeep --ep above 1."
+                )

@@ -1,0 +1,129 @@
+"""Deciding how each parameter of a source is cut: the user's rules, then the table, then the files themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.dtype import FLOATING
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.tensor import global_shape_of
+from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of
+from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
+from mcore_rlhf.storage.ptfile import StoredTensor
+
+from .arguments import Arguments
+from .catalog import Holder
+from .shards import RankShard
+
+_ADVICE = "Say how such parameters are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
+
+
+@dataclass(slots=True)
+class PartitionFinder:
+    """Builds the ParamSpec of every parameter.
+
+    Args:
+        args: The run's arguments.
+        parallel: Degrees of the files.
+        rules: The user's own rules.
+        shards: All ranks, to compare copies of parameters that nobody knows.
+        notes: Told what was found out by comparing.
+        unknown: Collects parameters about which nothing is known, because there is one tensor-parallel rank only.
+    """
+
+    args: Arguments
+    parallel: ParallelConfig
+    rules: Rules
+    shards: Sequence[RankShard]
+    notes: Report
+    unknown: list[str]
+
+    def specs(self, names: Sequence[str], holders: dict[str, list[Holder]]) -> list[ParamSpec]:
+        """The specs of all parameters, in the given order.
+
+        Raises:
+            LayoutMismatch: Shapes disagree between ranks, or parameters need a rule; all problems together.
+        """
+        problems = Problems()
+        specs = []
+        for name in names:
+            try:
+                specs.append(self._spec(name, holders[name]))
+            except CheckpointError as error:
+                problems.add(type(error), str(error).partition("\n")[0], str(error).partition("\n")[2])
+        problems.raise_if_any()
+        return specs
+
+    def _spec(self, name: str, holders: list[Holder]) -> ParamSpec:
+        shape = _common_shape(name, holders)
+        dtype = holders[0].param.record.dtype
+        partition = self.rules.partition(name) or self._known(name, shape)
+        if partition is None:
+            partition = self._compared(name, holders)
+        split = self.parallel.etp if is_routed_expert(name) else self.parallel.tp
+        if partition.dim is not None and partition.dim >= len(shape) + (partition.stacked is not None):
+            raise LayoutMismatch(f"{name}: {partition} does not fit its shape {shape}\n{_ADVICE}")
+        whole = global_shape_of(partition, shape, split, self.parallel.ep, self.args.num_experts)
+        said = self.rules.trainable(name)
+        trainable = (dtype in FLOATING and not is_buffer(name)) if said is None else said
+        return ParamSpec(name, whole, dtype, partition, trainable)
+
+    def _known(self, name: str, shape: Shape) -> Partition | None:
+        partition = partition_of(name, Traits(self.args.gated, self.args.transformer_engine))
+        if partition is None:
+            return None
+        if partition.vocabulary and not self._counts_words(shape):
+            return None  # a value head takes the place of the output layer
+        if "_down_proj." in name:
+            return self._latent(name, shape, partition)
+        return partition
+
+    def _counts_words(self, shape: Shape) -> bool:
+        padded = self.args.optional("padded_vocab_size")
+        return shape[0] > 1 if padded is None else shape[0] * self.parallel.tp == padded
+
+    def _latent(self, name: str, shape: Shape, otherwise: Partition) -> Partition:
+        """Latent down-projections: Transformer Engine's are whole on every rank, the local ones are cut.
+
+        Source: megatron-core 0.16.1, ``transformer/multi_latent_attention.py``.
+        """
+        if "linear_q_" in name:
+            rows = self.args.integer("q_lora_rank")
+        else:
+            rows = self.args.integer("kv_lora_rank") + self.args.integer("qk_pos_emb_head_dim")
+        if self.parallel.tp == 1 or rows not in (shape[0], shape[0] * self.parallel.tp):
+            return otherwise
+        return REPLICATED if shape[0] == rows else COLUMN
+
+    def _compared(self, name: str, holders: list[Holder]) -> Partition:
+        """A parameter that nobody knows is replicated if all tensor-parallel copies are equal; otherwise no guess."""
+        by_rank: dict[int, Holder] = {holder.at.tp_rank: holder for holder in holders}
+        if len(by_rank) == 1:
+            self.unknown.append(name)
+            return REPLICATED
+        first, *others = by_rank.values()
+        if not all(self._bytes(first) == self._bytes(other) for other in others):
+            raise LayoutMismatch(
+                f"{name}: unknown parameter, and its {len(by_rank)} tensor-parallel copies differ\n{_ADVICE}"
+            )
+        self.notes.add(Fate.NOTE, f"{name} is in no table; it is replicated, since all {len(by_rank)} copies are equal")
+        return REPLICATED
+
+    def _bytes(self, holder: Holder) -> bytes:
+        import torch
+
+        pt = next(shard.pt for shard in self.shards if shard.at == holder.at)
+        return bytes(pt.load(holder.param).contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _common_shape(name: str, holders: list[Holder]) -> Shape:
+    shapes: dict[Shape, StoredTensor] = {holder.param.shape: holder.param for holder in holders}
+    if len(shapes) > 1:
+        found = ", ".join(f"{shape} in {tensor.record.file}" for shape, tensor in shapes.items())
+        raise LayoutMismatch(f"{name}: ranks hold different shapes: {found}")
+    return next(iter(shapes))

@@ -1,0 +1,174 @@
+"""Opening a legacy Megatron checkpoint: folders, arguments, shards and optimizer become one Source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.pipeline import ModelChunk
+from mcore_rlhf.models.megatron import in_registration_order
+from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.storage.ptfile import PtFile
+
+from .arguments import Arguments
+from .buffers import EMBEDDING, OUTPUT
+from .catalog import Holder, MegatronCatalog
+from .checks import check_against_arguments, check_folders
+from .folders import Located, file_ranks, locate, rank_folders
+from .optimizer import OptimizerReading, read_optimizer
+from .partitions import PartitionFinder
+from .shards import RankShard, first_arguments, globalize, read_shards
+from .state import training_state
+
+_STATE_ORDER = (MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
+@dataclass(slots=True)
+class MegatronNative:
+    """What only a Megatron target needs of a Megatron source.
+
+    Args:
+        located: Where it is.
+        args: The stored arguments.
+        shards: All ranks: their opaque values and RNG states.
+        order: All names, opaque ones included, in registration order.
+        unknown: Parameters about which nothing is known, because there is one tensor-parallel rank only.
+        scalars: Values that the plain optimizer keeps per parameter and that are equal for all.
+    """
+
+    located: Located
+    args: Arguments
+    shards: list[RankShard]
+    order: list[str]
+    unknown: list[str]
+    scalars: dict[str, object] = field(default_factory=dict)
+
+
+def read_megatron(path: Path, options: ReadOptions) -> Source:
+    """Open a legacy checkpoint.
+
+    Args:
+        path: A root with a tracker, or an ``iter_XXXXXXX`` folder.
+        options: Which step, which rules.
+
+    Raises:
+        CheckpointError: It is incomplete, damaged, or contradicts itself.
+    """
+    located = locate(path, options.step)
+    folders = rank_folders(located.folder)
+    notes = Report()
+    args_file, values = first_arguments(located, folders, options.stubs)
+    args = Arguments(values)
+    parallel = check_folders(args, args_file, folders, notes)
+    shards = read_shards(located, file_ranks(parallel), options.stubs)
+    num_layers = globalize(shards, parallel, args.num_experts or None)
+    chunks = _model_chunks(shards, parallel, num_layers)
+    has_mtp = any(chunk.mtp for chunk in chunks)
+    optimizer = read_optimizer(shards, chunks, args, parallel, options.rules)
+    holders = _holders(shards, optimizer, tied_alias(args, parallel, has_mtp))
+    unknown: list[str] = []
+    finder = PartitionFinder(args, parallel, options.rules, shards, notes, unknown)
+    order = _order(shards, parallel)
+    specs = finder.specs([name for name in order if name in holders], holders)
+    frozen = optimizer.frozen
+    specs = [spec if spec.name not in frozen else replace(spec, trainable=False) for spec in specs]
+    model = ModelSpec(
+        tuple(specs), num_layers, args.tied, args.mtp_layers, args.num_experts, options.vocab_size or args.vocab_size,
+        next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None),
+    )  # fmt: skip
+    check_against_arguments(args, args_file, model, chunks, parallel)
+    role = options.role or "actor"
+    catalog = MegatronCatalog(role, model, parallel, holders, optimizer.states)
+    native = MegatronNative(located, args, shards, order, unknown, optimizer.scalars)
+    _note_frozen(frozen, notes)
+    return Source(
+        "megatron", located.root, role, model, parallel, catalog, training_state(shards, located, optimizer.groups, notes),
+        tuple(_stored_files(shards)), optimizer.states, optimizer.kind, notes, native,
+    )  # fmt: skip
+
+
+def tied_alias(args: Arguments, parallel: ParallelConfig, has_mtp: bool) -> Mapping[str, str]:
+    """Names that are copies of another parameter: the output layer of a tied model on another stage.
+
+    With multi-token prediction the last stage has a copy of the embedding itself, under its own name.
+    """
+    return {OUTPUT: EMBEDDING} if args.tied and parallel.pp > 1 and not has_mtp else {}
+
+
+def _holders(shards: list[RankShard], optimizer: OptimizerReading, alias: Mapping[str, str]) -> dict[str, list[Holder]]:
+    holders: dict[str, list[Holder]] = {}
+    for shard in shards:
+        for part in shard.parts:
+            for name, tensor in part.tensors.items():
+                states = optimizer.places.get((shard.at.folder, part.vpp_rank, name), {})
+                holders.setdefault(alias.get(name, name), []).append(Holder(shard.at, tensor, states))
+    return holders
+
+
+def _order(shards: list[RankShard], parallel: ParallelConfig) -> list[str]:
+    """All global names as one process that held the whole model would register them."""
+    names: dict[str, None] = {}
+    for vpp_rank in range(parallel.vpp):
+        for shard in sorted(shards, key=lambda s: (s.at.pp_rank, s.at.rank)):
+            for part in shard.parts:
+                if part.vpp_rank == vpp_rank:
+                    names.update(dict.fromkeys(part.order))
+    return in_registration_order(list(names))
+
+
+def _model_chunks(shards: list[RankShard], parallel: ParallelConfig, num_layers: int) -> tuple[ModelChunk, ...]:
+    """The model chunks as the files have them."""
+    parts = {(shard.at.pp_rank, part.vpp_rank): part for shard in shards for part in shard.parts}
+    chunks, layer = [], 0
+    for index in range(parallel.pp * parallel.vpp):
+        vpp_rank, pp_rank = divmod(index, parallel.pp)
+        part = parts.get((pp_rank, vpp_rank))
+        count = part.local_layers if part else 0
+        mtp = part is not None and any(name.startswith("mtp.") for name in part.order)
+        last = index == parallel.pp * parallel.vpp - 1
+        chunks.append(
+            ModelChunk(
+                pp_rank, vpp_rank, layer, count, mtp, index == 0, last, count > 0 and layer + count == num_layers
+            )
+        )
+        layer += count
+    _check_virtual_parts(shards, parallel)
+    return tuple(chunks)
+
+
+def _check_virtual_parts(shards: list[RankShard], parallel: ParallelConfig) -> None:
+    problems = Problems()
+    for shard in shards:
+        found = [part.vpp_rank for part in shard.parts]
+        if found and max(found) >= parallel.vpp:
+            problems.add(
+                LayoutMismatch,
+                f"{shard.pt.file}: holds model{max(found)}, but args say {parallel.vpp} model chunks per stage",
+            )
+        elif not found:
+            problems.add(Incomplete, f"{shard.pt.file}: holds no model")
+    problems.raise_if_any()
+
+
+def _note_frozen(frozen: frozenset[str], notes: Report) -> None:
+    if frozen:
+        some = ", ".join(sorted(frozen)[:3]) + (", …" if len(frozen) > 3 else "")
+        notes.add(Fate.NOTE, f"{len(frozen)} parameters have no optimizer state and count as frozen: {some}")
+
+
+def _stored_files(shards: list[RankShard]) -> list[StoredFile]:
+    opened: list[PtFile] = [pt for shard in shards for pt in (shard.pt, shard.distrib) if pt is not None]
+    return [_stored_file(pt) for pt in opened]
+
+
+def _stored_file(pt: PtFile) -> StoredFile:
+    records = tuple(
+        (m.name, m.byte_offset, m.nbytes, m.crc32) for m in pt.directory.members.values() if pt.directory.checksummed
+    )
+    return StoredFile(pt.file, pt.directory.nbytes, records)

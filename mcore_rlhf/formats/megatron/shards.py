@@ -1,0 +1,214 @@
+"""Reading the rank files of a checkpoint: every local tensor under its global name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+
+from .folders import OPTIMIZER_FILE, FileRank, Located, model_file
+
+_MODEL_KEY = re.compile(r"model(\d*)")
+
+
+@dataclass(slots=True)
+class ModelPart:
+    """One model chunk in one rank's file.
+
+    Args:
+        vpp_rank: Its number on this rank.
+        tensors: Global name → where the local tensor lies, in registration order.
+        opaque: Global name → whatever else the state dict has there (``_extra_state``).
+        local_layers: Decoder layers found in it.
+    """
+
+    vpp_rank: int
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    opaque: dict[str, object] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    local_layers: int = 0
+
+
+@dataclass(slots=True)
+class RankShard:
+    """Everything that one rank's folder holds, unread.
+
+    Args:
+        at: Which rank it is.
+        pt: The model file.
+        parts: Its model chunks.
+        distrib: The distributed optimizer's file, or None.
+    """
+
+    at: FileRank
+    pt: PtFile
+    parts: list[ModelPart]
+    distrib: PtFile | None
+
+    @property
+    def top(self) -> Mapping[str, object]:
+        """The model file's top-level dictionary."""
+        assert isinstance(self.pt.tree, dict)
+        return self.pt.tree
+
+
+def read_shard(located: Located, at: FileRank, stubs: tuple[str, ...]) -> RankShard:
+    """Open the files of one rank.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, or not what Megatron writes.
+    """
+    name = model_file(located.folder, at.folder)
+    if name is None:
+        raise Incomplete(f"{at.folder}: no model_optim_rng.pt in it")
+    prefix = f"{located.folder.name}/{at.folder}"
+    pt = read_pt(located.root, f"{prefix}/{name}", stubs=stubs)
+    if not isinstance(pt.tree, dict) or not any(_MODEL_KEY.fullmatch(str(key)) for key in pt.tree):
+        raise Corrupt(f"{pt.file}: expected a dictionary with 'model' or 'model0', found {_kind(pt.tree)}")
+    distrib = located.folder / at.folder / OPTIMIZER_FILE
+    opened = read_pt(located.root, f"{prefix}/{OPTIMIZER_FILE}", stubs=stubs) if distrib.is_file() else None
+    return RankShard(at, pt, [_model_part(pt, v) for v in _vpp_ranks(pt.tree)], opened)
+
+
+def _kind(tree: object) -> str:
+    return f"a dictionary with {', '.join(map(str, tree))}"[:120] if isinstance(tree, dict) else type(tree).__name__
+
+
+def _vpp_ranks(tree: Mapping[str, object]) -> list[int]:
+    """The chunk numbers present: ``model`` is chunk 0. An empty virtual stage may be missing."""
+    found = (_MODEL_KEY.fullmatch(str(key)) for key in tree)
+    return sorted(int(match.group(1) or 0) for match in found if match)
+
+
+def _model_part(pt: PtFile, vpp_rank: int) -> ModelPart:
+    tree = pt.tree
+    assert isinstance(tree, dict)
+    key = f"model{vpp_rank}" if f"model{vpp_rank}" in tree else "model"
+    part = ModelPart(vpp_rank)
+    for name, value in _flattened(tree[key], ""):
+        part.order.append(name)
+        if isinstance(value, StoredTensor) and not name.endswith("._extra_state"):
+            part.tensors[name] = value
+        else:
+            part.opaque[name] = value
+    layers = [layer for name in part.order if (layer := layer_of(name)) is not None]
+    part.local_layers = max(layers, default=-1) + 1
+    return part
+
+
+def _flattened(tree: object, prefix: str) -> Iterator[tuple[str, object]]:
+    """Dotted names of a state dict. Megatron-LM before megatron-core nests dictionaries; those join with dots as well."""
+    assert isinstance(tree, dict)
+    for key, value in tree.items():
+        if isinstance(value, dict) and not str(key).endswith("_extra_state"):
+            yield from _flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def globalize(shards: list[RankShard], parallel: ParallelConfig, num_experts: int | None) -> int:
+    """Replace local layer and expert numbers by global ones, in place.
+
+    The files themselves say how many layers each chunk has, so any split of the layers is understood.
+
+    Args:
+        shards: All ranks.
+        parallel: The degrees.
+        num_experts: Routed experts of the model as the arguments say, or None.
+
+    Returns:
+        The number of decoder layers of the model.
+
+    Raises:
+        LayoutMismatch: Ranks of one stage disagree.
+    """
+    counts = _layer_counts(shards)
+    offsets, total = {}, 0
+    for vpp_rank in range(parallel.vpp):
+        for pp_rank in range(parallel.pp):
+            offsets[pp_rank, vpp_rank] = total
+            total += counts.get((pp_rank, vpp_rank), 0)
+    local_experts = _local_experts(shards, parallel, num_experts)
+    for shard in shards:
+        for part in shard.parts:
+            layers, experts = offsets[shard.at.pp_rank, part.vpp_rank], shard.at.ep_rank * local_experts
+            part.tensors = {_renamed(name, layers, experts): value for name, value in part.tensors.items()}
+            part.opaque = {_renamed(name, layers, experts): value for name, value in part.opaque.items()}
+            part.order = [_renamed(name, layers, experts) for name in part.order]
+    return total
+
+
+def _renamed(name: str, layers: int, experts: int) -> str:
+    return renumbered(name, layers, experts if is_routed_expert(name) else 0)
+
+
+def _layer_counts(shards: list[RankShard]) -> dict[tuple[int, int], int]:
+    counts: dict[tuple[int, int], int] = {}
+    problems = Problems()
+    for shard in shards:
+        for part in shard.parts:
+            where = (shard.at.pp_rank, part.vpp_rank)
+            if counts.setdefault(where, part.local_layers) != part.local_layers:
+                problems.add(
+                    LayoutMismatch,
+                    f"{shard.pt.file}: {part.local_layers} layers, where other ranks of pipeline stage {where[0]} have {counts[where]}",
+                )
+    problems.raise_if_any()
+    return counts
+
+
+def _local_experts(shards: list[RankShard], parallel: ParallelConfig, num_experts: int | None) -> int:
+    numbers = [
+        number
+        for shard in shards
+        for part in shard.parts
+        for name in part.tensors
+        if (number := expert_of(name)) is not None
+    ]
+    found = max(numbers, default=-1) + 1
+    if found and num_experts and found * parallel.ep != num_experts:
+        raise LayoutMismatch(
+            f"the files hold {found} experts on each of {parallel.ep} expert-parallel ranks, but args.num_experts is {num_experts}"
+        )
+    return found or (num_experts or 0) // parallel.ep
+
+
+def read_shards(located: Located, ranks: tuple[FileRank, ...], stubs: tuple[str, ...]) -> list[RankShard]:
+    """Open the files of all ranks; every problem is found before one error is raised."""
+    problems = Problems()
+    shards = []
+    for at in ranks:
+        try:
+            shards.append(read_shard(located, at, stubs))
+        except CheckpointError as error:
+            problems.add_error(error)
+    problems.raise_if_any()
+    return shards
+
+
+def first_arguments(located: Located, folders: list[str], stubs: tuple[str, ...]) -> tuple[str, dict[str, object]]:
+    """The stored ``args`` of the first rank folder that can be read, and that file's name.
+
+    Raises:
+        CheckpointError: No folder has a readable model file.
+    """
+    problems = Problems()
+    for folder in folders:
+        name = model_file(located.folder, folder)
+        if name is None:
+            problems.add(Incomplete, f"{located.folder.name}/{folder}: no model_optim_rng.pt in it")
+            continue
+        try:
+            pt = read_pt(located.root, f"{located.folder.name}/{folder}/{name}", stubs=stubs)
+        except CheckpointError as error:
+            problems.add_error(error)
+            continue
+        args = pt.tree.get("args") if isinstance(pt.tree, dict) else None
+        return pt.file, dict(vars(args)) if args is not None else {}
+    problems.raise_if_any()
+    raise Incomplete(f"{located.folder}: there are no rank folders")

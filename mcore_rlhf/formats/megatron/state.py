@@ -1,0 +1,83 @@
+"""What a checkpoint holds besides tensors: iteration, scheduler, counters, loss scaler.
+
+Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``generate_state_dict``, ``load_checkpoint``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rlhf.formats.base import ParamGroup, TrainingState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.storage.ptfile import StoredTensor
+
+from .folders import Located
+from .shards import RankShard
+
+SCHEDULER_KEYS = ("opt_param_scheduler", "lr_scheduler")
+RNG_KEYS = ("rng_state",)
+OLD_RNG_KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+PER_RANK_KEYS = ("rerun_state_machine",)
+COUNTER = "num_floating_point_operations_so_far"
+_KNOWN = {"args", "optimizer", *SCHEDULER_KEYS, *RNG_KEYS, *OLD_RNG_KEYS, *PER_RANK_KEYS}
+
+
+def training_state(
+    shards: Sequence[RankShard], located: Located, groups: tuple[ParamGroup, ...], notes: Report
+) -> TrainingState:
+    """The state that all ranks share, taken from the first.
+
+    Values under keys that are not known are kept where all ranks agree, and otherwise said to be lost.
+    """
+    first = shards[0].top
+    iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
+    scheduler = next((first[key] for key in SCHEDULER_KEYS if isinstance(first.get(key), dict)), None)
+    args = first.get("args")
+    return TrainingState(
+        iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
+        release=located.iteration is None,
+        args=dict(vars(args)) if args is not None else {},
+        groups=groups,
+        scheduler=scheduler if isinstance(scheduler, dict) else None,
+        grad_scaler=_grad_scaler(first.get("optimizer")),
+        other=_other(shards, notes),
+    )
+
+
+def _grad_scaler(optimizer: object) -> object | None:
+    members = optimizer if isinstance(optimizer, list) else [optimizer]
+    return next((m["grad_scaler"] for m in members if isinstance(m, dict) and "grad_scaler" in m), None)
+
+
+def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
+    first = shards[0].top
+    kept: dict[str, object] = {}
+    for key, value in first.items():
+        if key in _KNOWN or str(key).startswith("model"):
+            continue
+        if key == COUNTER:
+            kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself
+        elif _holds_tensors(value) or any(not _equal(shard.top.get(key), value) for shard in shards):
+            notes.add(Fate.LOST, f"{key}: not a key of Megatron's, and different on each rank or made of tensors")
+        else:
+            kept[key] = value
+    return kept
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0
+
+
+def _equal(a: object, b: object) -> bool:
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError):  # arrays compare elementwise
+        return False
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, StoredTensor)

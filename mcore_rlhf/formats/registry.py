@@ -1,0 +1,72 @@
+"""The formats that are known: a new one is a file or folder, and one line here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
+
+from .base import Format, ReadOptions, Source
+from .megatron import FORMAT as MEGATRON
+
+FORMATS: tuple[Format, ...] = (MEGATRON,)
+
+
+def format_named(name: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        Unsupported: There is none.
+    """
+    for known in FORMATS:
+        if known.name == name:
+            return known
+    raise Unsupported(f"unknown format {name!r}; known: {', '.join(f.name for f in FORMATS)}")
+
+
+def open_checkpoint(path: Path, options: ReadOptions) -> Source:
+    """Open whatever checkpoint a path means: a root, one iteration, or a step that has roles as sub-folders.
+
+    Args:
+        path: The folder.
+        options: Which role and step, which rules.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
+    if not path.exists():
+        raise NotACheckpoint(f"{path}: no such file or folder")
+    if not path.is_dir():
+        raise NotACheckpoint(f"{path}: expected the folder of a checkpoint, found a file")
+    folder, role = _role_folder(path, options.role)
+    found = detect(folder)
+    return found.read(folder, ReadOptions(role, options.step, options.rules, options.stubs, options.vocab_size))
+
+
+def detect(path: Path) -> Format:
+    """The format of a folder.
+
+    Raises:
+        NotACheckpoint: No known format.
+    """
+    for known in FORMATS:
+        if known.detect(path):
+            return known
+    raise NotACheckpoint(
+        f"{path}: not a checkpoint in a format that is known ({', '.join(f.name for f in FORMATS)})\n"
+        "Expected a folder with latest_checkpointed_iteration.txt and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself."
+    )
+
+
+def _role_folder(path: Path, role: str | None) -> tuple[Path, str]:
+    """The folder of one role: the path itself, or a sub-folder of a step such as ``global_step_50/actor``."""
+    if any(known.detect(path) for known in FORMATS):
+        return path, role or "actor"
+    roles = [child for child in sorted(path.iterdir()) if child.is_dir() and any(f.detect(child) for f in FORMATS)]
+    chosen = [child for child in roles if role is None or child.name == role]
+    if len(chosen) == 1:
+        return chosen[0], chosen[0].name
+    if roles:
+        names = ", ".join(child.name for child in roles)
+        raise UsageError(f"{path}: holds several checkpoints: {names}\nName one with --role, or give its folder.")
+    return path, role or "actor"

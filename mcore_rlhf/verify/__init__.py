@@ -1,0 +1,1 @@
+"""Proving things about checkpoints: checksums, equal replicas, masters that agree with parameters, equal states."""

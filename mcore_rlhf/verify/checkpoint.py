@@ -1,0 +1,123 @@
+"""Verifying one checkpoint: sizes, checksums, shard algebra, and, when asked, replicas and masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from mcore_rlhf.errors import CheckpointError, Problems
+from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.manifest import Manifest, check
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.staging import MANIFEST_NAME
+
+from .audit import Audit
+from .ledger import Ledger
+
+
+class Depth(str, Enum):
+    """How much is looked at."""
+
+    QUICK = "quick"
+    FULL = "full"
+    DEEP = "deep"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What verifying found.
+
+    Args:
+        problems: Everything that is wrong.
+        source: The opened checkpoint, where it could be opened.
+        manifest: Whether it has a manifest of ours.
+        nbytes: Bytes whose checksum was computed.
+        checked: What was checked, in words.
+    """
+
+    problems: Problems = field(default_factory=Problems)
+    source: Source | None = None
+    manifest: bool = False
+    nbytes: int = 0
+    checked: list[str] = field(default_factory=list)
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(
+    path: Path,
+    options: ReadOptions,
+    depth: Depth = Depth.FULL,
+    workers: int = 2,
+    progress: Callable[[int], None] | None = None,
+) -> Verdict:
+    """Verify a checkpoint.
+
+    Args:
+        path: A root, an iteration, or a step.
+        options: How it is read.
+        depth: ``quick`` looks at sizes and zip directories, ``full`` at every byte's checksum and at the algebra of shards,
+            ``deep`` also at replicas and at the agreement of masters and parameters.
+        workers: Threads.
+        progress: Called with the number of bytes just read.
+
+    Returns:
+        The verdict; problems are in it, not raised.
+
+    Raises:
+        NotACheckpoint: There is nothing to verify.
+    """
+    verdict = Verdict()
+    manifest = path / MANIFEST_NAME
+    if manifest.is_file():
+        verdict.manifest = True
+        try:
+            verdict.problems.extend(check(path, Manifest.read(manifest), sizes_only=True).found)
+        except CheckpointError as error:
+            verdict.problems.add_error(error)
+        verdict.checked.append("sizes of all files in the manifest")
+    if verdict.problems:
+        return verdict
+    try:
+        verdict.source = open_checkpoint(path, options)
+    except CheckpointError as error:
+        if error.exit_code == 2:
+            raise
+        verdict.problems.add_error(error)
+        return verdict
+    verdict.checked.append("zip directories, arguments and optimizer layout")
+    if depth is not Depth.QUICK:
+        _check_bytes(verdict, path, depth, workers, progress)
+    return verdict
+
+
+def _check_bytes(
+    verdict: Verdict, path: Path, depth: Depth, workers: int, progress: Callable[[int], None] | None
+) -> None:
+    source = verdict.source
+    assert source is not None
+
+    def count(nbytes: int) -> None:
+        verdict.nbytes += nbytes
+        if progress is not None:
+            progress(nbytes)
+
+    ledger = Ledger(source.files)
+    with MappedFiles(source.root) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
+        audit = Audit(source.catalog, mapped, ledger, verdict.problems, count)
+        deep = depth is Depth.DEEP
+        list(pool.map(lambda task: task(), audit.tasks(replicas=deep, parity=deep)))
+        list(pool.map(lambda task: task(), ledger.tasks(mapped, verdict.problems, count)))
+    verdict.checked.append("every record's CRC-32, and that shards tile every tensor")
+    if deep:
+        verdict.checked.append("equality of all replicas, and of fp32 masters with parameters")
+    if verdict.manifest and not verdict.problems:
+        verdict.problems.extend(check(path, Manifest.read(path / MANIFEST_NAME)).found)
+        verdict.checked.append("the CRC-32 of every file in the manifest")
