@@ -158,8 +158,6 @@ def arguments_for(
         "transformer_pipeline_model_parallel_size": parallel.pp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
-        "num_virtual_stages_per_pipeline_rank": vpp,
-        "num_layers_per_virtual_pipeline_stage": None,
         "decoder_first_pipeline_num_layers": split.first,
         "decoder_last_pipeline_num_layers": split.last,
         "account_for_embedding_in_pipeline_split": split.count_embedding,
@@ -173,12 +171,26 @@ def arguments_for(
     new = dict(old)
     new.update(always)
     new.update((name, value) for name, value in where_present.items() if name in old or value not in (None, False))
-    if vpp is None and "overlap_p2p_comm" in old:
-        new["overlap_p2p_comm"] = False  # Megatron allows it with virtual stages only
+    new.update(_virtual_stage_arguments(old, parallel, split))
     if optimizer is not None:
         new.update(_optimizer_arguments(old, optimizer))
     if params_dtype is not None:
         new.update(bf16=params_dtype.name == "bfloat16", fp16=params_dtype.name == "float16")
+    return new
+
+
+def _virtual_stage_arguments(
+    old: Mapping[str, object], parallel: ParallelConfig, split: PipelineSplit
+) -> dict[str, object]:
+    """How Megatron is told of virtual stages: by their layers where all are equal, by their number, or by a layout."""
+    layers = old.get("num_layers")
+    virtual = parallel.vpp > 1 and split.layout is None
+    per_chunk = layers // (parallel.pp * parallel.vpp) if virtual and split.even and isinstance(layers, int) else None
+    new: dict[str, object] = {"num_layers_per_virtual_pipeline_stage": per_chunk}
+    if "num_virtual_stages_per_pipeline_rank" in old or (virtual and per_chunk is None):
+        new["num_virtual_stages_per_pipeline_rank"] = parallel.vpp if virtual and per_chunk is None else None
+    if "overlap_p2p_comm" in old and (parallel.vpp > 1) != bool(old.get("virtual_pipeline_model_parallel_size")):
+        new["overlap_p2p_comm"] = parallel.vpp > 1  # Megatron's default; only virtual stages can have it
     return new
 
 

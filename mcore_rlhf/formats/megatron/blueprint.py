@@ -83,12 +83,19 @@ class Blueprint:
         wanted += ["last"] if chunk.loss else []
         for section in wanted:
             for item in self._sections.get(section, []):
-                if not (item.name == OUTPUT and self.model.tied and chunk.embedding):
+                if not (chunk.embedding and self._is_tied_copy(item)):
                     yield item
+
+    def _is_tied_copy(self, item: Item) -> bool:
+        """Whether a key is the output layer's copy of the embedding, and not a value head in its place."""
+        return self.model.tied and item.name == OUTPUT and item.spec is not None and item.spec.partition.vocabulary
 
     def _keys(self) -> Iterator[str]:
         """The source's keys, with the output layer that a tied model has only on a stage of its own."""
-        missing = self.model.tied and OUTPUT not in self.order and self.model.get(EMBEDDING) is not None
+        has_output = any(name.startswith("output_layer.") for name in self.order)
+        has_other_head = any(_section(name, True) == "last" for name in self.order)
+        missing = self.model.tied and OUTPUT not in self.order and (has_output or not has_other_head)
+        missing = missing and self.model.get(EMBEDDING) is not None
         for name in self.order:
             if missing and name.startswith("output_layer."):
                 yield OUTPUT

@@ -13,9 +13,11 @@ from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.models.spec import ParamSpec
 
 from .arguments import Arguments
 
+_KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
 _IDENTIFIERS = (
     "wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr",
 )  # fmt: skip
@@ -108,41 +110,50 @@ def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup,
     return tuple(merged.values())
 
 
-def groups_for(groups: Sequence[ParamGroup], ep: int, moe: bool) -> tuple[list[ParamGroup], list[ParamGroup]]:
+def groups_for(
+    groups: Sequence[ParamGroup], ep: int, specs: Sequence[ParamSpec], membership: Membership
+) -> tuple[list[ParamGroup], list[ParamGroup]]:
     """The groups of the dense and of the expert optimizer at an expert-parallel degree.
 
-    With experts dealt over ranks there are two optimizers, without there is one, whatever the source had.
+    With experts dealt over ranks there are two optimizers, without there is one, whatever the source had. A group is there
+    only if some parameter of the model belongs to it.
+
+    Args:
+        groups: All groups of the source.
+        ep: The new expert-parallel degree.
+        specs: The model's parameters.
+        membership: Decides which group a parameter is in.
 
     Raises:
         Lossy: Experts and dense parameters had different steps or rates, and would have to share a group.
     """
     dense = [group for group in groups if not group.expert]
     expert = [group for group in groups if group.expert]
-    if not moe:
-        return dense, []
-    if ep == 1:
-        for group in expert:
-            _check_mergeable(group, dense)
-        return dense, []
-    return dense, expert or [_as_expert(group) for group in dense]
+    routed = [spec for spec in specs if spec.trainable and is_routed_expert(spec.name)]
+    if ep == 1 or not routed:
+        return dense + [lone for group in expert for lone in _without_counterpart(group, dense)], []
+    if not expert:
+        used = {membership.index(spec.name, len(spec.global_shape), dense) for spec in routed}
+        expert = [_marked(group, expert=True) for index, group in enumerate(dense) if index in used]
+    return dense, expert
 
 
-def _as_expert(group: ParamGroup) -> ParamGroup:
+def _marked(group: ParamGroup, expert: bool) -> ParamGroup:
     fields = dict(group.fields)
     if "is_expert_parallel" in fields:
-        fields["is_expert_parallel"] = True
-    return ParamGroup(fields, expert=True)
+        fields["is_expert_parallel"] = expert
+    return ParamGroup(fields, expert)
 
 
-def _check_mergeable(expert: ParamGroup, dense: Sequence[ParamGroup]) -> None:
-    for group in dense:
-        if _wd_mult(group.fields) == _wd_mult(expert.fields):
-            different = [
-                f for f in group.fields if f != "is_expert_parallel" and group.fields[f] != expert.fields.get(f)
-            ]
-            if different:
-                raise Lossy(
-                    "experts and dense parameters have different "
-                    + ", ".join(f"{f} ({expert.fields.get(f)} and {group.fields[f]})" for f in different)
-                    + ", but share one param group at EP 1\nKeep --ep above 1."
-                )
+def _without_counterpart(expert: ParamGroup, dense: Sequence[ParamGroup]) -> list[ParamGroup]:
+    """An expert group as a dense one, unless there is such a group already, which must then agree with it."""
+    twins = [group for group in dense if all(group.fields.get(f) == expert.fields.get(f) for f in _KINDS)]
+    for group in twins:
+        different = [f for f in group.fields if f != "is_expert_parallel" and group.fields[f] != expert.fields.get(f)]
+        if different:
+            raise Lossy(
+                "experts and dense parameters have different "
+                + ", ".join(f"{f} ({expert.fields.get(f)} and {group.fields[f]})" for f in different)
+                + ", but share one param group at EP 1\nKeep --ep above 1."
+            )
+    return [] if twins else [_marked(expert, expert=False)]

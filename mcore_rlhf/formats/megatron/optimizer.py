@@ -126,7 +126,10 @@ def _member_groups(shard: RankShard, number: int) -> list[ParamGroup]:
     stored = inner_state(member).get("param_groups", [])
     assert isinstance(stored, list)
     return [
-        ParamGroup({k: v for k, v in group.items() if k != "params"}, bool(group.get("is_expert_parallel")))
+        ParamGroup(
+            shard.pt.materialize({key: value for key, value in group.items() if key != "params"}),
+            expert=bool(group.get("is_expert_parallel")),
+        )
         for group in stored
     ]
 
@@ -179,7 +182,7 @@ def _read_plain(
         owned = [param for param in params if member.owns(param, run.parallel.ep)]
         membership = Membership(run.args, run.rules)
         groups = _member_groups(shard, number)
-        places, scalars = plain_states(stored[number], shard.pt.file, owned, groups, membership)
+        places, scalars = plain_states(stored[number], shard.pt, owned, groups, membership)
         reading.places.update(((shard.at.folder, *key), states) for key, states in places.items() if states)
         reading.scalars.update(scalars)
 

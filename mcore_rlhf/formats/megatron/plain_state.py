@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Corrupt, LayoutMismatch
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Lossy
 from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
 from .buffers import LocalParam
 from .flat_state import States
@@ -46,7 +46,7 @@ def has_plain_state(member: Mapping[str, object]) -> bool:
 
 def plain_states(
     member: Mapping[str, object],
-    file: str,
+    pt: PtFile,
     params: Sequence[LocalParam],
     groups: Sequence[ParamGroup],
     membership: Membership,
@@ -55,7 +55,7 @@ def plain_states(
 
     Args:
         member: The member's dictionary.
-        file: The file, for messages.
+        pt: The file.
         params: The member's trainable parameters on this rank, in registration order.
         groups: Its param groups, in the stored order.
         membership: Decides which group a parameter is in.
@@ -66,7 +66,7 @@ def plain_states(
     Raises:
         LayoutMismatch: Groups, states and parameters do not fit together.
     """
-    inner = inner_state(member)
+    file, inner = pt.file, inner_state(member)
     states = inner.get("state")
     stored_groups = inner.get("param_groups")
     if not isinstance(states, dict) or not isinstance(stored_groups, list):
@@ -84,7 +84,7 @@ def plain_states(
                 f"({', '.join(p.name for p in inside[:3])}, …)\nSay which group parameters belong to with --rules (wd_mult)."
             )
         for index, param in zip(indices, inside, strict=True):
-            found[param.vpp_rank, param.name] = _tensors(states.get(index, {}), scalars, param, file)
+            found[param.vpp_rank, param.name] = _tensors(states.get(index, {}), scalars, param, pt)
     for inside, masters in zip(dealt, masters_of(member) or [], strict=False):
         half = [param for param in inside if param.dtype != FLOAT32]
         for param, master in zip(half, masters, strict=True):
@@ -92,15 +92,18 @@ def plain_states(
     return found, scalars
 
 
-def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, file: str) -> States:
+def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, pt: PtFile) -> States:
     tensors: States = {}
     for name, value in state.items():
         if isinstance(value, StoredTensor) and value.shape:
-            tensors[name] = _same_shape(value, param, file, name)
-        elif name in scalars and not isinstance(value, StoredTensor) and scalars[name] != value:
-            raise LayoutMismatch(f"{file}: {param.name}: {name} is {value}, but {scalars[name]} for other parameters")
-        else:
-            scalars[name] = value
+            tensors[name] = _same_shape(value, param, pt.file, name)
+            continue
+        scalar = pt.materialize(value)
+        if scalars.setdefault(name, scalar) != scalar:
+            raise Lossy(
+                f"{pt.file}: {param.name}: {name} is {scalar}, but {scalars[name]} for other parameters; one {name} for all is "
+                "what a Megatron checkpoint of another layout can hold"
+            )
     return tensors
 
 

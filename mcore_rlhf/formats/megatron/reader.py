@@ -71,7 +71,7 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     chunks = _model_chunks(shards, parallel, num_layers)
     has_mtp = any(chunk.mtp for chunk in chunks)
     optimizer = read_optimizer(shards, chunks, args, parallel, options.rules)
-    holders = _holders(shards, optimizer, tied_alias(args, parallel, has_mtp))
+    holders = _holders(shards, optimizer, tied_alias(args, parallel, shards, has_mtp))
     unknown: list[str] = []
     finder = PartitionFinder(args, parallel, options.rules, shards, notes, unknown)
     order = _order(shards, parallel)
@@ -93,12 +93,22 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     )  # fmt: skip
 
 
-def tied_alias(args: Arguments, parallel: ParallelConfig, has_mtp: bool) -> Mapping[str, str]:
+def tied_alias(args: Arguments, parallel: ParallelConfig, shards: list[RankShard], has_mtp: bool) -> Mapping[str, str]:
     """Names that are copies of another parameter: the output layer of a tied model on another stage.
 
-    With multi-token prediction the last stage has a copy of the embedding itself, under its own name.
+    With multi-token prediction the last stage has a copy of the embedding itself, under its own name. An output layer of
+    another shape is a value head.
     """
-    return {OUTPUT: EMBEDDING} if args.tied and parallel.pp > 1 and not has_mtp else {}
+    if not args.tied or parallel.pp == 1 or has_mtp:
+        return {}
+    shapes = {
+        name: part.tensors[name].shape
+        for shard in shards
+        for part in shard.parts
+        for name in (EMBEDDING, OUTPUT)
+        if name in part.tensors
+    }
+    return {OUTPUT: EMBEDDING} if shapes.get(OUTPUT) == shapes.get(EMBEDDING) else {}
 
 
 def _holders(shards: list[RankShard], optimizer: OptimizerReading, alias: Mapping[str, str]) -> dict[str, list[Holder]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
@@ -90,7 +90,7 @@ def _model_part(pt: PtFile, vpp_rank: int) -> ModelPart:
     assert isinstance(tree, dict)
     key = f"model{vpp_rank}" if f"model{vpp_rank}" in tree else "model"
     part = ModelPart(vpp_rank)
-    for name, value in _flattened(tree[key], ""):
+    for name, value in _state_dict(tree[key], pt.file).items():
         part.order.append(name)
         if isinstance(value, StoredTensor) and not name.endswith("._extra_state"):
             part.tensors[name] = value
@@ -101,14 +101,15 @@ def _model_part(pt: PtFile, vpp_rank: int) -> ModelPart:
     return part
 
 
-def _flattened(tree: object, prefix: str) -> Iterator[tuple[str, object]]:
-    """Dotted names of a state dict. Megatron-LM before megatron-core nests dictionaries; those join with dots as well."""
-    assert isinstance(tree, dict)
-    for key, value in tree.items():
-        if isinstance(value, dict) and not str(key).endswith("_extra_state"):
-            yield from _flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _state_dict(value: object, file: str) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise Corrupt(f"{file}: the model should be a state dict, found {type(value).__name__}")
+    if "language_model" in value and isinstance(value["language_model"], dict):
+        raise Unsupported(
+            f"{file}: the model is one of Megatron-LM's own from before megatron-core (nested 'language_model')\n"
+            "Convert it once with Megatron-LM's tools/checkpoint/convert.py --loader legacy --saver core (weights only)."
+        )
+    return value
 
 
 def globalize(shards: list[RankShard], parallel: ParallelConfig, num_experts: int | None) -> int:

@@ -19,6 +19,9 @@ RNG_KEYS = ("rng_state",)
 OLD_RNG_KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 PER_RANK_KEYS = ("rerun_state_machine",)
 COUNTER = "num_floating_point_operations_so_far"
+_SMALL = 16 << 20
+"""Unknown values are carried along up to this size; they are read at once."""
+
 _KNOWN = {"args", "optimizer", *SCHEDULER_KEYS, *RNG_KEYS, *OLD_RNG_KEYS, *PER_RANK_KEYS}
 
 
@@ -38,8 +41,8 @@ def training_state(
         release=located.iteration is None,
         args=dict(vars(args)) if args is not None else {},
         groups=groups,
-        scheduler=scheduler if isinstance(scheduler, dict) else None,
-        grad_scaler=_grad_scaler(first.get("optimizer")),
+        scheduler=shards[0].pt.materialize(scheduler) if isinstance(scheduler, dict) else None,
+        grad_scaler=shards[0].pt.materialize(_grad_scaler(first.get("optimizer"))),
         other=_other(shards, notes),
     )
 
@@ -57,10 +60,12 @@ def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
             continue
         if key == COUNTER:
             kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself
-        elif _holds_tensors(value) or any(not _equal(shard.top.get(key), value) for shard in shards):
-            notes.add(Fate.LOST, f"{key}: not a key of Megatron's, and different on each rank or made of tensors")
+        elif _tensor_bytes(value) > _SMALL or not all(_equal_content(shards[0], shard, key) for shard in shards[1:]):
+            notes.add(
+                Fate.LOST, f"{key}: not a key of Megatron's, and not equal on all ranks, or made of large tensors"
+            )
         else:
-            kept[key] = value
+            kept[key] = shards[0].pt.materialize(value)
     return kept
 
 
@@ -68,16 +73,23 @@ def _number(value: object) -> float:
     return value if isinstance(value, int | float) else 0
 
 
+def _equal_content(a: RankShard, b: RankShard, key: str) -> bool:
+    return _equal(a.pt.materialize(a.top[key]), b.pt.materialize(b.top.get(key)))
+
+
 def _equal(a: object, b: object) -> bool:
-    try:
-        return bool(a == b)
-    except (ValueError, RuntimeError):  # arrays compare elementwise
-        return False
+    """Whether two nests of values are equal; arrays and tensors compare as a whole."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    same = a == b
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
-def _holds_tensors(value: object) -> bool:
+def _tensor_bytes(value: object) -> int:
     if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
+        return sum(map(_tensor_bytes, value.values()))
     if isinstance(value, list | tuple):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, StoredTensor)
+        return sum(map(_tensor_bytes, value))
+    return value.record.nbytes if isinstance(value, StoredTensor) else 0

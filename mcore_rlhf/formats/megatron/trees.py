@@ -80,8 +80,10 @@ class TreeMaker:
 
     def _optimizer(self) -> object:
         chained = self.rank.chained
-        moe = self.rank.blueprint.model.num_experts > 0
-        dense, expert = groups_for(self.state.groups, self.rank.blueprint.choices.parallel.ep, moe)
+        blueprint = self.rank.blueprint
+        dense, expert = groups_for(
+            self.state.groups, blueprint.choices.parallel.ep, blueprint.model.params, self.membership
+        )
         built = [self._member(member, expert if member.expert else dense) for member in chained]
         return built if len(built) > 1 else built[0]
 

@@ -17,6 +17,7 @@ from mcore_rlhf.storage.ptwriter import PtWriter
 
 from .arguments import Arguments, arguments_for
 from .blueprint import Blueprint
+from .buffers import OUTPUT
 from .choices import Choices, choose, same_coordinates
 from .folders import TRACKER, FileRank, file_ranks, iteration_folder_name
 from .groups import Membership
@@ -212,7 +213,17 @@ class _Writer:
             self.report.add(
                 Fate.LOST, "rerun_state_machine: belongs to the ranks of the source; Megatron ignores it as well"
             )
+        self._note_unused_output()
         self._note_batch()
+
+    def _note_unused_output(self) -> None:
+        """With tied embeddings and MTP, Megatron's last stage has an output layer of its own that it never uses."""
+        model = self.source.model
+        spec = model.get(OUTPUT)
+        if model.tied and spec is not None and spec.partition.vocabulary and self.choices.parallel.pp == 1:
+            self.report.add(
+                Fate.LOST, f"{OUTPUT}: Megatron neither uses nor has it on one stage, the embedding is tied"
+            )
 
     def _same_world(self) -> bool:
         return self.same_ranks and self.source.parallel.world_size == self.choices.parallel.world_size
