@@ -63,9 +63,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest as text; keys and files always in the same order."""
-        files = {
-            path: {"bytes": entry.nbytes, "crc32": entry.crc32} for path, entry in sorted(self.files.items())
-        }
+        files = {path: {"bytes": entry.nbytes, "crc32": entry.crc32} for path, entry in sorted(self.files.items())}
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -102,9 +100,7 @@ class Manifest:
             files = {str(path): _entry(entry) for path, entry in content["files"].items()}
             parts = tuple({**part} for part in content["parts"])
             kept = {name: content[name] for name in ("step", "transaction", "lossless")}
-            return cls(
-                files, parts=parts, provenance={**content["provenance"]}, report={**content["report"]}, **kept
-            )
+            return cls(files, parts=parts, provenance={**content["provenance"]}, report={**content["report"]}, **kept)
         except (TypeError, KeyError, AttributeError) as error:
             raise Corrupt(f"{where}: a field of the manifest has the wrong form: {error!r}.") from error
 
@@ -168,9 +164,7 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def check(
-    root: Path, manifest: Manifest, *, sizes_only: bool = False, progress: Progress | None = None
-) -> Problems:
+def check(root: Path, manifest: Manifest, *, sizes_only: bool = False, progress: Progress | None = None) -> Problems:
     """Compare a folder with its manifest.
 
     Args:

@@ -52,9 +52,7 @@ class MappedFile:
             self._map = mmap.mmap(self._fd, self.nbytes, prot=mmap.PROT_READ) if self.nbytes else None
         except (OSError, ValueError) as error:
             os.close(self._fd)
-            raise storage_error(
-                error if isinstance(error, OSError) else OSError(error), path, "map"
-            ) from error
+            raise storage_error(error if isinstance(error, OSError) else OSError(error), path, "map") from error
         self._view = memoryview(self._map) if self._map is not None else memoryview(b"")
         self._address = _address(self._view)
 

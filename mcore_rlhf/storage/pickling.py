@@ -287,9 +287,7 @@ class _Pickler(_PythonPickler):
     def save_global(self, obj: Any, name: str | None = None) -> None:
         module = str(getattr(obj, "__module__", ""))
         if module.partition(".")[0] == __name__.partition(".")[0]:
-            raise Unsupported(
-                f"{self._records.file}: {obj!r} exists only in this program and cannot be saved"
-            )
+            raise Unsupported(f"{self._records.file}: {obj!r} exists only in this program and cannot be saved")
         super().save_global(obj, name)
 
     _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {

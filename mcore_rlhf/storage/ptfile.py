@@ -117,9 +117,7 @@ def _read(path: Path, byte_offset: int, nbytes: int) -> bytearray:
             while at < nbytes:
                 count = os.preadv(file.fileno(), [view[at:]], byte_offset + at)
                 if not count:
-                    raise Corrupt(
-                        f"{path}: ends at byte {byte_offset + at}; it has been cut off since it was opened."
-                    )
+                    raise Corrupt(f"{path}: ends at byte {byte_offset + at}; it has been cut off since it was opened.")
                 at += count
     except OSError as error:
         raise cannot_open(error, path) from error

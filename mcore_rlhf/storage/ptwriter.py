@@ -90,6 +90,11 @@ class PtWriter:
             raise
         return writer
 
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Where every record starts in the file, by its key."""
+        return {key: member.data_offset for key, member in self.members.items()}
+
     def write(self, key: str, byte_offset: int, data: Buffer) -> None:
         """Put bytes into a record. What is never written reads as zeros.
 
@@ -106,8 +111,7 @@ class PtWriter:
         view = memoryview(data).cast("B")
         if byte_offset < 0 or byte_offset + len(view) > member.nbytes:
             raise ValueError(
-                f"{self.path}: {len(view)} bytes at {byte_offset} do not fit into "
-                f"record {key} of {member.nbytes} bytes"
+                f"{self.path}: {len(view)} bytes at {byte_offset} do not fit into record {key} of {member.nbytes} bytes"
             )
         self._pwrite(view, member.data_offset + byte_offset)
 
@@ -202,9 +206,7 @@ class PtWriter:
 
     def _error(self, error: OSError) -> StorageError:
         free = shutil.disk_usage(self.path.parent).free
-        return storage_error(
-            error, self.path, "write", f"the file needs {human(self.nbytes)}, {human(free)} are free"
-        )
+        return storage_error(error, self.path, "write", f"the file needs {human(self.nbytes)}, {human(free)} are free")
 
 
 def _small_members(pickled: PickledTree) -> dict[str, bytes]:

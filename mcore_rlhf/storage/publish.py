@@ -123,9 +123,7 @@ class Publication:
     def _check_target(self) -> None:
         target = self.target
         if target.is_symlink():
-            raise StorageError(
-                f"{target}: is a symbolic link.\nGive the folder it points to: {target.resolve()}"
-            )
+            raise StorageError(f"{target}: is a symbolic link.\nGive the folder it points to: {target.resolve()}")
         if target.exists() and not target.is_dir():
             raise StorageError(f"{target}: is a file; a folder is to be written there.\nChoose another name.")
         if not target.is_dir() or not any(target.iterdir()):

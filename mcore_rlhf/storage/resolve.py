@@ -156,9 +156,7 @@ class Resolver:
             tensor.stride(),
         )
         if stored.stop > stored.record.numel or stored.start < 0:
-            raise _Found(
-                Corrupt, f"a tensor that ends at element {stored.stop} of a storage of {stored.record.numel}"
-            )
+            raise _Found(Corrupt, f"a tensor that ends at element {stored.stop} of a storage of {stored.record.numel}")
         return stored
 
     def _record(self, key: str, dtype: torch.dtype) -> Record:
@@ -173,9 +171,7 @@ class Resolver:
         member = self.directory.members[f"data/{key}"]
         numel, rest = divmod(member.nbytes, kind.itemsize)
         if rest:
-            raise _Found(
-                Corrupt, f"a {dtype} tensor in record {member.name!r}, whose length is {member.nbytes} bytes"
-            )
+            raise _Found(Corrupt, f"a {dtype} tensor in record {member.name!r}, whose length is {member.nbytes} bytes")
         record = self.records[key, dtype] = Record(self.file, member.name, kind, numel, member.byte_offset)
         return record
 

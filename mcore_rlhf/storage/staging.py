@@ -91,9 +91,7 @@ class Lock:
             os.write(self._fd, socket.gethostname().encode())
         except OSError as error:
             raise storage_error(error, path, "create") from error
-        _try_lock(
-            self._fd
-        )  # without flock on this file system, nobody else will think that we are dead either
+        _try_lock(self._fd)  # without flock on this file system, nobody else will think that we are dead either
 
     def release(self) -> None:
         """Remove the file and let go."""

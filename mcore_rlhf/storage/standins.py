@@ -2,7 +2,7 @@
 
 numpy's ``dtype.__setstate__`` believes any flags it is given, so that a forged pickle makes it treat raw
 bytes as object pointers (numpy ``descriptor.c``, ``arraydescr_setstate``). Therefore no numpy code sees the
-pickle: these classes take down what it says, and :func:`to_numpy` builds the array from checked facts.
+pickle: these classes take down what it says, and their ``resolve`` builds the array from checked facts.
 defaultdict, deque and framework subclasses of list and dict come as exact lists and OrderedDicts, as torch's
 unpickler fills no others, and are remembered.
 """
@@ -86,9 +86,7 @@ class PickledArray:
         real = _dtype(dtype)
         nbytes = prod(shape) * (1 if real.hasobject else real.itemsize)
         if not isinstance(data, list if real.hasobject else bytes) or len(data) != nbytes:
-            raise Corrupt(
-                f"a numpy array of shape {shape} and dtype {real} whose data does not have {nbytes} bytes"
-            )
+            raise Corrupt(f"a numpy array of shape {shape} and dtype {real} whose data does not have {nbytes} bytes")
         return shape, real, bool(fortran), data
 
 

@@ -31,9 +31,7 @@ class StoredTensor:
     @property
     def stop(self) -> int:
         """One past its last element in the record; ``start`` where it is empty."""
-        return self.start + (
-            1 + dot(tuple(n - 1 for n in self.shape), self.strides) if 0 not in self.shape else 0
-        )
+        return self.start + (1 + dot(tuple(n - 1 for n in self.shape), self.strides) if 0 not in self.shape else 0)
 
 
 def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:

@@ -62,9 +62,7 @@ class Stub(metaclass=StubType):
         return self.stub_args, self.stub_state, self.stub_items
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Stub) and type(self) is type(other) and _same(self._content(), other._content())
-        )
+        return isinstance(other, Stub) and type(self) is type(other) and _same(self._content(), other._content())
 
     def __hash__(self) -> int:
         return hash(type(self).stub_name)  # arguments need not be hashable
@@ -89,9 +87,7 @@ def stub_class(name: str) -> StubType:
     with _lock:
         if name not in _classes:
             module, _, qualname = name.rpartition(".")
-            made = StubType(
-                qualname, (Stub,), {"__slots__": (), "__module__": module, "__qualname__": qualname}
-            )
+            made = StubType(qualname, (Stub,), {"__slots__": (), "__module__": module, "__qualname__": qualname})
             made.stub_name = name
             _classes[name] = made
         return _classes[name]

@@ -160,9 +160,7 @@ class _Reader:
     def _locate64(self, at: int) -> tuple[int, int, int]:
         if at + z.END64.size > self.nbytes:
             raise self._corrupt(f"its zip64 end record should lie at byte {at}, past the end")
-        signature, *_, count, directory_nbytes, offset = z.END64.unpack(
-            _exactly(self.fd, self.path, at, z.END64.size)
-        )
+        signature, *_, count, directory_nbytes, offset = z.END64.unpack(_exactly(self.fd, self.path, at, z.END64.size))
         if signature != z.END64_SIGNATURE:
             raise self._corrupt(f"there is no zip64 end record at byte {at}")
         return count, directory_nbytes, offset
@@ -174,9 +172,7 @@ class _Reader:
             raise self._corrupt(f"a member's name is not UTF-8: {entry.name!r}") from error
         if entry.method or entry.flags & z.IS_ENCRYPTED:
             how = "encrypted" if entry.flags & z.IS_ENCRYPTED else "compressed"
-            raise Unsupported(
-                f"{self.path}: member {name!r} is {how}; torch.save never does that.\n{_RESAVE}"
-            )
+            raise Unsupported(f"{self.path}: member {name!r} is {how}; torch.save never does that.\n{_RESAVE}")
         offset = self._data_offset(entry, directory_offset)
         if offset + entry.nbytes > directory_offset:
             raise self._corrupt(
@@ -203,23 +199,23 @@ class _Reader:
         at, head = entry.header_offset, z.LOCAL.size + len(entry.name)
         raw = _exactly(self.fd, self.path, at, head) if at + head <= directory_offset else b""
         if not raw.startswith(z.LOCAL_SIGNATURE):
-            raise self._corrupt(
-                f"member {entry.name!r} should have its header at byte {at}, but there is none"
-            )
-        _, _, _, method, _, _, _, _, _, name_nbytes, extra_nbytes = z.LOCAL.unpack_from(raw)
-        if raw[z.LOCAL.size :] != entry.name or name_nbytes != len(entry.name) or method != entry.method:
-            raise self._corrupt(
-                f"the header at byte {at} is not that of {entry.name!r}, as the directory says"
-            )
+            raise self._corrupt(f"member {entry.name!r} should have its header at byte {at}, but there is none")
+        _, _, flags, method, _, _, _, _, nbytes, name_nbytes, extra_nbytes = z.LOCAL.unpack_from(raw)
+        lengths_follow = bool(flags & z.HAS_DESCRIPTOR)  # then checked there
+        same = (
+            (flags, method, name_nbytes) == (entry.flags, entry.method, len(entry.name))
+            and raw[z.LOCAL.size :] == entry.name
+            and (lengths_follow or nbytes in (entry.nbytes, z.LIMIT32))
+        )
+        if not same:
+            raise self._corrupt(f"the header at byte {at} is not that of {entry.name!r}, as the directory says")
         return at + head + int(extra_nbytes)
 
     def _check_torch(self, members: Mapping[str, Member], stems: set[str]) -> None:
         if "constants.pkl" in members or any(name.startswith("code/") for name in members):
             raise Unsupported(f"{self.path}: a TorchScript archive, which holds a program, not a checkpoint.")
         if "data.pkl" not in members or len(stems) != 1:
-            raise Unsupported(
-                f"{self.path}: a zip file, but not one that torch.save wrote (no data.pkl in it)."
-            )
+            raise Unsupported(f"{self.path}: a zip file, but not one that torch.save wrote (no data.pkl in it).")
 
     def _check_overlaps(self, entries: list[z.Entry], members: Mapping[str, Member]) -> None:
         end = 0
@@ -253,8 +249,7 @@ class _Reader:
         if head[257:262] == b"ustar" or head[:1] == b"\x80":
             return Unsupported(f"{self.path}: in the format of torch before 1.6, not a zip.\n{_RESAVE}")
         return Corrupt(
-            f"{self.path}: not a file of torch.save: a zip was expected, but it begins with {head[:8]!r}.\n"
-            f"{_RESTORE}"
+            f"{self.path}: not a file of torch.save: a zip was expected, but it begins with {head[:8]!r}.\n{_RESTORE}"
         )
 
 

@@ -93,9 +93,7 @@ def local_header(member: Placed) -> bytes:
     zip64 = _local_zip64(member.nbytes, member.header_offset)
     padding = member.data_offset - member.header_offset - LOCAL.size - len(name) - len(zip64) - 4
     extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    return (
-        LOCAL.pack(LOCAL_SIGNATURE, 0, member._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
-    )
+    return LOCAL.pack(LOCAL_SIGNATURE, 0, member._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
 def descriptor(member: Placed, crc: int) -> bytes:
@@ -143,9 +141,7 @@ def end_records(count: int, directory_nbytes: int, directory_offset: int) -> byt
     )
     locator = LOCATOR64.pack(LOCATOR64_SIGNATURE, 0, directory_offset + directory_nbytes, 1)
     few = min(count, LIMIT16)
-    end = END.pack(
-        END_SIGNATURE, 0, 0, few, few, min(directory_nbytes, LIMIT32), min(directory_offset, LIMIT32), 0
-    )
+    end = END.pack(END_SIGNATURE, 0, 0, few, few, min(directory_nbytes, LIMIT32), min(directory_offset, LIMIT32), 0)
     return end64 + locator + end
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.cast import as_floats
 from mcore_rlhf.core.catalog import Chunk, TensorEntry
+from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.execute import SourceBytes
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import coalesced
 from mcore_rlhf.formats.base import Source
 
@@ -108,8 +109,7 @@ class Differ:
         yield from names.values()
 
     def _compare_tensor(self, name: TensorName) -> None:
-        a = self.a.catalog.get(name._replace(role=self.a.role))
-        b = self.b.catalog.get(name._replace(role=self.b.role))
+        a, b = _entry(self.a, name), _entry(self.b, name)
         label = f"{name.param} ({name.state})"
         if a is None or b is None:
             self._missing(label, name, in_a=a is not None)
@@ -196,6 +196,15 @@ class Differ:
 
     def _differs(self, name: str, what: str, differing: int = 0, max_abs: float = 0.0) -> None:
         self.result.differences.append(Difference(name, what, differing, max_abs))
+
+
+def _entry(source: Source, name: TensorName) -> TensorEntry | None:
+    """A tensor of a checkpoint. An fp32 parameter is its own master where the optimizer stores none."""
+    entry = source.catalog.get(name._replace(role=source.role))
+    if entry is None and name.state == MASTER and source.optimizer is not None:
+        param = source.catalog.get(name._replace(role=source.role, state=PARAM))
+        return param if param is not None and param.dtype == FLOAT32 else None
+    return entry
 
 
 def _identity(fields: object) -> object:

@@ -46,14 +46,15 @@ def test_every_truncation_is_noticed(saved: Path) -> None:
 def test_a_flipped_byte_is_noticed_or_harmless(saved: Path, rng: random.Random) -> None:
     """Never another error than ours, never a record in another place."""
     whole, intact = saved.read_bytes(), read_directory(saved)
-    for _ in range(500):
+    for _ in range(150):
         at = rng.randrange(len(whole))
         saved.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
         try:
             found = read_directory(saved)
             places = {name: (m.byte_offset, m.nbytes) for name, m in found.members.items()}
             for name, item in intact.members.items():
-                assert places.get(name, (item.byte_offset, item.nbytes)) == (item.byte_offset, item.nbytes)
+                place = (item.byte_offset, item.nbytes)
+                assert places.get(name, place) == place or (not item.nbytes and not places[name][1])
         except CheckpointError as error:
             assert str(saved) in str(error)  # noqa: PT017  # either outcome is right
 
@@ -122,10 +123,10 @@ def test_foreign_files_are_named_for_what_they_are(tmp_path: Path, case: str) ->
 
 def test_a_member_listed_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    with pytest.warns(UserWarning, match="Duplicate name"):
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w") as zipped:
-            zipped.writestr("x/data.pkl", b"a")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as zipped:
+        zipped.writestr("x/data.pkl", b"a")
+        with pytest.warns(UserWarning, match="Duplicate name"):
             zipped.writestr("x/data.pkl", b"b")
     path.write_bytes(buffer.getvalue())
     with pytest.raises(Corrupt, match="twice"):
@@ -141,7 +142,9 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
 
 def test_more_than_65535_members(tmp_path: Path) -> None:
     path = tmp_path / "many.pt"
-    members = {"data.pkl": b"N."} | {f"data/{number}": b"" for number in range(LIMIT16 + 5)}
+    members = {"data.pkl": b"N."} | {
+        f"data/{number}": b"" for number in range(LIMIT16)
+    }  # and data.pkl: one too many for 16 bits
     path.write_bytes(archive("many", members)[0])
     with zipfile.ZipFile(path) as zipped:
         assert len(zipped.infolist()) == len(members)

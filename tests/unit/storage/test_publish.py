@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.storage import publish as publish_module
+from mcore_rlhf.storage.manifest import FileEntry, Manifest
+from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
+from mcore_rlhf.storage.staging import MANIFEST_NAME, Lock, Places, recover
+
+MANIFEST = Manifest({"a": FileEntry(3, 0)})
+
+
+def publish(target: Path, content: str = "new", **options: Any) -> Publication:
+    with Publication(target, **options) as publication:
+        (publication.staging / "sub").mkdir()
+        (publication.staging / "sub" / "a").write_text(content)
+        publication.commit(MANIFEST)
+    return publication
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_folder_appears_as_a_whole(tmp_path: Path, fsync: bool) -> None:
+    target = tmp_path / "deep" / "out"
+    with Publication(target, fsync=fsync) as publication:
+        (publication.staging / "a").write_text("abc")
+        assert not target.exists()
+        assert publication.staging.parent == target.parent
+        assert publication.commit(MANIFEST) == target
+    assert names(target.parent) == ["out"]
+    assert names(target) == ["a", MANIFEST_NAME]
+    assert Manifest.read(target / MANIFEST_NAME).transaction == publication.transaction
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_without_commit_nothing_is_left(tmp_path: Path, error: type[BaseException]) -> None:
+    def interrupted() -> None:
+        with Publication(tmp_path / "out") as publication:
+            (publication.staging / "a").write_text("abc")
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert names(tmp_path) == []
+
+
+def test_an_existing_target_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    publish(target)
+    with pytest.raises(StorageError, match="exists already") as raised:
+        publish(target)
+    assert "--overwrite" in str(raised.value)
+    assert raised.value.exit_code == 2
+    assert names(tmp_path) == ["out"]
+
+
+def test_overwriting_replaces_only_what_may_be_replaced(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis").write_text("x")
+    with pytest.raises(StorageError, match="does not look like a checkpoint"):
+        publish(home, overwrite=True, replaceable=lambda path: (path / MANIFEST_NAME).exists())
+    assert names(home) == ["thesis"]
+    publish(home, "newer", overwrite=True, replaceable=lambda path: path == home)
+    assert (home / "sub" / "a").read_text() == "newer"
+    assert names(tmp_path) == ["home"]
+
+
+def test_files_and_links_are_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(StorageError, match="is a file"):
+        publish(tmp_path / "file", overwrite=True, replaceable=lambda _: True)
+    with pytest.raises(StorageError, match="symbolic link"):
+        publish(tmp_path / "link", overwrite=True, replaceable=lambda _: True)
+
+
+def test_a_target_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with Publication(target) as publication:
+        target.mkdir()
+        (target / "theirs").touch()
+        with pytest.raises(StorageError, match="exists already"):
+            publication.commit(MANIFEST)
+    assert names(target) == ["theirs"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_failure_between_the_two_renames_puts_the_old_target_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path / "out", "old")
+    rename = os.rename
+
+    def failing(source: Any, target: Any) -> None:
+        if ".partial-" in str(source):
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(StorageError, match="cannot publish: Input/output error"):
+        publish(tmp_path / "out", "new", overwrite=True, replaceable=lambda _: True)
+    assert (tmp_path / "out" / "sub" / "a").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_rename_that_was_done_but_reported_as_failed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def lying(source: Any, target: Any) -> None:
+        rename(source, target)
+        raise OSError(errno.ENOENT, "an NFS retry")
+
+    monkeypatch.setattr(os, "rename", lying)
+    publish(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+
+
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.publish import Publication
+target, where = Path(sys.argv[1]), int(sys.argv[2])
+rename, count = os.rename, 0
+def counting(a, b):
+    global count
+    if count == where: os.kill(os.getpid(), signal.SIGKILL)
+    count += 1
+    rename(a, b)
+    if count == where and where == 2: os.kill(os.getpid(), signal.SIGKILL)
+os.rename = counting
+with Publication(target, overwrite=True, replaceable=lambda _: True) as publication:
+    (publication.staging / "sub").mkdir()
+    (publication.staging / "sub" / "a").write_text("new")
+    publication.commit(Manifest({}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"), [(0, "old"), (1, "old"), (2, "new")], ids=["before", "between", "after"]
+)
+def test_a_kill_at_any_rename_is_recovered(tmp_path: Path, where: int, expected: str) -> None:
+    target = tmp_path / "out"
+    publish(target, "old")
+    killed = subprocess.run([sys.executable, "-c", CRASH, str(target), str(where)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) > 1
+    done = recover(target)
+    assert done
+    assert (target / "sub" / "a").read_text() == expected
+    assert names(tmp_path) == ["out"]
+    assert recover(target) == []
+
+
+def test_leftovers_of_the_living_are_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with Publication(target) as living:
+        assert recover(target) == []
+        publish(target)
+        assert living.staging.is_dir()
+    assert names(tmp_path) == ["out"]
+
+
+def test_leftovers_of_another_host_are_left_alone_for_a_day(tmp_path: Path) -> None:
+    places = Places(tmp_path / "out", "1")
+    places.staging.mkdir()
+    places.lock.write_text("another-host")
+    assert recover(tmp_path / "out") == []
+    os.utime(places.lock, (0, 0))
+    assert recover(tmp_path / "out") == [f"removed {places.staging}: it was left half-written"]
+    assert names(tmp_path) == []
+
+
+def test_an_old_target_is_kept_where_someone_made_a_new_one(tmp_path: Path) -> None:
+    places = Places(tmp_path / "out", "1")
+    lock = Lock(places.lock)
+    os.close(lock._fd)  # as if the process had died
+    places.old.mkdir()
+    places.target.mkdir()
+    (places.target / "theirs").touch()
+    assert "kept" in recover(places.target)[0]
+    assert names(places.target) == ["theirs"]
+    assert places.old.exists()
+
+
+def test_a_leftover_lock_does_not_hinder_the_next_one(tmp_path: Path) -> None:
+    places = Places(tmp_path / "o[u]t*", "1")
+    lock = Lock(places.lock)
+    os.close(lock._fd)
+    places.staging.mkdir()
+    publication = publish(places.target)
+    assert publication.recovered == [f"removed {places.staging}: it was left half-written"]
+    assert names(tmp_path) == ["o[u]t*"]
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_args: Any, **_options: Any) -> None:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with pytest.raises(StorageError, match="cannot create: Permission denied"), Publication(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_space_is_checked_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_space(tmp_path / "not" / "yet" / "there", 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**9})())
+    with pytest.raises(StorageError, match=r"3\.0 GB are needed, but only 1\.0 GB are free"):
+        check_space(tmp_path, 3 * 10**9)
+
+
+def test_source_and_target_may_not_overlap(tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    source.mkdir()
+    (tmp_path / "alias").symlink_to(source)
+    refuse_overlap(source, tmp_path / "runs")
+    for target, message in (
+        (source, "same folder"),
+        (tmp_path / "alias", "same folder"),
+        (source / "out", "lies inside"),
+        (tmp_path / "alias" / "x" / "y", "lies inside"),
+        (tmp_path, "holds the source"),
+        (source / ".." / "run" / "out", "lies inside"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            refuse_overlap(source, target)
+
+
+def test_everything_is_synced_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(publish_module, "_sync", lambda path, flags: synced.append(path.name))
+    publication = publish(tmp_path / "out")
+    staging = publication.staging.name
+    assert synced == ["a", "sub", MANIFEST_NAME, staging, tmp_path.name]
