@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from threading import Event
 from typing import Protocol
@@ -186,12 +186,13 @@ class _Conversion:
         ledger = Ledger(job.source.files)
         with MappedFiles(job.source.root) as source, self._pool() as pool:
             self.progress.stage("converting", job.nbytes)
-            self._all(pool, (lambda file=file: self._write(file, source, ledger, files) for file in job.target.files))  # type: ignore[misc]
-            self.progress.stage("checking", 0)
             audit = Audit(job.source.catalog, source, ledger, problems)
             parity = not self.options.write.no_optimizer
-            self._all(pool, audit.tasks(replicas=not self.options.trust_replicas, parity=parity))
-            self._all(pool, ledger.tasks(source, problems, self._tick))
+            writes = (lambda file=file: self._write(file, source, ledger, files) for file in job.target.files)
+            # One file has one writer: workers that run out of files begin to compare.
+            self._all(pool, chain(writes, audit.tasks(replicas=not self.options.trust_replicas, parity=parity)))
+            self.progress.stage("checking", 0)
+            self._all(pool, ledger.tasks(source, problems, self._advance))
         problems.raise_if_any()
         for name, text in job.target.texts.items():
             files[name] = _write_text(self.staging / name, text)
@@ -220,7 +221,11 @@ class _Conversion:
 
     @contextmanager
     def _pool(self) -> Iterator[ThreadPoolExecutor]:
+        import torch
+
         pool = ThreadPoolExecutor(max(1, self.options.workers), "convert")
+        torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the workers are the threads; torch's own would fight with them
         try:
             yield pool
         except BaseException:
@@ -228,6 +233,7 @@ class _Conversion:
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            torch.set_num_threads(torch_threads)
 
     def _all(self, pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], None]]) -> None:
         """Run tasks, many at a time but never all in memory; the first real error stops the rest."""

@@ -20,8 +20,8 @@ def convert(words: np.ndarray, source: DType, target: DType) -> np.ndarray:
     """
     import torch  # a plan without casts never needs it
 
-    values = torch.from_numpy(_owned(words)).view(getattr(torch, source.name))
-    result = values.to(getattr(torch, target.name))
+    values = torch.from_numpy(_borrowed(words)).view(getattr(torch, source.name))
+    result = values.to(getattr(torch, target.name), copy=True)
     word = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[target.itemsize]
     return result.view(word).numpy()
 
@@ -44,11 +44,22 @@ def as_floats(words: np.ndarray, dtype: DType) -> np.ndarray:
     """The values of elements as float64, for comparing with a tolerance."""
     import torch
 
-    values = torch.from_numpy(_owned(words)).view(getattr(torch, dtype.name))
-    result: np.ndarray = values.to(torch.float64).numpy()
+    values = torch.from_numpy(_borrowed(words)).view(getattr(torch, dtype.name))
+    result: np.ndarray = values.to(torch.float64, copy=True).numpy()
     return result
 
 
-def _owned(words: np.ndarray) -> np.ndarray:
-    """Contiguous and writable: torch does not take views of read-only files without complaint."""
-    return np.array(words) if not words.flags.writeable or not words.flags.c_contiguous else words
+class _Unlocked:
+    """The same memory, said to be writable: torch warns of arrays that are not, even where it only reads."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        self.words = words
+        described = words.__array_interface__
+        self.__array_interface__ = {**described, "data": (described["data"][0], False)}
+
+
+def _borrowed(words: np.ndarray) -> np.ndarray:
+    """An array that torch takes without a copy, as far as it can; only to be read from."""
+    if not words.flags.c_contiguous:
+        return np.array(words)
+    return words if words.flags.writeable else np.asarray(_Unlocked(words))

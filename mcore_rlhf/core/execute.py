@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,7 +36,16 @@ class RecordSink(Protocol):
     """Where the records of one target file go."""
 
     def write(self, key: str, byte_offset: int, data: memoryview) -> None:
-        """Put bytes into a record, at an offset from the record's own start."""
+        """Put bytes into a record, at an offset from the record's own start; they may change after the call."""
+        ...
+
+
+@runtime_checkable
+class KnowsOffsets(Protocol):
+    """A sink that knows where its records lie in the file, so that windows can end at round offsets of the file."""
+
+    def offset(self, key: str) -> int:
+        """Where a record starts in the file, in bytes."""
         ...
 
 
@@ -77,6 +86,7 @@ class FileRun:
     checksums: Checksums
     window_bytes: int = WINDOW_BYTES
     progress: Callable[[int], None] = lambda nbytes: None
+    _buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
 
     def run(self) -> dict[str, int]:
         """Copy everything.
@@ -91,12 +101,15 @@ class FileRun:
 
     def _fill(self, record: Record, copies: list[Copy]) -> int:
         limit = max(1, self.window_bytes // record.dtype.itemsize)
-        crc = 0
-        for window in windows(copies, record.numel, limit):
+        crc, phase = 0, self._offset(record) // record.dtype.itemsize
+        for window in windows(copies, record.numel, limit, phase):
             nbytes = window.numel * record.dtype.itemsize
             crc = self.checksums.combine(crc, self._pass(record, window), nbytes)
             self.progress(nbytes)
         return crc
+
+    def _offset(self, record: Record) -> int:
+        return self.sink.offset(record.key) if isinstance(self.sink, KnowsOffsets) else 0
 
     def _pass(self, record: Record, window: Window) -> int:
         """Move one window; returns its checksum."""
@@ -121,11 +134,19 @@ class FileRun:
         return crc
 
     def _gather(self, record: Record, window: Window) -> memoryview:
-        out = np.zeros(window.numel, WORDS[record.dtype.itemsize])
+        out = self._scratch(window.numel * record.dtype.itemsize).view(WORDS[record.dtype.itemsize])
+        if sum(copy.numel for copy in window.copies) < window.numel:
+            out.fill(0)
         for whole in window.copies:
             for copy in _limited(whole, SPAN_BYTES):
                 self._place(copy, window.start, out)
         return out.data.cast("B")
+
+    def _scratch(self, nbytes: int) -> np.ndarray:
+        """The one buffer of this file, used again and again: fresh memory costs as much as filling it."""
+        if len(self._buffer) < nbytes:
+            self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer[:nbytes]
 
     def _place(self, copy: Copy, window_start: int, out: np.ndarray) -> None:
         itemsize = copy.source.dtype.itemsize

@@ -116,11 +116,13 @@ def _plan_entry(have: TensorEntry, want: TensorEntry, problems: Problems) -> Ite
 
 
 def coalesced(shape: Shape, source: Chunk, target: Chunk) -> Copy:
-    """The copy of a whole chunk onto another of the same shape, with as few dimensions as possible."""
-    dims: list[tuple[int, int, int]] = []  # (count, source stride, target stride), outermost first
-    for count, s, t in zip(shape, source.strides, target.strides, strict=True):
-        if count == 1:
-            continue
+    """The copy of a whole chunk onto another of the same shape, with as few dimensions as possible.
+
+    Dimensions are put in the order in which they lie in the target (which may be transposed), outermost first.
+    """
+    dims: list[tuple[int, int, int]] = []  # (count, source stride, target stride)
+    pairs = zip(shape, source.strides, target.strides, strict=True)
+    for count, s, t in sorted((dim for dim in pairs if dim[0] != 1), key=lambda dim: -dim[2]):
         if dims and dims[-1][1] == s * count and dims[-1][2] == t * count:
             dims[-1] = (dims[-1][0] * count, s, t)
         else:

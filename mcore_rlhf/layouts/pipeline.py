@@ -130,9 +130,10 @@ def _per_stage(num_layers: int, pp: int, split: PipelineSplit) -> list[int]:
 
 def _even(layers: int, stages: int, num_layers: int) -> int:
     if layers % stages:
+        part = f"{layers} of the model's {num_layers}" if layers != num_layers else f"{num_layers}"
         raise LayoutMismatch(
-            f"{layers} of the model's {num_layers} layers cannot be divided equally over {stages} pipeline stages; "
-            "choose another --pp, or say how to deal them: --pipeline-layout 3,5,4 (layers per stage) or 'Ettt|ttttt|ttttL'"
+            f"{part} layers cannot be divided equally over {stages} pipeline stages\n"
+            "Choose another --pp, or say how to deal them: --pipeline-layout 3,5,4 (layers per stage) or 'Ettt|ttttt|ttttL'."
         )
     return layers // stages
 
@@ -169,6 +170,18 @@ def _check_layout(chunks: list[str], text: str, num_layers: int, pp: int, vpp: i
         raise LayoutMismatch(f"pipeline layout {text!r} does not fit this model: {'; '.join(wrong)}")
 
 
+_COUNTS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*")
+
+
+def chunks_in_option(text: str) -> int:
+    """Of how many model chunks a ``--pipeline-layout`` speaks.
+
+    Raises:
+        UsageError: It is neither numbers nor a layout string.
+    """
+    return text.count(",") + 1 if _COUNTS.fullmatch(text) else len(parse_layout(text))
+
+
 def split_from_option(text: str, num_layers: int, pp: int, vpp: int, mtp_layers: int) -> PipelineSplit:
     """Understand ``--pipeline-layout``: Megatron's own string, or layers per chunk such as ``3,5,4``.
 
@@ -177,7 +190,7 @@ def split_from_option(text: str, num_layers: int, pp: int, vpp: int, mtp_layers:
     Raises:
         UsageError: The text is neither, or its numbers do not fit.
     """
-    if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
+    if not _COUNTS.fullmatch(text):
         return PipelineSplit(layout=text)
     counts = [int(count) for count in text.split(",")]
     if len(counts) != pp * vpp or sum(counts) != num_layers:
@@ -185,6 +198,8 @@ def split_from_option(text: str, num_layers: int, pp: int, vpp: int, mtp_layers:
             f"--pipeline-layout {text}: expected {pp * vpp} numbers (PP {pp} × VPP {vpp}) that add up to {num_layers} layers, "
             f"found {len(counts)} that add up to {sum(counts)}"
         )
+    if len(set(counts)) == 1:
+        return PipelineSplit()
     if vpp == 1 and pp > 2 and not mtp_layers and len(set(counts[1:-1])) == 1:
         return PipelineSplit(first=counts[0], last=counts[-1])
     if vpp == 1 and pp == 2:

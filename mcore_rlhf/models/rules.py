@@ -65,8 +65,12 @@ def read_rules(path: Path) -> Rules:
 
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: cannot read the rules: {error}") from None
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot read the rules: {error.strerror}\nGive --rules the path of a YAML file."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: the rules are not valid YAML: {error}") from None
     entries = document.get("rules") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise UsageError(f"{path}: expected a mapping with a list under 'rules', found {type(document).__name__}")

@@ -71,6 +71,7 @@ class ModelSpec:
         num_experts: Routed experts per mixture layer; 0 for a dense model.
         vocab_size: True number of words, or None where nobody said.
         padded_vocab_size: Rows of the embedding as stored.
+        unused: Parameters that the framework stores in some layouts only, and never uses.
     """
 
     params: tuple[ParamSpec, ...]
@@ -80,6 +81,7 @@ class ModelSpec:
     num_experts: int = 0
     vocab_size: int | None = None
     padded_vocab_size: int | None = None
+    unused: frozenset[str] = frozenset()
     _index: dict[str, ParamSpec] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from .checksum import crc32
 from .paths import cannot_open, inside
@@ -149,7 +150,7 @@ def provenance(**more: Any) -> dict[str, Any]:
     config's hash.
     """
     return {
-        "mcore_rlhf": _version("mcore_rlhf"),
+        "mcore_rlhf": __version__,
         "torch": _version("torch"),
         "python": platform.python_version(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

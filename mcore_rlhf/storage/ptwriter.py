@@ -90,10 +90,9 @@ class PtWriter:
             raise
         return writer
 
-    @property
-    def offsets(self) -> Mapping[str, int]:
-        """Where every record starts in the file, by its key."""
-        return {key: member.data_offset for key, member in self.members.items()}
+    def offset(self, key: str) -> int:
+        """Where a record starts in the file, in bytes."""
+        return self.members[key].data_offset
 
     def write(self, key: str, byte_offset: int, data: Buffer) -> None:
         """Put bytes into a record. What is never written reads as zeros.

@@ -112,7 +112,10 @@ class Differ:
         a, b = _entry(self.a, name), _entry(self.b, name)
         label = f"{name.param} ({name.state})"
         if a is None or b is None:
-            self._missing(label, name, in_a=a is not None)
+            if name.param in self.a.model.unused | self.b.model.unused:
+                self._note(f"{name.param}: only one layout has it, and neither uses it: not compared")
+            else:
+                self._missing(label, name, in_a=a is not None)
             return
         common = self._common_shape(label, a, b, name)
         if common is None:
@@ -138,8 +141,7 @@ class Differ:
         note = (
             f"padded vocabularies of {a.global_shape[0]} and {b.global_shape[0]} rows: the first {rows} were compared"
         )
-        if note not in self.result.notes:
-            self.result.notes.append(note)
+        self._note(note)
         return (rows, *a.global_shape[1:])
 
     def _compare_values(self, label: str, a: TensorEntry, b: TensorEntry, shape: tuple[int, ...]) -> None:
@@ -193,6 +195,10 @@ class Differ:
             if a.args.get(counter) != b.args.get(counter):
                 self._differs(counter, f"{a.args.get(counter)} and {b.args.get(counter)}")
         self.result.notes.append("RNG states and the other arguments were not compared: they belong to a layout")
+
+    def _note(self, text: str) -> None:
+        if text not in self.result.notes:
+            self.result.notes.append(text)
 
     def _differs(self, name: str, what: str, differing: int = 0, max_abs: float = 0.0) -> None:
         self.result.differences.append(Difference(name, what, differing, max_abs))

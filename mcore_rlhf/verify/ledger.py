@@ -116,5 +116,5 @@ class Ledger:
             problems.add(
                 Corrupt,
                 f"{file}: {key} ({nbytes} bytes) has CRC-32 {crc:08x}, but the file says {expected:08x}: its bytes are damaged",
-                "Copy the file again from where it was written; nothing was published.",
+                "Copy the file again from where it was written.",
             )

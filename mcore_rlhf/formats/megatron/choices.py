@@ -10,7 +10,7 @@ from mcore_rlhf.formats.base import Source, WriteOptions
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.padding import padded_vocab_size, repadded
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
-from mcore_rlhf.layouts.pipeline import PipelineSplit, split_from_option
+from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, split_from_option
 from mcore_rlhf.models.spec import ModelSpec
 
 from .arguments import Arguments
@@ -77,13 +77,21 @@ def choose_parallel(source: Source, options: WriteOptions, report: Report) -> Pa
     etp = options.etp or (tp if old.etp == old.tp else old.etp) if moe else tp
     if moe and source.model.num_experts % ep:
         raise LayoutMismatch(f"--ep {ep}: {source.model.num_experts} experts cannot be divided equally over {ep} ranks")
-    vpp = options.vpp or (old.vpp if pp > 1 else 1)
+    vpp = options.vpp or _vpp_of_layout(options, pp) or (old.vpp if pp > 1 else 1)
     if vpp > 1 and pp == 1:
         raise UsageError(f"--vpp {vpp}: virtual pipeline stages need more than one pipeline stage (--pp)")
     if vpp != old.vpp and options.vpp is None:
         report.add(Fate.CHANGED, f"virtual pipeline stages: {old.vpp} → {vpp}, since there is one pipeline stage")
     dp = options.dp or _default_dp(old, tp, pp, ep, etp, report)
     return ParallelConfig(tp, pp, vpp, old.cp, ep, etp, dp)
+
+
+def _vpp_of_layout(options: WriteOptions, pp: int) -> int | None:
+    """Model chunks per stage that ``--pipeline-layout`` implies, where it says a whole number of them."""
+    if options.pipeline_layout is None:
+        return None
+    chunks, rest = divmod(chunks_in_option(options.pipeline_layout), pp)
+    return None if rest else chunks
 
 
 def _default_dp(old: ParallelConfig, tp: int, pp: int, ep: int, etp: int, report: Report) -> int:

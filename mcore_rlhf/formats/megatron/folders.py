@@ -75,7 +75,7 @@ def file_ranks(parallel: ParallelConfig) -> tuple[FileRank, ...]:
 def _cannot_write(parallel: ParallelConfig, why: str) -> str:
     return (
         f"Megatron's torch format cannot hold TP {parallel.tp}, ETP {parallel.etp}, EP {parallel.ep}: {why}\n"
-        "Choose --etp equal to --tp, or use Megatron's torch_dist format."
+        "Choose --etp equal to --tp, or an --ep at which --etp × --ep is a multiple of --tp."
     )
 
 

@@ -13,7 +13,7 @@ from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import in_registration_order
-from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile
 
 from .arguments import Arguments
@@ -80,7 +80,7 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     specs = [spec if spec.name not in frozen else replace(spec, trainable=False) for spec in specs]
     model = ModelSpec(
         tuple(specs), num_layers, args.tied, args.mtp_layers, args.num_experts, options.vocab_size or args.vocab_size,
-        next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None),
+        next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None), _unused(args, specs),
     )  # fmt: skip
     check_against_arguments(args, args_file, model, chunks, parallel)
     role = options.role or "actor"
@@ -164,6 +164,14 @@ def _check_virtual_parts(shards: list[RankShard], parallel: ParallelConfig) -> N
         elif not found:
             problems.add(Incomplete, f"{shard.pt.file}: holds no model")
     problems.raise_if_any()
+
+
+def _unused(args: Arguments, specs: list[ParamSpec]) -> frozenset[str]:
+    """With tied embeddings and MTP, the last of several stages registers an output weight that nothing reads.
+
+    Source: megatron-core 0.16.1, ``models/gpt/gpt_model.py`` (``shared_embedding_or_output_weight``).
+    """
+    return frozenset(spec.name for spec in specs if args.tied and spec.name == OUTPUT and spec.partition.vocabulary)
 
 
 def _note_frozen(frozen: frozenset[str], notes: Report) -> None:

@@ -137,6 +137,8 @@ class _Writer:
             self.source.state.args, self.choices.parallel, self.choices.split, rank=rank,
             padded_vocab_size=self.choices.padded_vocab_size, params_dtype=dtype, optimizer=self.choices.optimizer,
         )  # fmt: skip
+        if self.options.no_optimizer:
+            new["no_save_optim"] = True  # what a run says that saved no optimizer
         if dtype is not None:
             import torch
 
@@ -218,11 +220,9 @@ class _Writer:
 
     def _note_unused_output(self) -> None:
         """With tied embeddings and MTP, Megatron's last stage has an output layer of its own that it never uses."""
-        model = self.source.model
-        spec = model.get(OUTPUT)
-        if model.tied and spec is not None and spec.partition.vocabulary and self.choices.parallel.pp == 1:
+        if OUTPUT in self.source.model.unused and self.choices.parallel.pp == 1:
             self.report.add(
-                Fate.LOST, f"{OUTPUT}: Megatron neither uses nor has it on one stage, the embedding is tied"
+                Fate.NOTE, f"{OUTPUT}: left out; on one stage Megatron has no such weight, the embedding is tied"
             )
 
     def _same_world(self) -> bool:
