@@ -1,0 +1,21 @@
+"""The command line, ``mcore-rlhf``: the only place that prints.
+
+``app`` holds the commands' signatures and ``options`` their options; ``job`` turns options and YAML files into what the
+library takes. Each command has a module that does it and gathers plain facts (``inspecting``, ``planning``,
+``converting``, ``verifying``, ``comparing``); ``--json`` prints those facts, the ``render_…`` modules write them for
+people. ``guard`` turns every error into a message and an exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line of this process, and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names of files and tensors must never be what a terminal cannot print
+            stream.reconfigure(errors="backslashreplace")
+    from .app import app
+
+    app(prog_name="mcore-rlhf")

@@ -1,0 +1,231 @@
+"""The commands: their names, options and help. What they do is in modules of their own, imported when needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from mcore_rlhf import __version__
+from mcore_rlhf.errors import UsageError
+
+from . import options as o
+from .guard import GuardedGroup
+
+app = typer.Typer(
+    cls=GuardedGroup,
+    help="Inspect, reshape, convert and prove the checkpoints of RLHF runs on Megatron-core.",
+    epilog="Exit codes: 0 done, equal, intact; 1 damaged, different, lossy; 2 usage, not a checkpoint, I/O; 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # with it, --help would load rich
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mcore-rlhf {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: o.Debug = False,
+) -> None:
+    pass
+
+
+class _PatternIsOptional(TyperCommand):
+    """``--tensors`` alone means all of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Fill in the pattern where it was left out."""
+        return super().parse_args(ctx, with_pattern(args))
+
+
+def with_pattern(args: list[str]) -> list[str]:
+    """Arguments in which ``--tensors`` has a pattern: what follows it is none if it is an option or the checkpoint."""
+    if "--tensors" not in args:
+        return args
+    at = args.index("--tensors") + 1
+    before, after = args[:at], args[at:]
+    has_path = any(Path(arg).exists() for arg in before)
+    if not after or after[0].startswith("-") or (not has_path and Path(after[0]).exists()):
+        return [*before, "*", *after]
+    return args
+
+
+@app.command(cls=_PatternIsOptional, short_help="Say what a checkpoint is.")
+def inspect(
+    path: o.CheckpointPath,
+    tensors: Annotated[
+        str | None,
+        typer.Option(help="List logical tensors; part of a name, or a pattern with *.", metavar="[PATTERN]"),
+    ] = None,
+    role: o.Role = None,
+    step: o.Step = None,
+    rules: o.RulesFile = None,
+    stub: o.Stubs = None,
+    json: o.Json = False,
+) -> None:
+    """Say what a checkpoint is, without reading its tensors: layout, model, optimizer, files."""
+    from .inspecting import run
+
+    run(path, o.read_options(role, step, rules, stub), tensors, json)
+
+
+@app.command(short_help="Print what convert would do, copy by copy.")
+def plan(
+    ctx: typer.Context,
+    source: o.SourceFolder = None,
+    to: o.To = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    vpp: o.Vpp = None,
+    ep: o.Ep = None,
+    etp: o.Etp = None,
+    dp: o.Dp = None,
+    pipeline_layout: o.PipelineLayout = None,
+    role: o.Role = None,
+    step: o.Step = None,
+    dtype: o.Dtype = None,
+    no_optimizer: o.NoOptimizer = None,
+    optimizer: o.Optimizer = None,
+    rng: o.Rng = None,
+    vocab_size: o.VocabSize = None,
+    padded_vocab_size: o.PaddedVocabSize = None,
+    rules: o.RulesFile = None,
+    stub: o.Stubs = None,
+    strict: o.Strict = None,
+    config: o.Config = None,
+    copies: Annotated[bool, typer.Option("--copies", "-v", help="Print the copies themselves.")] = False,
+    json: o.Json = False,
+) -> None:
+    """Print what convert would do, copy by copy if wanted. Nothing is written, and no tensor is read."""
+    from .job import make_job
+    from .planning import run
+
+    run(make_job(_given(ctx), config), copies, json)
+
+
+@app.command(short_help="Write a checkpoint anew in another layout.")
+def convert(
+    ctx: typer.Context,
+    source: o.SourceFolder = None,
+    target: o.TargetFolder = None,
+    to: o.To = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    vpp: o.Vpp = None,
+    ep: o.Ep = None,
+    etp: o.Etp = None,
+    dp: o.Dp = None,
+    pipeline_layout: o.PipelineLayout = None,
+    role: o.Role = None,
+    step: o.Step = None,
+    dtype: o.Dtype = None,
+    no_optimizer: o.NoOptimizer = None,
+    optimizer: o.Optimizer = None,
+    rng: o.Rng = None,
+    vocab_size: o.VocabSize = None,
+    padded_vocab_size: o.PaddedVocabSize = None,
+    rules: o.RulesFile = None,
+    stub: o.Stubs = None,
+    trust_replicas: o.TrustReplicas = None,
+    config: o.Config = None,
+    workers: o.Workers = None,
+    max_memory: o.MaxMemory = None,
+    no_fsync: o.NoFsync = None,
+    verify: o.Verify = None,
+    strict: o.Strict = None,
+    overwrite: o.Overwrite = None,
+    json: o.Json = False,
+) -> None:
+    """Write a checkpoint anew, in another layout, with optimizer and everything else. The source stays as it is."""
+    from .converting import run
+    from .job import make_job
+
+    run(make_job(_given(ctx), config), json)
+
+
+def _given(ctx: typer.Context) -> dict[str, Any]:
+    """What the command line says about a conversion, under the names of the job's fields."""
+    about_output = ("config", "copies", "json")
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in ctx.params.items()
+        if name not in about_output and value not in (None, [], ())
+    }
+
+
+@app.command(short_help="Check that a checkpoint is intact.")
+def verify(
+    path: o.CheckpointPath,
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes and zip directories only.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also replicas, and masters against parameters.")] = False,
+    role: o.Role = None,
+    step: o.Step = None,
+    rules: o.RulesFile = None,
+    stub: o.Stubs = None,
+    workers: o.Workers = None,
+    json: o.Json = False,
+) -> None:
+    """Check a checkpoint: every byte's checksum, zip directories, and that the shards make whole tensors."""
+    if quick and deep:
+        raise UsageError("--quick and --deep contradict each other\nGive one of them, or neither.")
+    from mcore_rlhf.verify.checkpoint import Depth
+
+    from .verifying import run
+
+    depth = Depth.QUICK if quick else Depth.DEEP if deep else Depth.FULL
+    run(path, o.read_options(role, step, rules, stub), depth, workers or o.default_workers(), json)
+
+
+@app.command(short_help="Compare two checkpoints, whatever their layouts.")
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint.", metavar="A", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="Another one, in any format and layout.", metavar="B", show_default=False)],
+    atol: Annotated[
+        float, typer.Option(help="Absolute tolerance; without one, bits are compared.", metavar="X", min=0.0)
+    ] = 0.0,
+    rtol: Annotated[float, typer.Option(help="Relative tolerance.", metavar="X", min=0.0)] = 0.0,
+    states: Annotated[
+        str | None, typer.Option(help="States to compare, such as param,exp_avg. [default: everything]", metavar="LIST")
+    ] = None,
+    role: o.Role = None,
+    step: o.Step = None,
+    rules: o.RulesFile = None,
+    stub: o.Stubs = None,
+    json: o.Json = False,
+) -> None:
+    """Compare two checkpoints: every logical tensor in every state, scheduler, param groups and counters."""
+    from mcore_rlhf.verify.differ import Tolerance
+
+    from .comparing import run
+
+    run((a, b), o.read_options(role, step, rules, stub), Tolerance(atol, rtol), states, json)
+
+
+@app.command(short_help="Train, reshape and resume a real Megatron model.")
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where to work, and to leave the checkpoints. [default: removed again]"
+        ),
+    ] = None,
+) -> None:
+    """Train a tiny real Megatron model on the CPU, reshape its checkpoint, resume, and show the proof."""
+    from mcore_rlhf.demo.command import run_demo, table
+
+    report = run_demo(folder, lambda line: typer.echo(line, err=True))
+    typer.echo("\n".join(table(report)))
+    if not report.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,164 @@
+"""Every way in which a command can end becomes a message for people and an exit code; never a traceback.
+
+0 done, equal, intact · 1 damaged, incomplete, mismatched, different, lossy under ``--strict`` · 2 usage, not a
+checkpoint, unsupported, target exists, I/O · 128 + signal where one stopped it: 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from mcore_rlhf import __version__
+from mcore_rlhf.errors import CheckpointError, StorageError
+
+JSON, DEBUG = "mcore_rlhf.json", "mcore_rlhf.debug"
+"""Keys of a context's ``meta``: whether ``--json`` and ``--debug`` were given."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A command was interrupted, and can say what that left.
+
+    Args:
+        message: What is the case now.
+        signum: The signal.
+    """
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(signum)
+        self.message = message
+
+
+class GuardedGroup(TyperGroup):
+    """The group of all commands, each of which runs under guard."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        with guarded(ctx):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def guarded(ctx: typer.Context) -> Iterator[None]:
+    """Turn whatever is raised inside into a message on standard error and an exit code.
+
+    Raises:
+        typer.Exit: With the code.
+    """
+    debug = ctx.meta.get(DEBUG, False) or os.environ.get("MCORE_RLHF_DEBUG", "") not in ("", "0")
+    try:
+        with stopped_by_signals():
+            yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has seen enough
+        _leave_pipe()
+    except KeyboardInterrupt as stop:
+        _interrupted(stop)
+    except Exception as error:
+        if isinstance(error, typer.Abort) or (hasattr(error, "exit_code") and not isinstance(error, CheckpointError)):
+            raise  # typer's own: usage errors, and commands that are done
+        if debug:
+            _print_traceback()
+        _fail(ctx, error)
+
+
+def _fail(ctx: typer.Context, error: Exception) -> NoReturn:
+    code, text = explain(error)
+    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {text}", err=True)
+    if ctx.meta.get(JSON):
+        from .output import emit_json
+
+        emit_json({"error": {"kind": type(error).__name__, "message": text, "exit_code": code}})
+    raise typer.Exit(code) from None
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """The exit code and the message for an error."""
+    if isinstance(error, CheckpointError):
+        return error.exit_code, str(error)
+    if isinstance(error, OSError):
+        return StorageError.exit_code, _explain_os_error(error)
+    if isinstance(error, MemoryError):
+        return 2, "out of memory\nGive fewer --workers, or a smaller --max-memory."
+    return 1, (
+        f"{type(error).__name__}{_place(error)}: {error}\n"
+        f"This is a bug in mcore_rlhf {__version__}. `mcore-rlhf --debug …` (or MCORE_RLHF_DEBUG=1) shows the traceback to report with it."
+    )
+
+
+def _place(error: Exception) -> str:
+    """Where an unexpected error was raised."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _explain_os_error(error: OSError) -> str:
+    from mcore_rlhf.storage.paths import storage_error
+
+    if error.filename is None:
+        return error.strerror or str(error)
+    return str(storage_error(error, Path(os.fsdecode(error.filename)), "read or write"))
+
+
+def _print_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
+
+
+def _leave_pipe() -> NoReturn:
+    """End quietly, as a program does that SIGPIPE kills; the interpreter must not flush into the pipe again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
+def _interrupted(stop: KeyboardInterrupt) -> NoReturn:
+    signum = stop.args[0] if stop.args and isinstance(stop.args[0], int) else signal.SIGINT
+    typer.echo(f"interrupted: {stop.message}" if isinstance(stop, Interrupted) else "interrupted", err=True)
+    raise typer.Exit(128 + signum) from None
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP all raise KeyboardInterrupt, once; a second one does not disturb the cleaning up.
+
+    Signals that are ignored (``nohup``) stay so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    taken = [number for number, handler in before.items() if handler in defaults]
+
+    def stop(signum: int, frame: object) -> NoReturn:
+        for number in taken:
+            signal.signal(number, _be_patient)
+        raise KeyboardInterrupt(signum)
+
+    try:
+        for number in taken:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
+def _be_patient(signum: int, frame: object) -> None:
+    """The second signal: say what is going on; the third one ends the process as it is."""
+    os.write(2, b"cleaning up; once more leaves at once, and the half-written folder to the next conversion\n")
+    signal.signal(signum, lambda number, frame: os._exit(128 + number))

@@ -1,0 +1,94 @@
+"""Standard output: JSON for machines, tables for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Facts = dict[str, Any]
+"""What a command found, as plain data: exactly what ``--json`` prints."""
+
+_PIPED_WIDTH = 500
+
+
+def emit_json(facts: Any) -> None:
+    """Print facts as JSON, and nothing else."""
+    sys.stdout.write(json.dumps(plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it; what JSON does not know becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+
+def console() -> Console:
+    """Where people read: as wide as the terminal, or as wide as needed where there is none."""
+    from rich.console import Console
+
+    class PlainConsole(Console):
+        """Leaves a broken pipe to the guard, which knows the exit code."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    piped = None if sys.stdout.isatty() else _PIPED_WIDTH
+    return PlainConsole(markup=False, highlight=False, emoji=False, width=piped, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        title: Its heading.
+        right: Whether it holds numbers, which stand at the right.
+    """
+
+    title: str
+    right: bool = False
+
+
+def print_facts(out: Console, pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and values in two columns; a pair without value is left out."""
+    shown = [(name, value) for name, value in pairs if value]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        out.print(f"  {name:<{width}}  {value}")
+
+
+def print_table(
+    out: Console, columns: Sequence[Column], rows: Iterable[Sequence[str]], limit: int | None = None
+) -> None:
+    """Print a table.
+
+    Args:
+        out: Where.
+        columns: Its columns.
+        rows: Cells as text, one per column.
+        limit: Rows that are shown; the rest is counted.
+    """
+    from rich.padding import Padding
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+    listed = list(rows)
+    for row in listed[:limit]:
+        table.add_row(*row)
+    out.print(Padding(table, (0, 0, 0, 2), expand=False), soft_wrap=False)
+    if limit is not None and len(listed) > limit:
+        out.print(f"  … and {len(listed) - limit:,} more")

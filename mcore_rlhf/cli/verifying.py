@@ -1,0 +1,70 @@
+"""``mcore-rlhf verify``: whether a checkpoint is intact."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import typer
+
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.verify.checkpoint import Depth, Verdict, verify
+
+from .describe import source_facts
+from .output import Facts, emit_json
+from .progress import Progress, shown_progress
+
+
+def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:
+    """Verify a checkpoint and print the verdict.
+
+    Args:
+        path: The checkpoint.
+        options: How it is opened.
+        depth: How much is looked at.
+        workers: Threads.
+        json: For machines.
+
+    Raises:
+        typer.Exit: With code 1, where something is wrong.
+    """
+    with shown_progress() as progress:
+        facts = verify_facts(path, options, depth, workers, progress)
+    if json:
+        emit_json(facts)
+    else:
+        from .render_verify import print_verdict
+
+        print_verdict(facts)
+    if not facts["intact"]:
+        raise typer.Exit(1)
+
+
+def verify_facts(path: Path, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
+    """Verify a checkpoint.
+
+    Keys: ``path``; ``intact``; ``depth``; ``checked`` (texts); ``problems`` (``kind``, ``message``, ``advice``);
+    ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could
+    not be opened).
+    """
+    progress.stage(f"verifying {path}", 0)
+    began = time.monotonic()
+    verdict = verify(path, options, depth, workers, progress.advance)
+    return _facts(path, depth, verdict, time.monotonic() - began)
+
+
+def _facts(path: Path, depth: Depth, verdict: Verdict, seconds: float) -> Facts:
+    return {
+        "path": str(path),
+        "intact": verdict.intact,
+        "depth": depth.value,
+        "checked": verdict.checked,
+        "problems": [
+            {"kind": problem.kind.__name__, "message": problem.message, "advice": problem.advice}
+            for problem in verdict.problems.found
+        ],
+        "manifest": verdict.manifest,
+        "bytes": verdict.nbytes,
+        "seconds": round(seconds, 3),
+        "checkpoint": source_facts(verdict.source) if verdict.source is not None else None,
+    }

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+import pytest
+
+from mcore_rlhf.cli import inspecting
+from mcore_rlhf.cli.guard import explain, stopped_by_signals
+from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, StorageError
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def inspect_raises(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Makes ``inspect`` raise what it is given."""
+
+    def arrange(error: BaseException) -> None:
+        def run(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(inspecting, "run", run)
+
+    return arrange
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (Corrupt("a.pt: is damaged\nCopy it again."), 1, "error: a.pt: is damaged\nCopy it again.\n"),
+        (NotACheckpoint("x: nothing"), 2, "error: x: nothing\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/out/a.pt"),
+            2,
+            "error: /out/a.pt: cannot read or write: No space left on device\n"
+            "Free some space, or choose a target on another disk.\n",
+        ),
+        (OSError(errno.EIO, "Input/output error"), 2, "error: Input/output error\n"),
+        (MemoryError(), 2, "error: out of memory\nGive fewer --workers, or a smaller --max-memory.\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt(signal.SIGTERM), 143, "interrupted\n"),
+    ],
+    ids=repr,
+)
+def test_every_error_has_a_message_and_a_code(
+    cli: Cli, inspect_raises, error: BaseException, code: int, text: str
+) -> None:  # type: ignore[no-untyped-def]
+    inspect_raises(error)
+    outcome = cli("inspect", "x")
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (code, "", text)
+
+
+def test_what_nobody_expected_is_a_bug_and_one_line(cli: Cli, inspect_raises) -> None:  # type: ignore[no-untyped-def]
+    inspect_raises(ValueError("odd"))
+    outcome = cli("inspect", "x")
+    assert (outcome.code, outcome.stdout) == (1, "")
+    assert outcome.stderr.startswith("error: ValueError at test_guard.py:")
+    assert ": odd\nThis is a bug in mcore_rlhf" in outcome.stderr
+    assert "MCORE_RLHF_DEBUG=1" in outcome.stderr
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_debug_shows_the_traceback(
+    cli: Cli, inspect_raises, how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:  # type: ignore[no-untyped-def]
+    from typer.testing import CliRunner
+
+    from mcore_rlhf.cli.app import app
+
+    inspect_raises(ValueError("odd"))
+    if how == "environment":
+        monkeypatch.setenv("MCORE_RLHF_DEBUG", "1")
+    result = CliRunner().invoke(app, [*(["--debug"] if how == "option" else []), "inspect", "x"])
+    assert result.exit_code == 1
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.rstrip().endswith("to report with it.")
+
+
+def test_with_json_an_error_is_json_as_well(cli: Cli, inspect_raises) -> None:  # type: ignore[no-untyped-def]
+    inspect_raises(Corrupt("a.pt: is damaged"))
+    outcome = cli("inspect", "x", "--json")
+    assert outcome.json == {"error": {"kind": "Corrupt", "message": "a.pt: is damaged", "exit_code": 1}}
+    assert outcome.stderr == "error: a.pt: is damaged\n"
+
+
+def test_usage_errors_are_typers_own(cli: Cli) -> None:
+    unknown, no_number = cli("inspect", "x", "--bogus"), cli("convert", "a", "b", "--tp", "two")
+    assert (unknown.code, no_number.code) == (2, 2)
+    assert "--bogus" in unknown.stderr
+    assert "--tp" in no_number.stderr
+    assert cli("frobnicate").code == 2
+
+
+@pytest.mark.parametrize("kind", [*CheckpointError.__subclasses__()], ids=lambda kind: kind.__name__)
+def test_the_error_class_decides_the_code(kind: type[CheckpointError]) -> None:
+    assert explain(kind("x")) == (kind.exit_code, "x")
+    assert StorageError.exit_code == 2
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_sigterm_interrupts_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt) as stopped, stopped_by_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.args == (signal.SIGTERM,)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_version_is_the_packages(cli: Cli) -> None:
+    import mcore_rlhf
+
+    assert cli("--version").stdout == f"mcore-rlhf {mcore_rlhf.__version__}\n"

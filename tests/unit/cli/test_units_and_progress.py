@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from mcore_rlhf.cli import progress
+from mcore_rlhf.cli.output import plain
+from mcore_rlhf.cli.units import count, duration, parse_size, rate, size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1,023 bytes"),
+        (1024, "1.00 KiB"),
+        (3_446_711_910, "3.21 GiB"),
+        (1 << 60, "1024.00 PiB"),
+    ],
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("2GB", 2 * 10**9), ("2 gib", 2 << 30), ("2G", 2 << 30), ("1.5MB", 1_500_000), ("500000", 500_000), ("7B", 7)],
+)
+def test_sizes_that_people_write(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "2XB", "1e9", "two"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="should be a size"):
+        parse_size(text)
+
+
+def test_counts_rates_and_durations() -> None:
+    assert (count(1, "file"), count(2000, "file"), count(0, "copy")) == ("1 file", "2,000 files", "0 copies")
+    assert (rate(3 * 10**9, 2), rate(10**6, 1), rate(0, 0)) == ("1.50 GB/s", "1.0 MB/s", "0.0 MB/s")
+    assert (duration(0.44), duration(60), duration(3600 + 5 * 60)) == ("0.4 s", "1 min 00 s", "1 h 05 min")
+
+
+def test_json_takes_everything() -> None:
+    assert plain({"a": (1, None), 2: float("inf"), "t": object}) == {"a": [1, None], "2": "inf", "t": str(object)}
+
+
+def test_lines_first_every_few_seconds_and_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.shown_progress() as shown:
+        shown.stage("converting", 10 << 20)
+        for _ in range(10):
+            now[0] += 1
+            shown.advance(1 << 20)
+        shown.stage("checking", 0)
+        now[0] += 2
+    assert capsys.readouterr().err.splitlines() == [
+        "converting: 10.00 MiB",
+        "converting: 5.00 MiB of 10.00 MiB (50 %), 1.0 MB/s, 5.0 s left",
+        "converting: 10.00 MiB of 10.00 MiB (100 %), 1.0 MB/s, 0.0 s left",
+        "converting: done, 10.00 MiB in 10.0 s, 1.0 MB/s",
+        "checking …",
+        "checking: done, 2.0 s",
+    ]
+
+
+def test_a_stage_that_fails_is_not_said_to_be_done(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with progress.shown_progress() as shown:
+            shown.stage("converting", 10)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert capsys.readouterr().err == "converting: 10 bytes\n"
+
+
+def test_a_closed_log_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def isatty(self) -> bool:
+            return False
+
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(progress.sys, "stderr", Closed())
+    with progress.shown_progress() as shown:
+        shown.stage("converting", 10)
+        shown.advance(10)
