@@ -1,0 +1,187 @@
+"""GPT models of real megatron-core, built as Megatron-LM builds them. Importing this imports Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mcore_rlhf.demo.with_megatron  # noqa: F401
+
+# isort: split
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch.nn.functional import gelu, silu
+
+from mcore_rlhf.demo.configs import Parallel, TinyGPT
+from mcore_rlhf.demo.cpu_attention import PlainAttention
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def virtual_stages(parallel: Parallel) -> int | None:
+    """Model chunks per stage as Megatron counts them: ``None`` for one."""
+    if parallel.pipeline_layout is None:
+        return parallel.vpp
+    chunks = PipelineParallelLayerLayout.get_num_stages_from_str(parallel.pipeline_layout) // parallel.pp
+    return chunks if chunks > 1 else None
+
+
+def transformer_config(model: TinyGPT, parallel: Parallel) -> TransformerConfig:
+    """Megatron's configuration for a model on a layout."""
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    return kind(
+        **_model_fields(model), **_parallel_fields(model, parallel), **_expert_fields(model), **_latent_fields(model)
+    )
+
+
+def _model_fields(model: TinyGPT) -> dict[str, Any]:
+    return dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        ffn_hidden_size=model.ffn_hidden_size,
+        gated_linear_unit=model.gated,
+        activation_func=silu if model.gated else gelu,
+        normalization=model.normalization,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        attention_softmax_in_fp32=False,  # Megatron-LM's default, not megatron-core's
+        transformer_impl="local",
+        mtp_num_layers=model.mtp_num_layers,
+        params_dtype=DTYPES[model.dtype],
+        bf16=model.dtype == "bf16",
+        fp16=model.dtype == "fp16",
+        use_cpu_initialization=True,
+        cuda_graph_scope=[],
+    )
+
+
+def _parallel_fields(model: TinyGPT, parallel: Parallel) -> dict[str, Any]:
+    interleaved = virtual_stages(parallel) is not None
+    return dict(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=virtual_stages(parallel),
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        sequence_parallel=parallel.sequence_parallel,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        pipeline_model_parallel_layout=parallel.pipeline_layout,
+        pipeline_dtype=DTYPES[model.dtype],
+        deallocate_pipeline_outputs=True,
+        # with two stages the interleaved schedule needs separate, overlapping sends
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def _expert_fields(model: TinyGPT) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    frequency = model.moe_layer_freq
+    return dict(
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.moe_router_topk,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
+        moe_layer_freq=frequency if isinstance(frequency, int) else list(frequency),
+        moe_grouped_gemm=model.moe_grouped_gemm,
+        moe_use_legacy_grouped_gemm=model.moe_grouped_gemm,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_enable_expert_bias=model.moe_router_enable_expert_bias,
+        moe_router_score_function="sigmoid" if model.moe_router_enable_expert_bias else "softmax",
+        moe_router_load_balancing_type="none" if model.moe_router_enable_expert_bias else "aux_loss",
+        moe_aux_loss_coeff=0.0 if model.moe_router_enable_expert_bias else 1e-2,
+    )
+
+
+def _latent_fields(model: TinyGPT) -> dict[str, Any]:
+    if not model.multi_latent_attention:
+        return {}
+    return dict(
+        multi_latent_attention=True,
+        q_lora_rank=model.q_lora_rank,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_head_dim=model.kv_channels,
+        qk_pos_emb_head_dim=model.kv_channels // 2,
+        v_head_dim=model.kv_channels,
+        rope_type="rope",
+        apply_rope_fusion=False,
+    )
+
+
+def layer_spec(model: TinyGPT, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """The layers of a chunk: Megatron's "local" ones, which need neither apex nor Transformer Engine."""
+    if model.num_experts is None:
+        return _attending(_dense_layer_spec(model), config)
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=model.normalization, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        _attending(layer, config)
+    return block
+
+
+def _attending(layer: Any, config: TransformerConfig) -> Any:
+    """Give a layer an attention that can do what the configuration asks for."""
+    if config.context_parallel_size > 1 or config.multi_latent_attention:
+        layer.submodules.self_attention.submodules.core_attention = PlainAttention
+    return layer
+
+
+def _dense_layer_spec(model: TinyGPT) -> Any:
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        qk_layernorm=model.qk_layernorm,
+        multi_latent_attention=model.multi_latent_attention,
+        normalization=model.normalization,
+    )
+
+
+def _mtp_spec(model: TinyGPT, config: TransformerConfig, vp_stage: int | None) -> Any:
+    if model.mtp_num_layers is None:
+        return None
+    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=False, normalization=model.normalization, vp_stage=vp_stage
+    )
+    layer = _attending(layers[-1], config)
+    return gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
+
+
+def build_chunk(model: TinyGPT, parallel: Parallel, config: TransformerConfig, vp_stage: int | None) -> torch.nn.Module:
+    """One model chunk of this rank, in its parameter type, without DDP.
+
+    Args:
+        model: The model.
+        parallel: The layout.
+        config: Megatron's configuration of the two.
+        vp_stage: Number of the chunk on this stage; ``None`` without virtual stages.
+    """
+    placement = dict(ignore_virtual=False, vp_stage=vp_stage)
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(model, config, vp_stage),
+        vocab_size=model.padded_vocab_size(parallel.tp),
+        max_sequence_length=model.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**placement),
+        post_process=parallel_state.is_pipeline_last_stage(**placement),
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        mtp_block_spec=_mtp_spec(model, config, vp_stage),
+        vp_stage=vp_stage,
+    )
+    chunk.model_type, chunk.vp_stage = ModelType.encoder_or_decoder, vp_stage
+    for param in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    return chunk if model.dtype == "fp32" else Float16Module(config, chunk)

@@ -1,0 +1,127 @@
+"""Whole tensors of a live model, put together where Megatron's own ``sharded_state_dict`` says that the pieces belong.
+
+Nothing of the package's layouts or formats is used here, so that what those write can be checked against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mcore_rlhf.demo.jobs import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from mcore_rlhf.demo.trainer import Trainer
+
+StateKey = tuple[str, str]
+"""A state (``param``, ``master``, ``exp_avg``, ``exp_avg_sq``) and Megatron's global name of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a whole tensor that one rank has.
+
+    Args:
+        key: Which tensor.
+        global_shape: Shape of the whole tensor, in elements.
+        offset: Where the part begins in every dimension, in elements.
+        values: The part, on the CPU.
+    """
+
+    key: StateKey
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedReport:
+    """What one rank saw: its losses by iteration, and its pieces of the model at one of them."""
+
+    losses: dict[int, float]
+    pieces: list[Piece]
+
+
+def train(run: Run) -> PlacedReport:
+    """Do a run on this rank, and give the pieces at the iterations in ``states_at``; a job for the worker pool.
+
+    Args:
+        run: What to do; every rank of its layout calls.
+    """
+    from mcore_rlhf.demo import megatron_checkpoint
+    from mcore_rlhf.demo.trainer import Trainer
+
+    trainer = Trainer(run.model, run.parallel, run.training)
+    report = PlacedReport({}, [])
+    if run.load is not None:
+        megatron_checkpoint.load(trainer, run.load, rng=run.load_rng)
+        _look(trainer, run, report)
+    while trainer.iteration < run.steps:
+        loss = trainer.train_step()
+        report.losses[trainer.iteration] = loss
+        if run.save is not None and trainer.iteration in run.save_at:
+            megatron_checkpoint.save(trainer, run.save)
+        _look(trainer, run, report)
+    return report
+
+
+def _look(trainer: Trainer, run: Run, report: PlacedReport) -> None:
+    if trainer.iteration in run.states_at:
+        report.pieces.extend(_pieces(trainer))
+
+
+def _pieces(trainer: Trainer) -> Iterator[Piece]:
+    """This rank's pieces of all states; a parameter's optimizer states lie where the parameter lies."""
+    from mcore_rlhf.demo import live_state, megatron_checkpoint
+    from megatron.core.utils import unwrap_model  # isort: skip
+
+    live = live_state.full_state(trainer)
+    states = sorted({state for state, _ in live} - {"buffer"})
+    keys = megatron_checkpoint.model_keys(trainer)
+    prefixes = [""] if keys == ["model"] else [f"{key}." for key in keys]
+    for prefix, chunk in zip(prefixes, unwrap_model(trainer.chunks), strict=True):
+        layers_apart = {"non_homogeneous_layers": True}  # otherwise all layers are one stacked tensor
+        for local, sharded in chunk.sharded_state_dict(metadata=layers_apart).items():
+            for state in states:
+                if (state, prefix + local) in live:
+                    yield from _placed(state, sharded, live[state, prefix + local])
+
+
+def _placed(state: str, sharded: Any, values: torch.Tensor) -> Iterator[Piece]:
+    """Where Megatron would store a tensor of a parameter's shape; it stores gate and up of a gated MLP as two."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(sharded, ShardedTensorFactory):
+        built = replace(sharded, data=values).build()
+        for part in built.values() if isinstance(built, dict) else built:
+            yield from _placed(state, part, part.data)
+    elif isinstance(sharded, ShardedTensor):
+        yield Piece((state, sharded.key), tuple(sharded.global_shape), tuple(sharded.global_offset), values.clone())
+
+
+def assembled(pieces: Iterable[Piece]) -> dict[StateKey, torch.Tensor]:
+    """Whole tensors of the pieces of all ranks.
+
+    Raises:
+        ValueError: Copies of one piece differ, or elements are missing.
+    """
+    import torch
+
+    whole: dict[StateKey, torch.Tensor] = {}
+    filled: dict[StateKey, torch.Tensor] = {}
+    for piece in pieces:
+        tensor = whole.setdefault(piece.key, torch.empty(piece.global_shape, dtype=piece.values.dtype))
+        seen = filled.setdefault(piece.key, torch.zeros(piece.global_shape, dtype=torch.bool))
+        values = piece.values.reshape([1] * (tensor.dim() - piece.values.dim()) + list(piece.values.shape))
+        window = tuple(slice(at, at + size) for at, size in zip(piece.offset, values.shape, strict=True))
+        if seen[window].any() and not torch.equal(tensor[window], values):
+            raise ValueError(f"{piece.key}: copies of the part at {piece.offset} differ")
+        tensor[window] = values
+        seen[window] = True
+    holes = [key for key, seen in filled.items() if not seen.all()]
+    if holes:
+        raise ValueError(f"elements of {holes[:3]} are missing")
+    return whole
