@@ -1,0 +1,145 @@
+"""The documentation holds: links lead somewhere, YAML parses, and the Python in it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import CheckpointError, Lossy
+from mcore_rlhf.formats import registry
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.formats.megatron import FORMAT as MEGATRON
+from mcore_rlhf.models.rules import read_rules
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.verify.checkpoint import Depth, verify
+from mcore_rlhf.verify.differ import Differ
+
+PROJECT = Path(__file__).resolve().parents[3]
+DOCS = PROJECT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
+
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+# Written when `make bench` has run.
+_MADE_ELSEWHERE = {PROJECT / "benchmarks" / "RESULTS.md"}
+
+
+def _page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def _blocks(text: str, language: str) -> Iterator[str]:
+    for indent, found, body in _FENCE.findall(text):
+        if found == language:
+            yield textwrap.dedent(body) if indent else body
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in _LINK.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = Path(os.path.normpath(page.parent / name)) if name else page
+        assert target.exists() or target in _MADE_ELSEWHERE, f"{page.name} → {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in map(_anchor, headings), f"{page.name} → {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_every_page_is_reached_from_the_start(page: Path) -> None:
+    reached, open_pages = set[Path](), [DOCS / "README.md"]
+    while open_pages:
+        at = open_pages.pop()
+        if at in reached or at.suffix != ".md" or not at.is_relative_to(DOCS):
+            continue
+        reached.add(at)
+        links = _LINK.findall(at.read_text(encoding="utf-8"))
+        open_pages += [
+            Path(os.path.normpath(at.parent / link.partition("#")[0])) for link in links if "://" not in link
+        ]
+    assert page in reached
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_pages_name_no_machine_and_no_long_lines(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"(?<![\w.])/(work|tmp|root|home)/", text)
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > 140 and not line.lstrip().startswith("|")] == []
+
+
+def test_yaml_parses_as_rules_or_as_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_rlhf.cli.job import make_job
+
+    monkeypatch.setenv("RUN", "/data")
+    kinds = set()
+    for page in PAGES:
+        for block in _blocks(page.read_text(encoding="utf-8"), "yaml"):
+            file = tmp_path / "block.yaml"
+            file.write_text(block, encoding="utf-8")
+            is_rules = "rules" in yaml.safe_load(block) and isinstance(yaml.safe_load(block)["rules"], list)
+            kinds.add("rules" if is_rules else "job")
+            assert read_rules(file).rules if is_rules else make_job({}, file).source
+    assert kinds == {"rules", "job"}
+
+
+def test_the_python_api_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"source": str(GOLDEN), "target": str(tmp_path / "new")}
+    for block in _blocks(_page("how-to/use-python-api.md"), "python"):
+        exec(compile(block, "use-python-api.md", "exec"), names)
+    out = capsys.readouterr().out
+    assert "TP2×PP2×DP2 → TP4×PP1×DP2 lossless: True" in out
+    assert "nowhere: no such file or folder 2" in out
+
+
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The format that the documentation adds, in the registry."""
+    (block,) = _blocks(_page("how-to/add-a-format.md"), "python")
+    module = ModuleType("flat")
+    monkeypatch.setitem(__import__("sys").modules, "flat", module)
+    exec(compile(block, "add-a-format.md", "exec"), module.__dict__)
+    monkeypatch.setattr(registry, "FORMATS", (MEGATRON, module.FORMAT))
+    return module
+
+
+def test_the_format_of_the_documentation_works(flat: ModuleType, tmp_path: Path) -> None:
+    job = convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat"))
+    assert not job.lossless
+    assert verify(tmp_path / "flat", ReadOptions(), Depth.FULL).intact
+    a, b = registry.open_checkpoint(GOLDEN, ReadOptions()), registry.open_checkpoint(tmp_path / "flat", ReadOptions())
+    assert (b.format, b.state.iteration, b.states) == ("flat", 2, ("master", "exp_avg", "exp_avg_sq"))
+    with MappedFiles(a.root) as bytes_a, MappedFiles(b.root) as bytes_b:
+        comparison = Differ(a, b, bytes_a, bytes_b, states=("param", *b.states)).compare()
+    assert comparison.equal, comparison.differences
+    assert comparison.tensors == 4 * 27
+    convert(tmp_path / "flat", tmp_path / "again", ConvertOptions(to="flat"))
+    assert (tmp_path / "again" / "weights.bin").read_bytes() == (tmp_path / "flat" / "weights.bin").read_bytes()
+
+
+def test_the_format_of_the_documentation_is_honest(flat: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(Lossy, match="flat has no place for it"):
+        convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat", strict=True))
+    convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat"))
+    with pytest.raises(CheckpointError, match="from flat to megatron"):
+        convert(tmp_path / "flat", tmp_path / "back", ConvertOptions())
+    data = bytearray((tmp_path / "flat" / "weights.bin").read_bytes())
+    data[1000] ^= 1
+    (tmp_path / "flat" / "weights.bin").write_bytes(data)
+    assert "CRC-32" in verify(tmp_path / "flat", ReadOptions(), Depth.FULL).problems.describe()

@@ -1,0 +1,160 @@
+"""Every job in ``configs/`` is one that the command line takes, and that fits its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mcore_rlhf.formats.base import Source, TrainingState, WriteOptions
+from mcore_rlhf.formats.megatron.arguments import Arguments
+from mcore_rlhf.formats.megatron.choices import Choices, choose
+from mcore_rlhf.formats.megatron.folders import file_ranks
+from mcore_rlhf.formats.report import Report
+from mcore_rlhf.layouts.padding import padded_vocab_size
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
+from mcore_rlhf.models.spec import ModelSpec
+
+from .deployments import MODELS, RUNS, Model, Run
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+JOBS = sorted(CONFIGS.glob("*.yaml"))
+LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "no_optimizer", "vocab_size")
+
+
+@pytest.fixture(params=JOBS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def job(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run(path: Path) -> Run:
+    return RUNS[path.stem]
+
+
+@pytest.fixture
+def model(run: Run) -> Model:
+    return MODELS[run.model]
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report()
+
+
+@pytest.fixture
+def choices(job: dict[str, Any], run: Run, model: Model, report: Report) -> Choices:
+    """What the writer itself decides for this job and a checkpoint of that run."""
+    args = Arguments({**model.args(run.rows[0]), **run.split})
+    spec = ModelSpec((), model.layers, model.tied, model.mtp, model.experts, None, run.rows[0])
+    source = Source(
+        "megatron", Path(), "actor", spec, run.source, _NoTensors(), TrainingState(1840), (),
+        ("master", "exp_avg", "exp_avg_sq"), "distributed", Report(),
+    )  # fmt: skip
+    options = WriteOptions(**{name: job[name] for name in LAYOUT_OPTIONS if name in job})
+    return choose(source, args, options, report)
+
+
+class _NoTensors(dict[Any, Any]):
+    """A catalogue without tensors: choosing a layout does not look at them."""
+
+
+def test_every_job_has_a_run_and_every_run_a_job() -> None:
+    assert [path.stem for path in JOBS] == sorted(RUNS)
+
+
+def test_the_command_line_takes_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_rlhf.cli.job import make_job
+
+    monkeypatch.setenv("CHECKPOINT", "/data/old")
+    monkeypatch.setenv("TARGET", "/data/new")
+    loaded = make_job({}, path)
+    assert (loaded.source, loaded.target, loaded.to) == ("/data/old", "/data/new", "megatron")
+    options = loaded.convert_options()
+    job = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert {name: getattr(options.write, name) for name in LAYOUT_OPTIONS if name in job} == {
+        name: job[name] for name in LAYOUT_OPTIONS if name in job
+    }
+
+
+def test_it_is_named_after_its_file(path: Path, job: dict[str, Any]) -> None:
+    assert job["name"] == path.stem
+    assert job["description"]
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_degrees_are_those_that_were_asked_for(job: dict[str, Any], run: Run, choices: Choices) -> None:
+    new = choices.parallel
+    assert all(getattr(new, name) == job[name] for name in ("tp", "pp", "vpp", "ep", "etp", "dp") if name in job)
+    assert (run.source.world_size, new.world_size) == run.gpus
+
+
+def test_the_layers_can_be_dealt(run: Run, model: Model, choices: Choices) -> None:
+    old = Arguments({**model.args(run.rows[0]), **run.split}).pipeline_split
+    for parallel, split in ((run.source, old), (choices.parallel, choices.split)):
+        chunks = model_chunks(model.layers, parallel.pp, parallel.vpp, split, model.mtp)
+        assert sum(chunk.num_layers for chunk in chunks) == model.layers
+        assert len(chunks) == parallel.pp * parallel.vpp
+
+
+def test_the_tensors_can_be_cut(run: Run, model: Model, choices: Choices) -> None:
+    for parallel in (run.source, choices.parallel):
+        assert model.heads % parallel.tp == 0
+        assert model.groups % parallel.tp == 0
+        assert model.hidden % parallel.tp == 0
+        assert model.ffn % parallel.tp == 0
+        assert model.experts % parallel.ep == 0
+        assert model.expert_ffn % parallel.etp == 0
+
+
+def test_megatron_can_name_the_files_of_both(run: Run, choices: Choices) -> None:
+    for parallel in (run.source, choices.parallel):
+        assert len(file_ranks(parallel)) == parallel.pp * max(parallel.tp, parallel.ep * parallel.etp)
+
+
+def test_the_vocabulary_is_padded_as_the_comments_say(
+    job: dict[str, Any], run: Run, model: Model, choices: Choices
+) -> None:
+    assert job["vocab_size"] == model.vocab
+    assert run.rows[0] == padded_vocab_size(model.vocab, 128, run.source.tp)
+    assert choices.padded_vocab_size == run.rows[1] == padded_vocab_size(model.vocab, 128, choices.parallel.tp)
+
+
+def test_nothing_is_lost_but_an_optimizer_that_was_not_wanted(
+    job: dict[str, Any], choices: Choices, report: Report
+) -> None:
+    assert report.lossless == (not job.get("no_optimizer"))
+    assert choices.optimizer == (None if job.get("no_optimizer") else "distributed")
+
+
+def test_a_global_batch_of_1024_still_divides(job: dict[str, Any], choices: Choices) -> None:
+    assert 1024 % choices.parallel.dp == 0
+
+
+def test_seven_stages_of_448_gpus_become_options_that_megatron_has() -> None:
+    from mcore_rlhf.layouts.pipeline import split_from_option
+
+    job = yaml.safe_load((CONFIGS / "qwen2.5-32b-grpo-512-to-448-gpus.yaml").read_text(encoding="utf-8"))
+    assert split_from_option(job["pipeline_layout"], 64, 7, 1, 0) == PipelineSplit(first=7, last=7)
+
+
+def test_an_uneven_split_of_94_layers_becomes_options_that_megatron_has() -> None:
+    from mcore_rlhf.layouts.pipeline import split_from_option
+
+    job = yaml.safe_load((CONFIGS / "qwen3-235b-a22b-grpo-256-to-128-gpus.yaml").read_text(encoding="utf-8"))
+    assert split_from_option(job["pipeline_layout"], 94, 4, 1, 0) == PipelineSplit(first=24, last=22)
+
+
+def test_other_shapes_of_448_gpus_do_not_work() -> None:
+    qwen = MODELS["qwen2.5-32b"]
+    assert 1024 % 14, "TP8 × PP4 × DP14"
+    assert qwen.heads % 7, "TP7 × PP8 × DP8"
+    assert ParallelConfig(tp=8, pp=7, etp=8, dp=8).world_size == 448
