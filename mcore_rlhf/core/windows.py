@@ -112,7 +112,10 @@ def _rows_between(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
 
 
 def _drop_unit_dims(copy: Copy) -> Copy:
-    kept = [i for i, n in enumerate(copy.shape) if n > 1] or [len(copy.shape) - 1]
+    """Without the dimensions of one element, whose strides are no pitch of anything."""
+    kept = [i for i, n in enumerate(copy.shape) if n > 1]
+    if not kept:
+        return replace(copy, shape=(1,), source_strides=(1,), target_strides=(1,))
 
     def pick(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(values[i] for i in kept)

@@ -184,4 +184,5 @@ def build_chunk(model: TinyGPT, parallel: Parallel, config: TransformerConfig, v
     chunk.model_type, chunk.vp_stage = ModelType.encoder_or_decoder, vp_stage
     for param in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    chunk.cuda()  # stays where it is under the stand-ins
     return chunk if model.dtype == "fp32" else Float16Module(config, chunk)

@@ -124,7 +124,8 @@ class Trainer:
     def _micro_batch(self, indices: range) -> Batch:
         """Samples of the next global batch."""
         model = self.model
-        return data.micro_batch(self.training.seed, self.iteration, indices, model.seq_length, model.vocab_size)
+        batch = data.micro_batch(self.training.seed, self.iteration, indices, model.seq_length, model.vocab_size)
+        return {name: tensor.cuda() for name, tensor in batch.items()}
 
 
 def initialize_parallel_state(parallel: Parallel) -> None:
@@ -248,13 +249,13 @@ def _forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[tor
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss summed over a micro-batch's tokens, their number, and both as the report."""
     loss = output.float().sum()
-    tokens = torch.tensor(output.numel(), dtype=torch.int)
+    tokens = torch.tensor(output.numel(), dtype=torch.int, device="cuda")
     return loss, tokens, {"lm loss": torch.stack([loss.detach().double(), tokens.double()])}
 
 
 def _global_mean(reports: list[torch.Tensor]) -> float:
     """Mean over the global batch of what the last stage saw, sent to every rank."""
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device="cuda")
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         total = torch.stack(reports).sum(dim=0)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))

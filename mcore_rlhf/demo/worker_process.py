@@ -126,6 +126,7 @@ def _fork_workers(control: socket.socket, folder: Path, lifeline: int, *ends: in
 def _run_worker(number: int, owner: Connection, folder: Path, lifeline: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _redirect_output(folder / f"worker_{number}.log")
+    faulthandler.enable()  # a crash in C leaves its stack in the log
     threading.Thread(target=_end_with_owner, args=(lifeline,), daemon=True).start()
     with open(folder / f"worker_{number}.stacks", "w") as stacks:
         owner.send(os.getpid())

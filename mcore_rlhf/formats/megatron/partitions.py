@@ -17,6 +17,7 @@ from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .arguments import Arguments
+from .buffers import EMBEDDING
 from .catalog import Holder
 from .shards import RankShard
 
@@ -42,6 +43,7 @@ class PartitionFinder:
     shards: Sequence[RankShard]
     notes: Report
     unknown: list[str]
+    _words: int | None = None
 
     def specs(self, names: Sequence[str], holders: dict[str, list[Holder]]) -> list[ParamSpec]:
         """The specs of all parameters, in the given order.
@@ -51,6 +53,8 @@ class PartitionFinder:
         """
         problems = Problems()
         specs = []
+        if EMBEDDING in holders:
+            self._words = holders[EMBEDDING][0].param.shape[0]
         for name in names:
             try:
                 specs.append(self._spec(name, holders[name]))
@@ -77,13 +81,15 @@ class PartitionFinder:
         partition = partition_of(name, Traits(self.args.gated, self.args.transformer_engine))
         if partition is None:
             return None
-        if partition.vocabulary and not self._counts_words(shape):
+        if partition.vocabulary and name != EMBEDDING and not self._counts_words(shape):
             return None  # a value head takes the place of the output layer
         if "_down_proj." in name:
             return self._latent(name, shape, partition)
         return partition
 
     def _counts_words(self, shape: Shape) -> bool:
+        if self._words is not None:
+            return shape[0] == self._words
         padded = self.args.optional("padded_vocab_size")
         return shape[0] > 1 if padded is None else shape[0] * self.parallel.tp == padded
 

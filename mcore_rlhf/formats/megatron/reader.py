@@ -67,6 +67,7 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     args = Arguments(values)
     parallel = check_folders(args, args_file, folders, notes)
     shards = read_shards(located, file_ranks(parallel), options.stubs)
+    _check_virtual_parts(shards, parallel)
     num_layers = globalize(shards, parallel, args.num_experts or None)
     chunks = _model_chunks(shards, parallel, num_layers)
     has_mtp = any(chunk.mtp for chunk in chunks)
@@ -148,7 +149,6 @@ def _model_chunks(shards: list[RankShard], parallel: ParallelConfig, num_layers:
             )
         )
         layer += count
-    _check_virtual_parts(shards, parallel)
     return tuple(chunks)
 
 
