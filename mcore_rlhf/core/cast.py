@@ -27,7 +27,7 @@ def convert(words: np.ndarray, source: DType, target: DType) -> np.ndarray:
 
 
 def differing_after_rounding(masters: np.ndarray, params: np.ndarray, master: DType, param: DType) -> int:
-    """Count the elements whose master copy, rounded, is not the parameter, bit for bit.
+    """Count the elements whose master copy, rounded, is not the parameter, bit for bit; NaN agrees with NaN.
 
     Args:
         masters: Words of elements of type ``master``.
@@ -37,7 +37,10 @@ def differing_after_rounding(masters: np.ndarray, params: np.ndarray, master: DT
         The number of elements that differ; 0 when the two agree.
     """
     rounded = masters if master == param else convert(masters, master, param)
-    return 0 if np.array_equal(rounded, params) else int((rounded != params).sum())
+    if np.array_equal(rounded, params):
+        return 0
+    both_nan = np.isnan(as_floats(rounded, param)) & np.isnan(as_floats(params, param))  # whose bits nobody agrees on
+    return int(((rounded != params) & ~both_nan).sum())
 
 
 def as_floats(words: np.ndarray, dtype: DType) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from .cast import convert
 from .catalog import Record
 from .plan import Copy, FilePlan
-from .windows import Window, windows
+from .windows import Window, rows_of, windows
 
 WINDOW_BYTES = 1 << 20
 SPAN_BYTES = 4 << 20
@@ -153,6 +153,8 @@ class FileRun:
         at = copy.source.byte_offset + copy.source_start * itemsize
         nbytes = (1 + sum((n - 1) * s for n, s in zip(copy.shape, copy.source_strides, strict=True))) * itemsize
         data = self.source.view(copy.source.file, at, nbytes)
+        if nbytes == copy.numel * itemsize:  # whole rows: in the cache now, so that nobody has to read them again
+            self.checksums.saw(copy.source, at - copy.source.byte_offset, nbytes, self.checksums.crc32(data))
         values = strided(np.frombuffer(data, WORDS[itemsize]), 0, copy.shape, copy.source_strides)
         if copy.cast is not None:
             values = convert(values, copy.source.dtype, copy.cast)
@@ -164,7 +166,7 @@ class FileRun:
 def strided(flat: np.ndarray, start: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
     """A view of a flat array; ``start`` and ``strides`` in elements."""
     steps = [s * flat.itemsize for s in strides]
-    return np.lib.stride_tricks.as_strided(flat[start:], shape, steps)
+    return np.ndarray(shape, flat.dtype, flat, start * flat.itemsize, steps)
 
 
 def _limited(copy: Copy, span_bytes: int) -> Iterator[Copy]:
@@ -172,9 +174,4 @@ def _limited(copy: Copy, span_bytes: int) -> Iterator[Copy]:
     pitch = copy.source_strides[0] * copy.source.dtype.itemsize
     rows = max(1, span_bytes // pitch) if pitch else copy.shape[0]
     for row in range(0, copy.shape[0], rows):
-        yield replace(
-            copy,
-            shape=(min(rows, copy.shape[0] - row), *copy.shape[1:]),
-            source_start=copy.source_start + row * copy.source_strides[0],
-            target_start=copy.target_start + row * copy.target_strides[0],
-        )
+        yield rows_of(copy, row, min(row + rows, copy.shape[0]))

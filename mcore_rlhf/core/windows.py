@@ -65,7 +65,7 @@ def _clusters(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 
 def _last(copy: Copy) -> int:
     """The highest element that a copy writes."""
-    return copy.target_start + sum((n - 1) * s for n, s in zip(copy.shape, copy.target_strides, strict=True))
+    return copy.target_start + sum([(n - 1) * s for n, s in zip(copy.shape, copy.target_strides, strict=True)])
 
 
 def _cut(cluster: list[Copy], limit: int, phase: int = 0) -> Iterator[Window]:
@@ -103,12 +103,20 @@ def _rows_between(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
     low = max(0, -(-(start - copy.target_start) // pitch))
     high = min(copy.shape[0], -(-(stop - copy.target_start) // pitch))
     if low < high:
-        yield replace(
-            copy,
-            shape=(high - low, *copy.shape[1:]),
-            source_start=copy.source_start + low * copy.source_strides[0],
-            target_start=copy.target_start + low * pitch,
-        )
+        yield rows_of(copy, low, high)
+
+
+def rows_of(copy: Copy, low: int, high: int) -> Copy:
+    """The rows ``[low, high)`` (outermost index) of a copy. Made for every window, so without ``dataclasses.replace``."""
+    return Copy(
+        (high - low, *copy.shape[1:]),
+        copy.source,
+        copy.source_start + low * copy.source_strides[0],
+        copy.source_strides,
+        copy.target,
+        copy.target_start + low * copy.target_strides[0],
+        copy.target_strides,
+    )
 
 
 def _drop_unit_dims(copy: Copy) -> Copy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.execute import WINDOW_BYTES, WORDS, SourceBytes, strided
 from mcore_rlhf.core.plan import Copy
+from mcore_rlhf.core.windows import rows_of
 
 
 def bands(copy: Copy, limit_bytes: int = WINDOW_BYTES) -> Iterator[Copy]:
@@ -21,12 +21,7 @@ def bands(copy: Copy, limit_bytes: int = WINDOW_BYTES) -> Iterator[Copy]:
     )
     rows = max(1, limit_bytes // pitch)
     for row in range(0, copy.shape[0], rows):
-        yield replace(
-            copy,
-            shape=(min(rows, copy.shape[0] - row), *copy.shape[1:]),
-            source_start=copy.source_start + row * copy.source_strides[0],
-            target_start=copy.target_start + row * copy.target_strides[0],
-        )
+        yield rows_of(copy, row, min(row + rows, copy.shape[0]))
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def arguments_for(
     parallel: ParallelConfig,
     split: PipelineSplit,
     *,
-    rank: int,
+    rank: int | None,
     padded_vocab_size: int | None,
     params_dtype: DType | None,
     optimizer: str | None,
@@ -139,7 +139,7 @@ def arguments_for(
         old: The source's arguments.
         parallel: The new degrees.
         split: How layers are dealt.
-        rank: The rank that writes the file.
+        rank: The rank that writes the file; None where ranks stay what they were.
         padded_vocab_size: Rows of the embedding.
         params_dtype: A torch name for the parameters' element type when it changes, else None.
         optimizer: ``distributed``, ``plain`` or None.
@@ -165,9 +165,11 @@ def arguments_for(
         "pipeline_model_parallel_layout": split.layout,
         "sequence_parallel": parallel.tp > 1 and (bool(old.get("sequence_parallel")) or moe),
         "padded_vocab_size": padded_vocab_size,
-        "rank": rank,
-        "local_rank": 0,
     }
+    if rank is not None:
+        where_present.update(rank=rank, local_rank=0)
+    if old.get("inprocess_active_world_size") == old.get("world_size"):
+        where_present["inprocess_active_world_size"] = parallel.world_size
     new = dict(old)
     new.update(always)
     new.update((name, value) for name, value in where_present.items() if name in old or value not in (None, False))
@@ -189,8 +191,9 @@ def _virtual_stage_arguments(
     new: dict[str, object] = {"num_layers_per_virtual_pipeline_stage": per_chunk}
     if "num_virtual_stages_per_pipeline_rank" in old or (virtual and per_chunk is None):
         new["num_virtual_stages_per_pipeline_rank"] = parallel.vpp if virtual and per_chunk is None else None
-    if "overlap_p2p_comm" in old and (parallel.vpp > 1) != bool(old.get("virtual_pipeline_model_parallel_size")):
-        new["overlap_p2p_comm"] = parallel.vpp > 1  # Megatron's default; only virtual stages can have it
+    if (parallel.vpp > 1) != bool(old.get("virtual_pipeline_model_parallel_size")):
+        dependent = ("overlap_p2p_comm", "align_param_gather")  # Megatron's defaults; only virtual stages can have them
+        new.update((name, parallel.vpp > 1) for name in dependent if name in old)
     return new
 
 

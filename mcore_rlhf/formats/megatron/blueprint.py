@@ -83,12 +83,20 @@ class Blueprint:
         wanted += ["last"] if chunk.loss else []
         for section in wanted:
             for item in self._sections.get(section, []):
-                if not (chunk.embedding and self._is_tied_copy(item)):
+                if not self._is_tied_copy(item):
                     yield item
+                elif not chunk.embedding:
+                    yield item if chunk.mtp else self._copy_of_embedding
 
     def _is_tied_copy(self, item: Item) -> bool:
         """Whether a key is the output layer's copy of the embedding, and not a value head in its place."""
         return self.model.tied and item.name == OUTPUT and item.spec is not None and item.spec.partition.vocabulary
+
+    @property
+    def _copy_of_embedding(self) -> Item:
+        """The output layer of a last stage without MTP, which uses a copy of the embedding."""
+        spec = self.model.get(EMBEDDING)
+        return Item(OUTPUT, EMBEDDING, None if spec is None else self._new_spec(spec))
 
     def _keys(self) -> Iterator[str]:
         """The source's keys, with the output layer that a tied model has only on a stage of its own."""

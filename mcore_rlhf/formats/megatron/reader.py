@@ -70,9 +70,8 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     _check_virtual_parts(shards, parallel)
     num_layers = globalize(shards, parallel, args.num_experts or None)
     chunks = _model_chunks(shards, parallel, num_layers)
-    has_mtp = any(chunk.mtp for chunk in chunks)
     optimizer = read_optimizer(shards, chunks, args, parallel, options.rules)
-    holders = _holders(shards, optimizer, tied_alias(args, parallel, shards, has_mtp))
+    holders = _holders(shards, optimizer, tied_alias(args, parallel, shards, chunks[-1].mtp))
     unknown: list[str] = []
     finder = PartitionFinder(args, parallel, options.rules, shards, notes, unknown)
     order = _order(shards, parallel)
@@ -94,13 +93,17 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     )  # fmt: skip
 
 
-def tied_alias(args: Arguments, parallel: ParallelConfig, shards: list[RankShard], has_mtp: bool) -> Mapping[str, str]:
+def tied_alias(
+    args: Arguments, parallel: ParallelConfig, shards: list[RankShard], mtp_on_last: bool
+) -> Mapping[str, str]:
     """Names that are copies of another parameter: the output layer of a tied model on another stage.
 
-    With multi-token prediction the last stage has a copy of the embedding itself, under its own name. An output layer of
-    another shape is a value head.
+    With multi-token prediction on it, the last stage has a copy of the embedding itself, under its own name, and its output
+    weight is not used. An output layer of another shape is a value head.
+
+    Source: megatron-core 0.16.1, ``models/gpt/gpt_model.py`` (``shared_embedding_or_output_weight``).
     """
-    if not args.tied or parallel.pp == 1 or has_mtp:
+    if not args.tied or parallel.pp == 1 or mtp_on_last:
         return {}
     shapes = {
         name: part.tensors[name].shape

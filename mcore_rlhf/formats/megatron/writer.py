@@ -26,6 +26,7 @@ from .optimizer import DISTRIBUTED
 from .rank_layout import RankLayout, Records
 from .reader import MegatronNative
 from .rng import RngMaker
+from .shards import RankShard
 from .state import COUNTER, OLD_RNG_KEYS, PER_RANK_KEYS
 from .trees import TreeMaker, needs_distrib_file
 from .view import TargetView
@@ -86,7 +87,7 @@ class _Writer:
         chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, self.choices.split, model.mtp_layers)
         moments = tuple(state for state in self.source.states if state != MASTER)
         return Blueprint(
-            self.source.role, model, Arguments(self._arguments(0)), self.choices, chunks, self.native.order, moments,
+            self.source.role, model, Arguments(self._arguments(None)), self.choices, chunks, self.native.order, moments,
             self._state_dtypes(),
         )  # fmt: skip
 
@@ -98,7 +99,7 @@ class _Writer:
     @cached_property
     def rng(self) -> RngMaker:
         """Maker of RNG states."""
-        saved = self._saved_rng(0)
+        saved = _saved_rng(self.native.shards[0])
         seed = self.native.args.integer("seed", 1234)
         return RngMaker(saved[0] if saved else None, self.source.state.iteration, seed)
 
@@ -125,16 +126,20 @@ class _Writer:
 
     def _trees(self, rank: RankLayout) -> TreeMaker:
         return TreeMaker(
-            rank, self.source.state, self._arguments(rank.at.rank), self.opaque.value_for(rank), self._rng(rank.at),
+            rank, self.source.state, self._arguments(rank.at), self.opaque.value_for(rank), self._rng(rank.at),
             self._per_rank(rank.at), Membership(self.native.args, self.options.rules), self.native.scalars,
         )  # fmt: skip
 
-    def _arguments(self, rank: int) -> dict[str, object]:
+    def _arguments(self, at: FileRank | None) -> dict[str, object]:
+        """The arguments of a rank; for None those that all ranks share."""
         if not self.source.state.args:
             return {}
-        dtype = self.choices.dtype
+        dtype, old, rank = self.choices.dtype, self.source.state.args, None if at is None else at.rank
+        if at is not None and self.same_ranks and self._same_world():
+            stored = self._shard_of(at).top.get("args")
+            old, rank = (old if stored is None else vars(stored)), None
         new = arguments_for(
-            self.source.state.args, self.choices.parallel, self.choices.split, rank=rank,
+            old, self.choices.parallel, self.choices.split, rank=rank,
             padded_vocab_size=self.choices.padded_vocab_size, params_dtype=dtype, optimizer=self.choices.optimizer,
         )  # fmt: skip
         if self.options.no_optimizer:
@@ -155,19 +160,13 @@ class _Writer:
                 found[state] = entry.dtype
         return found
 
-    def _saved_rng(self, number: int) -> list[Mapping[str, object]]:
-        """The RNG states that a rank of the source stored, with real tensors."""
-        shard = self.native.shards[number]
-        stored = shard.top.get("rng_state")
-        if stored is None and "rng_tracker_states" in shard.top:
-            stored = [{key: shard.top[key] for key in OLD_RNG_KEYS if key in shard.top}]
-        listed = shard.pt.materialize(stored)
-        return listed if isinstance(listed, list) else []
+    def _shard_of(self, at: FileRank) -> RankShard:
+        """The source's rank that has the same folder."""
+        return next(shard for shard in self.native.shards if shard.at.folder == at.folder)
 
     def _rng(self, at: FileRank) -> Sequence[Mapping[str, object]] | None:
         if self.choices.rng == "keep":
-            number = next(n for n, shard in enumerate(self.native.shards) if shard.at.folder == at.folder)
-            return self._saved_rng(number) or None
+            return _saved_rng(self._shard_of(at)) or None
         make = self.rng.derived if self.choices.rng == "derive" else self.rng.fresh
         per_dp = self.native.args.flag("data_parallel_random_init")
         return [make(at)] * (self.choices.parallel.dp if per_dp else 1)
@@ -175,7 +174,7 @@ class _Writer:
     def _per_rank(self, at: FileRank) -> Mapping[str, object]:
         if not self.same_ranks:
             return {}
-        shard = next(shard for shard in self.native.shards if shard.at.folder == at.folder)
+        shard = self._shard_of(at)
         keys = (COUNTER, *PER_RANK_KEYS) if self._same_world() else (COUNTER,)
         return {key: shard.pt.materialize(shard.top[key]) for key in keys if key in shard.top}
 
@@ -248,3 +247,12 @@ def _layout(records: Records, tree: Callable[[], object]) -> FileLayout:
         return PtWriter.create(path, tree(), file=records.file)
 
     return FileLayout(records.entries, records.records, create)
+
+
+def _saved_rng(shard: RankShard) -> list[Mapping[str, object]]:
+    """The RNG states that a rank of the source stored, with real tensors."""
+    stored = shard.top.get("rng_state")
+    if stored is None and "rng_tracker_states" in shard.top:
+        stored = [{key: shard.top[key] for key in OLD_RNG_KEYS if key in shard.top}]
+    listed = shard.pt.materialize(stored)
+    return listed if isinstance(listed, list) else []
