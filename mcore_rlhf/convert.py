@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from threading import Event
@@ -117,7 +117,7 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
     Raises:
         CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
     """
-    opened = open_checkpoint(source, options.read)
+    opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer))
     job = Job(opened, format_named(options.to).target(opened, options.write))
     problems = Problems()
     for file in job.target.files:

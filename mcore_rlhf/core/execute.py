@@ -166,7 +166,8 @@ class FileRun:
 def strided(flat: np.ndarray, start: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
     """A view of a flat array; ``start`` and ``strides`` in elements."""
     steps = [s * flat.itemsize for s in strides]
-    return np.ndarray(shape, flat.dtype, flat, start * flat.itemsize, steps)
+    view: np.ndarray = np.ndarray(shape, flat.dtype, flat, start * flat.itemsize, steps)
+    return view
 
 
 def _limited(copy: Copy, span_bytes: int) -> Iterator[Copy]:

@@ -109,6 +109,7 @@ class ReadOptions:
         rules: The user's own rules for parameters.
         stubs: Further pickled classes that may become inert stubs.
         vocab_size: True size of the vocabulary, where the files do not say.
+        optimizer: Whether the optimizer is read at all; without it, its files may be missing or damaged.
     """
 
     role: str | None = None
@@ -116,6 +117,7 @@ class ReadOptions:
     rules: Rules = field(default_factory=Rules)
     stubs: tuple[str, ...] = ()
     vocab_size: int | None = None
+    optimizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)

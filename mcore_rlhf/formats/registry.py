@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
@@ -40,7 +41,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Source:
         raise NotACheckpoint(f"{path}: expected the folder of a checkpoint, found a file")
     folder, role = _role_folder(path, options.role)
     found = detect(folder)
-    return found.read(folder, ReadOptions(role, options.step, options.rules, options.stubs, options.vocab_size))
+    return found.read(folder, replace(options, role=role))
 
 
 def detect(path: Path) -> Format:

@@ -93,6 +93,14 @@ def partition_of(name: str, traits: Traits) -> Partition | None:
     return None
 
 
+def second_matrix(name: str) -> str | None:
+    """The name of a feed-forward's second matrix, given that of its first; None for any other name."""
+    for first, second in (("linear_fc1.weight", "linear_fc2.weight"), ("dense_h_to_4h.weight", "dense_4h_to_h.weight")):
+        if first in name:
+            return name.replace(first, second)
+    return name[:-1] + "2" if name.endswith(".experts.weight1") else None
+
+
 def is_buffer(name: str) -> bool:
     """Whether the name is a persistent buffer, which no optimizer owns."""
     return _BUFFERS.search(name) is not None

@@ -163,7 +163,7 @@ def choose_rows(
     if rows is None:
         return None
     divisor = args.integer("make_vocab_size_divisible_by", _DEFAULT_DIVISOR) or _DEFAULT_DIVISOR
-    words = options.vocab_size or model.vocab_size
+    words = options.vocab_size or _trusted_words(model, args, divisor, old.tp, rows, report)
     if options.padded_vocab_size is not None:
         new = options.padded_vocab_size
     elif tp == old.tp and options.vocab_size is None:
@@ -180,6 +180,18 @@ def choose_rows(
         new = known
     _check_rows(rows, new, words, tp)
     return new
+
+
+def _trusted_words(model: ModelSpec, args: Arguments, divisor: int, tp: int, rows: int, report: Report) -> int | None:
+    """The true vocabulary, unless Megatron's rule would not have made the stored rows of it: then it decides nothing."""
+    words = model.vocab_size
+    if words is None or words != args.vocab_size or padded_vocab_size(words, divisor, tp) == rows:
+        return words
+    report.add(
+        Fate.NOTE,
+        f"args.vocab_size would be padded to {padded_vocab_size(words, divisor, tp)} rows at TP {tp}, the files have {rows}",
+    )
+    return None
 
 
 def _check_rows(rows: int, new: int, words: int | None, tp: int) -> None:
@@ -208,8 +220,7 @@ def _choose_optimizer(source: Source, options: WriteOptions, report: Report) -> 
     if options.no_optimizer:
         if options.optimizer:
             raise UsageError("--no-optimizer and --optimizer contradict each other")
-        if source.optimizer:
-            report.add(Fate.LOST, "the optimizer: left out, as --no-optimizer asks")
+        report.add(Fate.LOST, "the optimizer: left out, as --no-optimizer asks")
         return None
     if options.optimizer not in (None, "distributed", "plain"):
         raise UsageError(f"--optimizer {options.optimizer}: expected distributed or plain")

@@ -16,6 +16,7 @@ from mcore_rlhf.layouts.tensor import Shard
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
+_MOST_RANKS = 1 << 20
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
 
@@ -56,6 +57,8 @@ def file_ranks(parallel: ParallelConfig) -> tuple[FileRank, ...]:
         Unsupported: Two such ranks share a folder, or some tensor-parallel rank has none: Megatron itself loses shards
             in such a layout.
     """
+    if parallel.pp * parallel.etp * parallel.ep > _MOST_RANKS:
+        raise Unsupported(f"{parallel}: more than {_MOST_RANKS} rank folders; are the degrees right?")
     found: dict[str, FileRank] = {}
     covered = {pp_rank: set[int]() for pp_rank in range(parallel.pp)}
     for pp_rank in range(parallel.pp):
@@ -111,12 +114,17 @@ def model_file(iteration_folder: Path, folder: str) -> str | None:
 class Located:
     """A checkpoint found: the root that Megatron would be given, and the folder of one iteration in it.
 
-    ``iteration`` is None for a release.
+    ``iteration`` is None for a release, and for a folder that somebody renamed.
     """
 
     root: Path
     folder: Path
     iteration: int | None
+
+    @property
+    def release(self) -> bool:
+        """Whether it is a release: weights without an iteration of their own."""
+        return self.iteration is None and self.folder.name == "release"
 
 
 def iteration_folder_name(iteration: int | None) -> str:
@@ -178,6 +186,6 @@ def _wanted(path: Path, step: int | None, found: dict[int | None, Path]) -> int 
             f"{path}: there is no {TRACKER} to say which checkpoint is meant; found {candidates}\nGive --step N."
         )
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not text.isdigit():
+    if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
         raise LayoutMismatch(f"{tracker}: expected an iteration or 'release', found {text[:40]!r}\nGive --step N.")
     return None if text == "release" else int(text)

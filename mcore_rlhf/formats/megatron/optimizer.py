@@ -96,7 +96,14 @@ def _kind(shards: Sequence[RankShard]) -> str | None:
     """
     with_file = [shard for shard in shards if shard.distrib is not None]
     if not with_file:
-        return PLAIN if any(has_plain_state(member) for shard in shards for member in _members(shard)) else None
+        if any(has_plain_state(member) for shard in shards for member in _members(shard)):
+            return PLAIN
+        if any(inner_state(member).get("param_groups") for shard in shards for member in _members(shard)):
+            raise Incomplete(
+                f"{shards[0].pt.file} has param groups, but no rank has a distrib_optim.pt with their state\n"
+                "Restore the files, or convert the weights alone with --no-optimizer."
+            )
+        return None
     expected = [s for s in shards if s.at.holds_dense_optimizer or len(_members(s)) > 1]
     missing = [shard.at.folder for shard in expected if shard.distrib is None]
     if missing:

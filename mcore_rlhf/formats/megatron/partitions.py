@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.box import Shape
@@ -11,7 +11,7 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import global_shape_of
-from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of
+from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of, second_matrix
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
 from mcore_rlhf.storage.ptfile import StoredTensor
@@ -44,6 +44,7 @@ class PartitionFinder:
     notes: Report
     unknown: list[str]
     _words: int | None = None
+    _gated: bool = False
 
     def specs(self, names: Sequence[str], holders: dict[str, list[Holder]]) -> list[ParamSpec]:
         """The specs of all parameters, in the given order.
@@ -55,6 +56,7 @@ class PartitionFinder:
         specs = []
         if EMBEDDING in holders:
             self._words = holders[EMBEDDING][0].param.shape[0]
+        self._gated = self._find_gated({name: held[0].param.shape for name, held in holders.items()})
         for name in names:
             try:
                 specs.append(self._spec(name, holders[name]))
@@ -78,7 +80,7 @@ class PartitionFinder:
         return ParamSpec(name, whole, dtype, partition, trainable)
 
     def _known(self, name: str, shape: Shape) -> Partition | None:
-        partition = partition_of(name, Traits(self.args.gated, self.args.transformer_engine))
+        partition = partition_of(name, Traits(self._gated, self.args.transformer_engine))
         if partition is None:
             return None
         if partition.vocabulary and name != EMBEDDING and not self._counts_words(shape):
@@ -86,6 +88,27 @@ class PartitionFinder:
         if "_down_proj." in name:
             return self._latent(name, shape, partition)
         return partition
+
+    def _find_gated(self, shapes: Mapping[str, Shape]) -> bool:
+        """Whether feed-forwards are gated, as their own shapes say: the first matrix is then twice as wide.
+
+        Raises:
+            LayoutMismatch: The arguments say otherwise: ``[gate; up]`` would be cut in the wrong places.
+        """
+        for name, first in shapes.items():
+            second = shapes.get(second_matrix(name) or "")
+            if second is None:
+                continue
+            stacked = name.endswith("weight1")
+            width, inner = (first[1], second[0]) if stacked else (first[0], second[1])
+            gated = width == 2 * inner
+            if "swiglu" in self.args.values and gated != self.args.gated:
+                raise LayoutMismatch(
+                    f"{name} has shape {first} and {second_matrix(name)} {second}: the feed-forward is {'' if gated else 'not '}gated, "
+                    f"but args.swiglu is {self.args.values['swiglu']}\nThe args are not those of this model."
+                )
+            return gated
+        return self.args.gated
 
     def _counts_words(self, shape: Shape) -> bool:
         if self._words is not None:

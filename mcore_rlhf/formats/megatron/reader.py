@@ -20,6 +20,7 @@ from .arguments import Arguments
 from .buffers import EMBEDDING, OUTPUT
 from .catalog import Holder, MegatronCatalog
 from .checks import check_against_arguments, check_folders
+from .consistency import check_keys, check_ranks
 from .folders import Located, file_ranks, locate, rank_folders
 from .optimizer import OptimizerReading, read_optimizer
 from .partitions import PartitionFinder
@@ -66,11 +67,16 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     args_file, values = first_arguments(located, folders, options.stubs)
     args = Arguments(values)
     parallel = check_folders(args, args_file, folders, notes)
-    shards = read_shards(located, file_ranks(parallel), options.stubs)
+    shards = read_shards(located, file_ranks(parallel), options.stubs, options.optimizer)
+    check_ranks(shards, located, notes)
     _check_virtual_parts(shards, parallel)
     num_layers = globalize(shards, parallel, args.num_experts or None)
+    check_keys(shards, args)
     chunks = _model_chunks(shards, parallel, num_layers)
-    optimizer = read_optimizer(shards, chunks, args, parallel, options.rules)
+    if options.optimizer:
+        optimizer = read_optimizer(shards, chunks, args, parallel, options.rules)
+    else:
+        optimizer = OptimizerReading()
     holders = _holders(shards, optimizer, tied_alias(args, parallel, shards, chunks[-1].mtp))
     unknown: list[str] = []
     finder = PartitionFinder(args, parallel, options.rules, shards, notes, unknown)

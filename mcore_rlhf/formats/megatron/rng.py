@@ -43,7 +43,7 @@ class RngMaker:
     iteration: int
     seed: int
 
-    def derived(self, at: FileRank) -> RngState:
+    def derived(self, at: FileRank, dp_rank: int = 0) -> RngState:
         """States seeded by a hash of (saved state of coordinate 0, own coordinate, iteration).
 
         The default and data-parallel states are equal within a tensor-parallel group, model-parallel ones differ per
@@ -52,7 +52,8 @@ class RngMaker:
         base = hashlib.sha256(_digest(self.saved) + struct.pack("<q", self.iteration)).digest()
 
         def seed(*coordinate: object) -> int:
-            return int.from_bytes(hashlib.sha256(base + repr(coordinate).encode()).digest()[:8], "little") >> 1
+            place = (*coordinate, dp_rank) if dp_rank else coordinate
+            return int.from_bytes(hashlib.sha256(base + repr(place).encode()).digest()[:8], "little") >> 1
 
         return self._states(
             default=seed("default", at.pp_rank),
@@ -63,9 +64,9 @@ class RngMaker:
             },
         )
 
-    def fresh(self, at: FileRank) -> RngState:
+    def fresh(self, at: FileRank, dp_rank: int = 0) -> RngState:
         """The states that Megatron itself has right after it was started with the run's seed."""
-        seed = self.seed + 100 * at.pp_rank
+        seed = self.seed + 100 * at.pp_rank + 10 * dp_rank
         return self._states(
             default=seed,
             tracker={

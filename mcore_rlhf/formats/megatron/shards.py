@@ -57,7 +57,7 @@ class RankShard:
         return self.pt.tree
 
 
-def read_shard(located: Located, at: FileRank, stubs: tuple[str, ...]) -> RankShard:
+def read_shard(located: Located, at: FileRank, stubs: tuple[str, ...], optimizer: bool = True) -> RankShard:
     """Open the files of one rank.
 
     Raises:
@@ -71,7 +71,9 @@ def read_shard(located: Located, at: FileRank, stubs: tuple[str, ...]) -> RankSh
     if not isinstance(pt.tree, dict) or not any(_MODEL_KEY.fullmatch(str(key)) for key in pt.tree):
         raise Corrupt(f"{pt.file}: expected a dictionary with 'model' or 'model0', found {_kind(pt.tree)}")
     distrib = located.folder / at.folder / OPTIMIZER_FILE
-    opened = read_pt(located.root, f"{prefix}/{OPTIMIZER_FILE}", stubs=stubs) if distrib.is_file() else None
+    opened = (
+        read_pt(located.root, f"{prefix}/{OPTIMIZER_FILE}", stubs=stubs) if optimizer and distrib.is_file() else None
+    )
     return RankShard(at, pt, [_model_part(pt, v) for v in _vpp_ranks(pt.tree)], opened)
 
 
@@ -179,13 +181,15 @@ def _local_experts(shards: list[RankShard], parallel: ParallelConfig, num_expert
     return found or (num_experts or 0) // parallel.ep
 
 
-def read_shards(located: Located, ranks: tuple[FileRank, ...], stubs: tuple[str, ...]) -> list[RankShard]:
+def read_shards(
+    located: Located, ranks: tuple[FileRank, ...], stubs: tuple[str, ...], optimizer: bool = True
+) -> list[RankShard]:
     """Open the files of all ranks; every problem is found before one error is raised."""
     problems = Problems()
     shards = []
     for at in ranks:
         try:
-            shards.append(read_shard(located, at, stubs))
+            shards.append(read_shard(located, at, stubs, optimizer))
         except CheckpointError as error:
             problems.add_error(error)
     problems.raise_if_any()

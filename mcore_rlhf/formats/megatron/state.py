@@ -38,7 +38,7 @@ def training_state(
     args = first.get("args")
     return TrainingState(
         iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
-        release=located.iteration is None,
+        release=located.release,
         args=dict(vars(args)) if args is not None else {},
         groups=groups,
         scheduler=shards[0].pt.materialize(scheduler) if isinstance(scheduler, dict) else None,

@@ -165,11 +165,13 @@ class _Writer:
         return next(shard for shard in self.native.shards if shard.at.folder == at.folder)
 
     def _rng(self, at: FileRank) -> Sequence[Mapping[str, object]] | None:
-        if self.choices.rng == "keep":
-            return _saved_rng(self._shard_of(at)) or None
-        make = self.rng.derived if self.choices.rng == "derive" else self.rng.fresh
-        per_dp = self.native.args.flag("data_parallel_random_init")
-        return [make(at)] * (self.choices.parallel.dp if per_dp else 1)
+        """One state, or one per data-parallel rank in a run with ``--data-parallel-random-init``."""
+        wanted = self.choices.parallel.dp if self.native.args.flag("data_parallel_random_init") else 1
+        kept = _saved_rng(self._shard_of(at))[:wanted] if self.choices.rng == "keep" else []
+        if self.choices.rng == "keep" and not kept:
+            return None
+        make = self.rng.fresh if self.choices.rng == "drop" else self.rng.derived
+        return [*kept, *(make(at, dp_rank) for dp_rank in range(len(kept), wanted))]
 
     def _per_rank(self, at: FileRank) -> Mapping[str, object]:
         if not self.same_ranks:
@@ -192,7 +194,9 @@ class _Writer:
     def note_states(self) -> None:
         """Say what becomes of the RNG, of opaque values, of masters and of what only fits one layout."""
         fates = {
-            "keep": (Fate.KEPT, "RNG states of every rank"),
+            "keep": (Fate.KEPT, "RNG states of every rank")
+            if self.rng.saved
+            else (Fate.NOTE, "the source has no RNG states"),
             "derive": (
                 Fate.DERIVED,
                 "RNG states: seeded from the source's, since its ranks are not those of the new layout",

@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.box import Box, dot, flat_boxes, row_major
@@ -25,6 +25,7 @@ def boxes(draw: st.DrawFn, count: int = 2) -> list[Box]:
     return [Box(draw(dims), draw(dims)) for _ in range(count)]
 
 
+@settings(max_examples=50)
 @given(boxes())
 def test_an_intersection_is_what_both_hold(pair: list[Box]) -> None:
     a, b = pair
@@ -36,6 +37,7 @@ def test_an_intersection_is_what_both_hold(pair: list[Box]) -> None:
     assert a.numel == len(elements(a))
 
 
+@settings(max_examples=50)
 @given(boxes())
 def test_contains_agrees_with_sets(pair: list[Box]) -> None:
     a, b = pair
@@ -43,6 +45,7 @@ def test_contains_agrees_with_sets(pair: list[Box]) -> None:
         assert a.contains(b) == (elements(b) <= elements(a))
 
 
+@settings(max_examples=50)
 @given(boxes(count=1), st.integers(0, 4))
 def test_shift_moves_the_origin(one: list[Box], by: int) -> None:
     (box,) = one
@@ -61,12 +64,14 @@ def test_a_scalar_is_a_box_of_one_element() -> None:
     assert scalar.intersect(Box((), ())) == scalar
 
 
+@settings(max_examples=50)
 @given(SHAPES)
 def test_row_major_counts_in_order(shape: tuple[int, ...]) -> None:
     strides = row_major(shape)
     assert [dot(index, strides) for index in product(*map(range, shape))] == list(range(prod(shape)))
 
 
+@settings(max_examples=50)
 @given(SHAPES, st.data())
 def test_flat_boxes_cover_a_range_exactly_and_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, prod(shape)))
@@ -78,6 +83,7 @@ def test_flat_boxes_cover_a_range_exactly_and_in_order(shape: tuple[int, ...], d
     assert flat == list(range(start, stop))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 10), st.integers(0, 10))
 def test_flat_boxes_of_an_empty_range(start: int, back: int) -> None:
     assert list(flat_boxes((3, 4), start, max(0, start - back))) == []

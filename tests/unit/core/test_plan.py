@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.box import Box, row_major
@@ -24,6 +24,7 @@ def _both(rng: random.Random, tensor: np.ndarray) -> tuple[Stored, Stored]:
     return stored(rng, tensor, "a", pieces[0], transposed=True), stored(rng, tensor, "b", pieces[1])
 
 
+@settings(max_examples=50)
 @given(RANDOM)
 def test_a_plan_moves_every_element_to_its_place(rng: random.Random) -> None:
     tensor = random_tensor(rng)
@@ -39,6 +40,7 @@ def test_a_plan_moves_every_element_to_its_place(rng: random.Random) -> None:
     assert sum(copy.numel for copy in plan.copies) == tensor.size
 
 
+@settings(max_examples=50)
 @given(RANDOM)
 def test_coalescing_changes_no_element_and_leaves_no_needless_dimension(rng: random.Random) -> None:
     tensor = random_tensor(rng)
@@ -121,6 +123,7 @@ def test_several_problems_come_together() -> None:
     assert len(_problems(source, wanted, replace(wanted, name=NAME._replace(param="other")))) == 2
 
 
+@settings(max_examples=50)
 @given(RANDOM)
 def test_tiles_are_tiles(rng: random.Random) -> None:
     tensor = random_tensor(rng)
@@ -152,6 +155,7 @@ def test_a_cast_is_not_lossless() -> None:
     assert plan.copies[0].cast == BFLOAT16
 
 
+@settings(max_examples=50)
 @given(RANDOM)
 def test_narrowing_a_chunk_finds_the_same_elements(rng: random.Random) -> None:
     tensor = random_tensor(rng)

@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.box import Box, row_major
@@ -53,6 +53,7 @@ def check(copies: list[Copy], numel: int, limit: int, phase: int = 0) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
+@settings(max_examples=50)
 @given(RANDOM, st.integers(1, 40))
 def test_windows_of_random_layouts(rng: random.Random, limit: int) -> None:
     tensor = random_tensor(rng)
@@ -62,6 +63,7 @@ def test_windows_of_random_layouts(rng: random.Random, limit: int) -> None:
     check(plan.copies, target.entry.chunks[0].record.numel, limit, rng.randrange(50))
 
 
+@settings(max_examples=50)
 @given(
     st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 30), st.integers(0, 5), st.integers(0, 5)
 )
@@ -77,6 +79,7 @@ def test_columns_of_several_ranks_interleave(
     check(copies, before + rows * pitch + after, limit)
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 20), st.integers(1, 3))
 def test_new_vocabulary_rows_repeat_one_row(words: int, width: int, limit: int, new: int) -> None:
     """Stride 0: the last row of a source again and again."""
@@ -87,6 +90,7 @@ def test_new_vocabulary_rows_repeat_one_row(words: int, width: int, limit: int, 
     check([repeated, old], (words + new) * width, limit)
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(2, 3), st.integers(1, 60))
 def test_grouped_experts_are_three_dimensional(experts: int, hidden: int, ffn: int, ranks: int, limit: int) -> None:
     """GroupedMLP's weight1 seen as (experts, hidden, gate and up): split on the innermost dimension, in two blocks."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.layouts.flat import PARAM_ALIGNMENT, BufferParam, BufferRules, bucket_rules, flat_buffer
@@ -42,6 +42,7 @@ def test_parameters_lie_where_megatron_puts_them(number: int) -> None:
 PARAMS = st.lists(st.tuples(st.integers(1, 400), st.booleans()), min_size=1, max_size=8)
 
 
+@settings(max_examples=50)
 @given(PARAMS, st.one_of(st.none(), st.integers(1, 900)), st.sampled_from([128, 384]))
 def test_places_are_aligned_disjoint_and_inside(
     sizes: list[tuple[int, bool]], bucket_size: int | None, divisor: int

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import LayoutMismatch, UsageError
@@ -69,6 +69,7 @@ def test_layouts_that_do_not_fit_are_refused_with_reasons() -> None:
         parse_layout("Etx|tL")
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2))
 def test_numbers_say_how_many_layers_a_chunk_gets(numbers: list[int], mtp: int) -> None:
     split = split_from_option(",".join(map(str, numbers)), sum(numbers), len(numbers), 1, mtp)
@@ -77,6 +78,7 @@ def test_numbers_say_how_many_layers_a_chunk_gets(numbers: list[int], mtp: int) 
     assert [c.mtp for c in chunks] == [False] * (len(numbers) - 1) + [mtp > 0]
 
 
+@settings(max_examples=50)
 @given(st.integers(2, 3), st.lists(st.integers(0, 4), min_size=6, max_size=6).filter(sum))
 def test_numbers_with_virtual_stages(pp: int, numbers: list[int]) -> None:
     vpp = 6 // pp

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import LayoutMismatch
@@ -29,6 +29,7 @@ def count(*shape: int) -> torch.Tensor:
     return torch.arange(prod(shape)).reshape(shape)
 
 
+@settings(max_examples=50)
 @given(SMALL, SMALL, SMALL, st.sampled_from([COLUMN, ROW, VOCABULARY, Partition(2), REPLICATED]))
 def test_a_plain_split_is_a_chunk(degree: int, per_rank: int, other: int, partition: Partition) -> None:
     dim = partition.dim
@@ -43,6 +44,7 @@ def test_a_plain_split_is_a_chunk(degree: int, per_rank: int, other: int, partit
         assert global_shape_of(partition, layout.shape, degree, 1, 0) == tuple(shape)
 
 
+@settings(max_examples=50)
 @given(SMALL, SMALL, SMALL, st.integers(2, 3))
 def test_blocks_are_cut_one_by_one(degree: int, per_rank: int, width: int, blocks: int) -> None:
     """[gate; up]: a rank holds its part of gate, then its part of up."""
@@ -55,6 +57,7 @@ def test_blocks_are_cut_one_by_one(degree: int, per_rank: int, width: int, block
         assert global_shape_of(partition, layout.shape, degree, 1, 0) == tuple(whole.shape)
 
 
+@settings(max_examples=50)
 @given(SMALL, SMALL, SMALL, st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_grouped_first_matrix(hidden: int, ffn: int, per_rank: int, ep: int, etp: int, gated: bool) -> None:
     """GroupedMLP.weight1: (hidden, experts · columns) in the file, used as a view of (experts, hidden, columns)."""
@@ -72,6 +75,7 @@ def test_grouped_first_matrix(hidden: int, ffn: int, per_rank: int, ep: int, etp
             assert global_shape_of(partition, layout.shape, etp, ep, experts) == tuple(whole.shape)
 
 
+@settings(max_examples=50)
 @given(SMALL, SMALL, SMALL, st.integers(1, 3), st.integers(1, 3))
 def test_grouped_second_matrix(hidden: int, ffn: int, per_rank: int, ep: int, etp: int) -> None:
     """GroupedMLP.weight2: (experts · ffn, hidden) in the file, used as a view of (experts, ffn, hidden)."""

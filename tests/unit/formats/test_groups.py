@@ -1,0 +1,124 @@
+"""Which param group a parameter is in, and which groups a layout has; against what the goldens store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.core.dtype import BFLOAT16
+from mcore_rlhf.errors import LayoutMismatch, Lossy
+from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.formats.megatron.arguments import Arguments
+from mcore_rlhf.formats.megatron.groups import Membership, groups_for, in_expert_optimizer, merged_groups
+from mcore_rlhf.models.rules import Rule, Rules
+from mcore_rlhf.models.spec import REPLICATED, ParamSpec
+from tests.helpers.conversions import GOLDENS, Conversions, golden
+
+DECAYED = ParamGroup({"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-3, "step": 2, "is_expert_parallel": False})
+SPARED = ParamGroup({"wd_mult": 0.0, "lr_mult": 1.0, "max_lr": 1e-3, "step": 2, "is_expert_parallel": False})
+DECOUPLED = ParamGroup({"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 5e-4, "step": 2, "is_expert_parallel": False})
+
+
+def membership(rules: Rules | None = None, **args: Any) -> Membership:
+    return Membership(Arguments(args), rules or Rules())
+
+
+@pytest.mark.parametrize(
+    ("name", "ndim", "args", "wd_mult"),
+    [
+        ("decoder.layers.0.mlp.linear_fc1.weight", 2, {}, 1.0),
+        ("decoder.layers.0.mlp.linear_fc1.bias", 1, {}, 0.0),
+        ("decoder.layers.0.input_layernorm.weight", 1, {}, 0.0),
+        ("embedding.word_embeddings.weight", 2, {}, 1.0),
+        ("some.module.bias", 2, {}, 0.0),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", 1, {}, 0.0),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", 1, {"apply_wd_to_qk_layernorm": True}, 1.0),
+        ("decoder.layers.0.self_attention.k_layernorm.weight", 1, {"apply_wd_to_qk_layernorm": True}, 1.0),
+        ("decoder.layers.0.input_layernorm.weight", 1, {"apply_wd_to_qk_layernorm": True}, 0.0),
+    ],
+)
+def test_weight_decay(name: str, ndim: int, args: dict[str, bool], wd_mult: float) -> None:
+    assert membership(**args).wd_mult(name, ndim) == wd_mult
+
+
+def test_rules_win() -> None:
+    chosen = membership(Rules((Rule("*.special", wd_mult=0.5), Rule("*norm*", wd_mult=1.0))))
+    assert chosen.wd_mult("x.special", 2) == 0.5
+    assert chosen.wd_mult("decoder.final_layernorm.weight", 1) == 1.0
+
+
+def test_the_group_is_found_whatever_the_order() -> None:
+    chosen = membership()
+    for groups in ([DECAYED, SPARED], [SPARED, DECAYED]):
+        assert groups[chosen.index("x.weight", 2, groups)] is DECAYED
+        assert groups[chosen.index("x.weight", 1, groups)] is SPARED
+    nemo = [ParamGroup({"pre_wd_mult": g.fields["wd_mult"]}) for g in (SPARED, DECAYED)]
+    assert chosen.index("x.weight", 2, nemo) == 1
+
+
+def test_a_decoupled_rate_is_that_of_embeddings_and_output() -> None:
+    chosen, groups = membership(decoupled_lr=5e-4), [DECAYED, DECOUPLED, SPARED]
+    assert chosen.index("embedding.word_embeddings.weight", 2, groups) == 1
+    assert chosen.index("output_layer.weight", 2, groups) == 1
+    assert chosen.index("decoder.layers.0.mlp.linear_fc1.weight", 2, groups) == 0
+    assert chosen.index("decoder.final_layernorm.weight", 1, groups) == 2
+
+
+def test_no_group_or_two_are_no_guess() -> None:
+    with pytest.raises(LayoutMismatch, match=r"x\.weight: 0 of the 1 param groups.*\n.*--rules"):
+        membership().index("x.weight", 1, [DECAYED])
+    with pytest.raises(LayoutMismatch, match="2 of the 2"):
+        membership().index("x.weight", 2, [DECAYED, DECOUPLED])
+
+
+def test_groups_of_ranks_are_merged_and_must_agree() -> None:
+    assert merged_groups([[DECAYED, SPARED], [DECAYED, SPARED]]) == (DECAYED, SPARED)
+    assert merged_groups([[DECAYED], [SPARED]]) == (DECAYED, SPARED)
+    later = ParamGroup({**DECAYED.fields, "step": 3})
+    with pytest.raises(Lossy, match=r"step \(2 and 3\)"):
+        merged_groups([[DECAYED], [later]])
+
+
+def _spec(name: str, *shape: int) -> ParamSpec:
+    return ParamSpec(name, shape, BFLOAT16, REPLICATED)
+
+
+EXPERT = ParamGroup({**DECAYED.fields, "is_expert_parallel": True}, expert=True)
+SPECS = [
+    _spec("decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", 8, 4),
+    _spec("decoder.layers.0.mlp.linear_fc1.weight", 8, 4),
+    _spec("decoder.final_layernorm.weight", 4),
+]
+
+
+def test_experts_share_a_group_only_if_they_agree() -> None:
+    assert groups_for([DECAYED, SPARED, EXPERT], 1, SPECS, membership()) == ([DECAYED, SPARED], [])
+    assert groups_for([DECAYED, SPARED, EXPERT], 2, SPECS, membership()) == ([DECAYED, SPARED], [EXPERT])
+    slower = ParamGroup({**EXPERT.fields, "step": 1}, expert=True)
+    with pytest.raises(Lossy, match="step"):
+        groups_for([DECAYED, SPARED, slower], 1, SPECS, membership())
+
+
+def test_dealt_experts_get_the_groups_that_they_have_parameters_for() -> None:
+    assert groups_for([DECAYED, SPARED], 2, SPECS, membership()) == ([DECAYED, SPARED], [EXPERT])
+    assert groups_for([DECAYED, SPARED], 2, SPECS[1:], membership()) == ([DECAYED, SPARED], [])
+    bias = _spec("decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.bias", 8)
+    both = groups_for([DECAYED, SPARED], 2, [*SPECS, bias], membership())[1]
+    assert [group.fields["wd_mult"] for group in both] == [1.0, 0.0]
+
+
+def test_only_dealt_experts_have_an_optimizer_of_their_own() -> None:
+    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+    assert in_expert_optimizer(name, ep=2)
+    assert not in_expert_optimizer(name, ep=1)
+    assert not in_expert_optimizer("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", ep=2)
+
+
+def test_experts_that_are_dealt_out_again_have_megatrons_groups(conversions: Conversions) -> None:
+    """Megatron makes a group only where some rank has a parameter for it: experts without biases have one group."""
+    name = "ep2dp2_moe_seq_bf16_do"
+    together = conversions.of(GOLDENS / name, ep=1)
+    again = conversions.reading(conversions.of(together, ep=2, dp=2))
+    for old, new in zip(golden(name).ranks, again.ranks, strict=True):
+        assert new.model["optimizer"] == old.model["optimizer"]

@@ -1,0 +1,140 @@
+"""Verifying and comparing whole checkpoints: what is sound is called sound, at every depth and across layouts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.errors import NotACheckpoint, Problems
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.verify.audit import Audit
+from mcore_rlhf.verify.checkpoint import Depth, verify
+from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
+from mcore_rlhf.verify.ledger import Ledger
+from tests.helpers.conversions import GOLDENS, NAMES, Conversions
+from tests.helpers.damage import ITERATION, MODEL, OPTIMIZER, copied, edited, flip
+
+MANY, ONE = "tp2pp2dp2_bf16_do", "tp1_bf16_do"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_goldens_are_sound(name: str) -> None:
+    verdict = verify(GOLDENS / name, ReadOptions(), Depth.DEEP)
+    assert verdict.intact, verdict.problems.describe()
+    assert not verdict.manifest
+    assert verdict.nbytes > 0
+
+
+@pytest.mark.parametrize("depth", list(Depth))
+def test_our_own_files_are_sound(conversions: Conversions, depth: Depth) -> None:
+    verdict = verify(conversions.of(GOLDENS / MANY, tp=1, pp=1), ReadOptions(), depth)
+    assert verdict.intact, verdict.problems.describe()
+    assert verdict.manifest
+
+
+def test_every_byte_is_checked_once(tmp_path: Path) -> None:
+    """The full depth reads each file's records once: as many bytes as they have."""
+    verdict = verify(GOLDENS / ONE, ReadOptions(), Depth.FULL)
+    assert verdict.source is not None
+    assert verdict.nbytes == sum(n for file in verdict.source.files for _, _, n, _ in file.records)
+
+
+def test_damage_to_our_own_files_is_found_by_the_manifest_too(conversions: Conversions, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(conversions.of(GOLDENS / MANY, tp=1, pp=1), root)
+    (root / ITERATION / "mp_rank_00" / OPTIMIZER).unlink()
+    verdict = verify(root, ReadOptions(), Depth.QUICK)
+    assert not verdict.intact
+    assert f"mp_rank_00/{OPTIMIZER}" in verdict.problems.describe()
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint):
+        verify(tmp_path, ReadOptions())
+
+
+def test_an_audit_can_leave_out_replicas_and_parity(tmp_path: Path) -> None:
+    source = copied(MANY, tmp_path)
+    with edited(source / ITERATION / "mp_rank_01_001" / OPTIMIZER) as tree:
+        (states,) = tree[0].values()
+        states["param"][:3] += 1.0
+    opened = open_checkpoint(source, ReadOptions())
+    for parity in (False, True):
+        problems = Problems()
+        with MappedFiles(opened.root) as files:
+            for task in Audit(opened.catalog, files, Ledger(opened.files), problems).tasks(
+                replicas=False, parity=parity
+            ):
+                task()
+        assert bool(problems) == parity
+
+
+def compare(a: Path, b: Path, tolerance: Tolerance | None = None, states: list[str] | None = None) -> Comparison:
+    left, right = open_checkpoint(a, ReadOptions()), open_checkpoint(b, ReadOptions())
+    with MappedFiles(left.root) as files_a, MappedFiles(right.root) as files_b:
+        return Differ(left, right, files_a, files_b, tolerance or Tolerance(), states).compare()
+
+
+@pytest.mark.parametrize("write", [{"tp": 1, "pp": 1}, {"tp": 4, "pp": 1, "optimizer": "plain"}], ids=str)
+def test_a_conversion_is_equal_to_its_source(conversions: Conversions, write: dict[str, int]) -> None:
+    result = compare(GOLDENS / MANY, conversions.of(GOLDENS / MANY, **write))
+    assert result.equal, result.differences[:3]
+    assert result.tensors == 108
+    if write.get("tp") == 1:
+        assert any("144" in note and "160" in note for note in result.notes)
+
+
+def test_two_models_differ_in_every_trained_tensor() -> None:
+    result = compare(GOLDENS / ONE, GOLDENS / MANY)
+    names = {difference.name for difference in result.differences}
+    assert "decoder.layers.3.mlp.linear_fc2.weight (exp_avg)" in names
+    assert all(d.differing > 0 and d.max_abs > 0 for d in result.differences if d.name.endswith("(exp_avg)"))
+
+
+def test_one_element_is_found_and_a_tolerance_forgives_it(conversions: Conversions, tmp_path: Path) -> None:
+    source = copied(MANY, tmp_path)
+    with edited(source / ITERATION / "mp_rank_01_001" / OPTIMIZER) as tree:
+        (states,) = tree[0].values()
+        states["exp_avg"][77] += 0.5
+    other = conversions.of(GOLDENS / MANY, tp=1, pp=1)
+    (difference,) = compare(source, other).differences
+    assert difference.name == "output_layer.weight (exp_avg)"
+    assert difference.differing == 1
+    assert difference.max_abs == pytest.approx(0.5)
+    assert compare(source, other, Tolerance(atol=0.6)).equal
+    assert not compare(source, other, Tolerance(atol=0.4)).equal
+    assert compare(source, other, states=["param", "exp_avg_sq"]).equal
+
+
+def test_what_only_one_has_is_said(conversions: Conversions) -> None:
+    result = compare(GOLDENS / ONE, conversions.of(GOLDENS / ONE, no_optimizer=True))
+    text = "\n".join(f"{d.name}: {d.what}" for d in result.differences)
+    assert "decoder.final_layernorm.weight (exp_avg): only in the first" in text
+    assert "(param): only" not in text
+
+
+def test_progress_in_another_run_is_a_difference(tmp_path: Path) -> None:
+    source = copied(ONE, tmp_path)
+    with edited(source / ITERATION / "mp_rank_00" / MODEL) as tree:
+        tree["opt_param_scheduler"]["num_steps"] += 8
+        tree["args"].consumed_train_samples += 8
+        tree["iteration"] = 3
+        tree["optimizer"]["optimizer"]["param_groups"][0]["step"] = 3
+    (source / ITERATION).rename(source / "iter_0000003")
+    (source / "latest_checkpointed_iteration.txt").write_text("3")
+    (source / ITERATION).rename(source / "iter_0000003")
+    (source / "latest_checkpointed_iteration.txt").write_text("3")
+    names = {difference.name for difference in compare(GOLDENS / ONE, source).differences}
+    assert names == {"iteration", "scheduler", "param_groups", "consumed_train_samples"}
+
+
+def test_damage_is_not_compared_away(tmp_path: Path) -> None:
+    source = copied(ONE, tmp_path)
+    flip(source / ITERATION / "mp_rank_00" / OPTIMIZER, "data/1", 5)
+    verdict = verify(source, replace(ReadOptions(), role="actor"))
+    assert not verdict.intact
