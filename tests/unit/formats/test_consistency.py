@@ -1,0 +1,106 @@
+"""Files of one checkpoint must agree with each other and with their folders; nothing is guessed, nothing is dropped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
+from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from tests.helpers.damage import copied, edited
+
+SHARDED, SINGLE = "tp2pp2dp2_bf16_do", "tp1_bf16_do"
+ITERATION, MODEL = "iter_0000002", "model_optim_rng.pt"
+
+
+def refused(folder: Path, kind: type[CheckpointError]) -> str:
+    with pytest.raises(kind) as caught:
+        open_checkpoint(folder, ReadOptions())
+    return str(caught.value)
+
+
+def test_ranks_of_another_iteration_are_found(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    with edited(source / ITERATION / "mp_rank_01_000" / MODEL) as tree:
+        tree["iteration"] = 5
+    message = refused(source, LayoutMismatch)
+    assert "different iterations" in message
+    assert "mp_rank_01_000" in message
+
+
+def test_a_renamed_iteration_folder_is_found(tmp_path: Path) -> None:
+    source = copied(SINGLE, tmp_path)
+    (source / ITERATION).rename(source / "iter_0000007")
+    (source / "latest_checkpointed_iteration.txt").write_text("7")
+    assert "iteration 7, its files are of iteration 2" in refused(source, LayoutMismatch)
+
+
+def test_a_folder_of_another_name_is_no_release(tmp_path: Path) -> None:
+    source = copied(SINGLE, tmp_path)
+    (source / ITERATION).rename(source / "backup")
+    state = open_checkpoint(source / "backup", ReadOptions()).state
+    assert (state.iteration, state.release) == (2, False)
+
+
+def test_swapped_rank_folders_are_found(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    first, second = source / ITERATION / "mp_rank_00_000", source / ITERATION / "mp_rank_01_000"
+    shutil.move(first, source / "aside")
+    shutil.move(second, first)
+    shutil.move(source / "aside", second)
+    assert "belongs to rank 0" in refused(source, LayoutMismatch)
+
+
+def test_a_key_that_one_rank_lacks_is_found(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    with edited(source / ITERATION / "mp_rank_01_000" / MODEL) as tree:
+        del tree["model"]["decoder.layers.0.input_layernorm.weight"]
+    message = refused(source, Incomplete)
+    assert "decoder.layers.0.input_layernorm.weight" in message
+    assert "mp_rank_01_000" in message
+
+
+def test_a_key_that_all_ranks_lack_is_found(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    for rank in ("mp_rank_00_000", "mp_rank_01_000"):
+        with edited(source / ITERATION / rank / MODEL) as tree:
+            del tree["model"]["decoder.layers.1.mlp.linear_fc2.weight"]
+    assert "decoder layer 1 has no mlp.linear_fc2.weight" in refused(source, Incomplete)
+
+
+def test_an_optimizer_without_its_files_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    for file in source.glob("*/*/distrib_optim.pt"):
+        file.unlink()
+    assert "--no-optimizer" in refused(source, Incomplete)
+    job = convert(source, tmp_path / "weights", ConvertOptions(write=WriteOptions(tp=1, pp=1, no_optimizer=True)))
+    assert not job.lossless
+
+
+def test_a_gated_feed_forward_is_what_its_shapes_say(tmp_path: Path) -> None:
+    source = copied(SINGLE, tmp_path)
+    with edited(source / ITERATION / "mp_rank_00" / MODEL) as tree:
+        tree["args"].swiglu = False
+    assert "the feed-forward is gated" in refused(source, LayoutMismatch)
+    with edited(source / ITERATION / "mp_rank_00" / MODEL) as tree:
+        del tree["args"].swiglu
+    specs = open_checkpoint(source, ReadOptions()).model
+    fc1 = specs.get("decoder.layers.0.mlp.linear_fc1.weight")
+    assert fc1 is not None
+    assert fc1.partition.blocks == 2
+
+
+def test_a_vocabulary_that_does_not_explain_the_rows_cuts_nothing(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    for file in source.glob("*/*/model_optim_rng.pt"):
+        with edited(file) as tree:
+            tree["args"].vocab_size = 40
+    with pytest.raises(UsageError, match="--vocab-size"):
+        convert(source, tmp_path / "out", ConvertOptions(write=WriteOptions(tp=1, pp=1)))
+    convert(source, tmp_path / "out", ConvertOptions(write=WriteOptions(tp=1, pp=1, vocab_size=132)))
+    rows = open_checkpoint(tmp_path / "out", ReadOptions()).model.padded_vocab_size
+    assert rows == 144
