@@ -133,7 +133,8 @@ class PartitionFinder:
         """A parameter that nobody knows is replicated if all tensor-parallel copies are equal; otherwise no guess."""
         by_rank: dict[int, Holder] = {holder.at.tp_rank: holder for holder in holders}
         if len(by_rank) == 1:
-            self.unknown.append(name)
+            if holders[0].param.shape:  # a single number cannot be cut
+                self.unknown.append(name)
             return REPLICATED
         first, *others = by_rank.values()
         if not all(self._bytes(first) == self._bytes(other) for other in others):
@@ -147,7 +148,7 @@ class PartitionFinder:
         import torch
 
         pt = next(shard.pt for shard in self.shards if shard.at == holder.at)
-        return bytes(pt.load(holder.param).contiguous().view(torch.uint8).numpy().tobytes())
+        return bytes(pt.load(holder.param).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _common_shape(name: str, holders: list[Holder]) -> Shape:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
@@ -92,6 +93,17 @@ def test_a_gated_feed_forward_is_what_its_shapes_say(tmp_path: Path) -> None:
     fc1 = specs.get("decoder.layers.0.mlp.linear_fc1.weight")
     assert fc1 is not None
     assert fc1.partition.blocks == 2
+
+
+@pytest.mark.parametrize("name", [SINGLE, SHARDED])
+def test_single_numbers_that_nobody_knows_are_replicated(name: str, tmp_path: Path) -> None:
+    source = copied(name, tmp_path)
+    for file in source.glob("*/*/model_optim_rng.pt"):
+        with edited(file) as tree:
+            tree["model"]["decoder.steps_seen"] = torch.tensor(7)
+    convert(source, tmp_path / "out", ConvertOptions(write=WriteOptions(tp=2, pp=1)))
+    shapes = {spec.name: spec.global_shape for spec in open_checkpoint(tmp_path / "out", ReadOptions()).model.params}
+    assert shapes["decoder.steps_seen"] == ()
 
 
 def test_a_vocabulary_that_does_not_explain_the_rows_cuts_nothing(tmp_path: Path) -> None:
