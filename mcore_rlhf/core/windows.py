@@ -28,7 +28,7 @@ def windows(copies: Sequence[Copy], record_numel: int, limit: int, phase: int = 
         record_numel: Length of the record in elements.
         limit: Largest window in elements. Only a single row that is contiguous in no dimension can exceed it.
         phase: Elements between a round offset of the file (a multiple of ``limit``) and the record's start. Unbroken runs
-            are cut at round offsets: the page cache is filled in large, whole pieces, which takes a quarter less time.
+            are cut at round offsets, so that no page is written in two parts.
 
     Yields:
         Windows in ascending order, without gaps.

@@ -24,7 +24,7 @@ from .consistency import check_keys, check_ranks
 from .folders import Located, file_ranks, locate, rank_folders
 from .optimizer import OptimizerReading, read_optimizer
 from .partitions import PartitionFinder
-from .shards import RankShard, first_arguments, globalize, read_shards
+from .shards import RankFiles, RankShard, globalize
 from .state import training_state
 
 _STATE_ORDER = (MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -64,10 +64,11 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     located = locate(path, options.step)
     folders = rank_folders(located.folder)
     notes = Report()
-    args_file, values = first_arguments(located, folders, options.stubs)
+    files = RankFiles(located, options.stubs, options.optimizer)
+    args_file, values = files.first_arguments(folders)
     args = Arguments(values)
     parallel = check_folders(args, args_file, folders, notes)
-    shards = read_shards(located, file_ranks(parallel), options.stubs, options.optimizer)
+    shards = files.shards(file_ranks(parallel))
     check_ranks(shards, located, notes)
     _check_virtual_parts(shards, parallel)
     num_layers = globalize(shards, parallel, args.num_experts or None)

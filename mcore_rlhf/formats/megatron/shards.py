@@ -57,24 +57,75 @@ class RankShard:
         return self.pt.tree
 
 
-def read_shard(located: Located, at: FileRank, stubs: tuple[str, ...], optimizer: bool = True) -> RankShard:
-    """Open the files of one rank.
+@dataclass(slots=True)
+class RankFiles:
+    """Opens the rank files of one checkpoint, each of them once.
 
-    Raises:
-        CheckpointError: A file is missing, damaged, or not what Megatron writes.
+    Args:
+        located: Where the checkpoint is.
+        stubs: Further pickled classes that may become inert stubs.
+        optimizer: Whether ``distrib_optim.pt`` is opened at all.
     """
-    name = model_file(located.folder, at.folder)
-    if name is None:
-        raise Incomplete(f"{at.folder}: no model_optim_rng.pt in it")
-    prefix = f"{located.folder.name}/{at.folder}"
-    pt = read_pt(located.root, f"{prefix}/{name}", stubs=stubs)
-    if not isinstance(pt.tree, dict) or not any(_MODEL_KEY.fullmatch(str(key)) for key in pt.tree):
-        raise Corrupt(f"{pt.file}: expected a dictionary with 'model' or 'model0', found {_kind(pt.tree)}")
-    distrib = located.folder / at.folder / OPTIMIZER_FILE
-    opened = (
-        read_pt(located.root, f"{prefix}/{OPTIMIZER_FILE}", stubs=stubs) if optimizer and distrib.is_file() else None
-    )
-    return RankShard(at, pt, [_model_part(pt, v) for v in _vpp_ranks(pt.tree)], opened)
+
+    located: Located
+    stubs: tuple[str, ...] = ()
+    optimizer: bool = True
+    _opened: dict[str, PtFile] = field(default_factory=dict)
+
+    def shards(self, ranks: tuple[FileRank, ...]) -> list[RankShard]:
+        """The files of all ranks; every problem is found before one error is raised.
+
+        Raises:
+            CheckpointError: A file is missing, damaged, or not what Megatron writes.
+        """
+        problems = Problems()
+        shards = []
+        for at in ranks:
+            try:
+                shards.append(self._shard(at))
+            except CheckpointError as error:
+                problems.add_error(error)
+        problems.raise_if_any()
+        return shards
+
+    def first_arguments(self, folders: list[str]) -> tuple[str, dict[str, object]]:
+        """The stored ``args`` of the first rank folder that can be read, and that file's name.
+
+        Raises:
+            CheckpointError: No folder has a readable model file.
+        """
+        problems = Problems()
+        for folder in folders:
+            try:
+                pt = self._model(folder)
+            except CheckpointError as error:
+                problems.add_error(error)
+                continue
+            args = pt.tree.get("args") if isinstance(pt.tree, dict) else None
+            return pt.file, dict(vars(args)) if args is not None else {}
+        problems.raise_if_any()
+        raise Incomplete(f"{self.located.folder}: there are no rank folders")
+
+    def _shard(self, at: FileRank) -> RankShard:
+        pt = self._model(at.folder)
+        if not isinstance(pt.tree, dict) or not any(_MODEL_KEY.fullmatch(str(key)) for key in pt.tree):
+            raise Corrupt(f"{pt.file}: expected a dictionary with 'model' or 'model0', found {_kind(pt.tree)}")
+        distrib = None
+        if self.optimizer and (self.located.folder / at.folder / OPTIMIZER_FILE).is_file():
+            distrib = self._open(at.folder, OPTIMIZER_FILE)
+        return RankShard(at, pt, [_model_part(pt, v) for v in _vpp_ranks(pt.tree)], distrib)
+
+    def _model(self, folder: str) -> PtFile:
+        name = model_file(self.located.folder, folder)
+        if name is None:
+            raise Incomplete(f"{self.located.folder.name}/{folder}: no model_optim_rng.pt in it")
+        return self._open(folder, name)
+
+    def _open(self, folder: str, name: str) -> PtFile:
+        file = f"{self.located.folder.name}/{folder}/{name}"
+        if file not in self._opened:
+            self._opened[file] = read_pt(self.located.root, file, stubs=self.stubs)
+        return self._opened[file]
 
 
 def _kind(tree: object) -> str:
@@ -179,41 +230,3 @@ def _local_experts(shards: list[RankShard], parallel: ParallelConfig, num_expert
             f"the files hold {found} experts on each of {parallel.ep} expert-parallel ranks, but args.num_experts is {num_experts}"
         )
     return found or (num_experts or 0) // parallel.ep
-
-
-def read_shards(
-    located: Located, ranks: tuple[FileRank, ...], stubs: tuple[str, ...], optimizer: bool = True
-) -> list[RankShard]:
-    """Open the files of all ranks; every problem is found before one error is raised."""
-    problems = Problems()
-    shards = []
-    for at in ranks:
-        try:
-            shards.append(read_shard(located, at, stubs, optimizer))
-        except CheckpointError as error:
-            problems.add_error(error)
-    problems.raise_if_any()
-    return shards
-
-
-def first_arguments(located: Located, folders: list[str], stubs: tuple[str, ...]) -> tuple[str, dict[str, object]]:
-    """The stored ``args`` of the first rank folder that can be read, and that file's name.
-
-    Raises:
-        CheckpointError: No folder has a readable model file.
-    """
-    problems = Problems()
-    for folder in folders:
-        name = model_file(located.folder, folder)
-        if name is None:
-            problems.add(Incomplete, f"{located.folder.name}/{folder}: no model_optim_rng.pt in it")
-            continue
-        try:
-            pt = read_pt(located.root, f"{located.folder.name}/{folder}/{name}", stubs=stubs)
-        except CheckpointError as error:
-            problems.add_error(error)
-            continue
-        args = pt.tree.get("args") if isinstance(pt.tree, dict) else None
-        return pt.file, dict(vars(args)) if args is not None else {}
-    problems.raise_if_any()
-    raise Incomplete(f"{located.folder}: there are no rank folders")
