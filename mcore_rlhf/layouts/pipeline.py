@@ -138,6 +138,9 @@ def _even(layers: int, stages: int, num_layers: int) -> int:
     return layers // stages
 
 
+_MOST_LAYERS = 10_000
+
+
 def parse_layout(text: str) -> list[str]:
     """The letters of every chunk in a layout string: ``E`` embedding, ``t`` decoder layer, ``m`` MTP layer, ``L`` loss.
 
@@ -147,6 +150,8 @@ def parse_layout(text: str) -> list[str]:
         UsageError: The string has other characters.
     """
     unrolled = text.replace(",", "").replace(" ", "")
+    if any(int(number) > _MOST_LAYERS for number in re.findall(r"\d+", unrolled)):
+        raise UsageError(f"pipeline layout {text!r}: repeats something more than {_MOST_LAYERS} times")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), unrolled)
     strange = sorted(set(unrolled) - set("EtmL|"))

@@ -95,6 +95,8 @@ def _partition(where: str, value: object) -> Partition | None:
         return None
     if isinstance(value, str) and value in _NAMED:
         return _NAMED[value]
-    if isinstance(value, dict) and set(value) <= {"dim", "blocks"} and all(isinstance(v, int) for v in value.values()):
-        return Partition(**value)
+    if isinstance(value, dict) and {"dim"} <= set(value) <= {"dim", "blocks"}:
+        dim, blocks = value["dim"], value.get("blocks", 1)
+        if type(dim) is int and type(blocks) is int and dim >= 0 and blocks >= 1:
+            return Partition(dim, blocks)
     raise UsageError(f"{where}: partition {value!r} is not one of {', '.join(_NAMED)} or {{dim: N, blocks: N}}")

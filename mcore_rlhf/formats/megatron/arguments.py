@@ -114,6 +114,14 @@ class Arguments:
         return self.integer("virtual_pipeline_model_parallel_size", 1) or 1
 
 
+def stored_arguments(tree: Mapping[str, object]) -> dict[str, object]:
+    """The ``args`` of a model file as a dictionary; empty where it has none. Some tools store a dictionary itself."""
+    args = tree.get("args")
+    if args is None or isinstance(args, dict):
+        return dict(args or {})
+    return dict(vars(args))
+
+
 def _layout_text(layout: object) -> str | None:
     """The text of a layout that was stored as Megatron's own object (read as a stub)."""
     state = getattr(layout, "__dict__", {})
@@ -166,6 +174,8 @@ def arguments_for(
         "sequence_parallel": parallel.tp > 1 and (bool(old.get("sequence_parallel")) or moe),
         "padded_vocab_size": padded_vocab_size,
     }
+    if parallel.tp == 1:
+        where_present["tp_comm_overlap"] = False  # overlaps what sequence parallelism communicates
     if rank is not None:
         where_present.update(rank=rank, local_rank=0)
     if old.get("inprocess_active_world_size") == old.get("world_size"):
@@ -177,7 +187,10 @@ def arguments_for(
     if optimizer is not None:
         new.update(_optimizer_arguments(old, optimizer))
     if params_dtype is not None:
-        new.update(bf16=params_dtype.name == "bfloat16", fp16=params_dtype.name == "float16")
+        bf16 = params_dtype.name == "bfloat16"
+        new.update(bf16=bf16, fp16=params_dtype.name == "float16")
+        if "accumulate_allreduce_grads_in_fp32" in old:  # Megatron's default follows the parameters' type
+            new["accumulate_allreduce_grads_in_fp32"] = bf16 and not old.get("grad_reduce_in_bf16")
     return new
 
 

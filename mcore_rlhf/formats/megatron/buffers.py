@@ -95,18 +95,31 @@ def members(args: Arguments, parallel: ParallelConfig) -> tuple[Member, ...]:
 
 
 def buffers(
-    params: Sequence[LocalParam], member: Member, args: Arguments, parallel: ParallelConfig, at: FileRank
+    params: Sequence[LocalParam],
+    member: Member,
+    args: Arguments,
+    parallel: ParallelConfig,
+    at: FileRank,
+    rank_numel: int,
 ) -> list[LocalBuffer]:
-    """The flat buffers of one member on one rank: chunk by chunk, one for every dtype in order of first appearance."""
+    """The flat buffers of one member on one rank: chunk by chunk, one for every dtype in order of first appearance.
+
+    Args:
+        params: The member's trainable parameters, in registration order.
+        member: The member.
+        args: The run's arguments.
+        parallel: The degrees.
+        at: The rank.
+        rank_numel: Elements of all parameters of the rank, of which ``ddp_num_buckets`` makes the size of a bucket.
+    """
     found: dict[tuple[int, str], list[LocalParam]] = {}
     for vpp_rank in member.vpp_ranks:
         for param in params:
             if param.vpp_rank == vpp_rank and member.owns(param, parallel.ep):
                 found.setdefault((vpp_rank, param.dtype.name), []).append(param)
-    numel = sum(param.numel for param in params)
     result = []
     for (vpp_rank, _), inside in found.items():
-        rules = _rules(args, parallel, member.expert, numel, bucketed=at.pp_rank == 0 and vpp_rank == 0)
+        rules = _rules(args, parallel, member.expert, rank_numel, bucketed=at.pp_rank == 0 and vpp_rank == 0)
         flat = flat_buffer([BufferParam(p.name, p.numel, p.shared_embedding) for p in inside], rules)
         result.append(LocalBuffer(vpp_rank, inside[0].dtype, flat))
     return result

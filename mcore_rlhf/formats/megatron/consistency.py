@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,9 +10,14 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.models.megatron import is_routed_expert, layer_of
 
-from .arguments import Arguments
+from .arguments import Arguments, stored_arguments
 from .folders import MODEL_FILES, OPTIMIZER_FILE, Located
 from .shards import RankShard
+
+_EVERY_LAYER = re.compile(
+    r"(linear_(qkv|proj|q_proj|q_up_proj|kv_up_proj)\.weight|(input_layernorm|pre_mlp_layernorm|layer_norm_)\.?weight)$"
+)
+"""Parameters without which a layer cannot compute. Others may be in some layers only."""
 
 _SAME_EVERYWHERE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -78,8 +84,7 @@ def _check_places(shards: Sequence[RankShard], problems: Problems) -> None:
 
 
 def _arguments(shard: RankShard) -> Mapping[str, object]:
-    args = shard.top.get("args")
-    return vars(args) if args is not None else {}
+    return stored_arguments(shard.top)
 
 
 def _note_other_files(shards: Sequence[RankShard], located: Located, notes: Report) -> None:
@@ -126,7 +131,7 @@ def _check_layers(shards: Sequence[RankShard], problems: Problems) -> None:
         for part in shard.parts:
             for name in part.tensors:
                 layer = layer_of(name)
-                if layer is not None and not is_routed_expert(name):
+                if layer is not None and _EVERY_LAYER.search(name) and not is_routed_expert(name):
                     suffixes[layer] = suffixes.get(layer, frozenset()) | {name.partition(f"layers.{layer}.")[2]}
     whole = {keys: layer for layer, keys in suffixes.items()}
     for layer, keys in suffixes.items():

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.megatron import is_routed_expert
+from mcore_rlhf.models.megatron import expert_of, is_routed_expert
 
+from .folders import FileRank
 from .rank_layout import LocalItem, RankLayout
 from .shards import RankShard
 
@@ -28,22 +29,19 @@ class OpaqueValues:
     """
 
     def __init__(self, shards: Sequence[RankShard], old: ParallelConfig, new: ParallelConfig) -> None:
-        self._kept = {True: old.etp == new.etp, False: old.tp == new.tp}
-        self._values: dict[tuple[str, int], tuple[RankShard, object]] = {}
+        self._old, self._new = old, new
+        self._values: dict[tuple[str, int, int], tuple[RankShard, object]] = {}
         for shard in shards:
             for part in shard.parts:
                 for name, value in part.opaque.items():
-                    rank = shard.at.etp_rank if is_routed_expert(name) else shard.at.tp_rank
-                    self._values.setdefault((name, rank), (shard, value))
+                    self._values.setdefault(_place(name, shard.at), (shard, value))
 
     def value_for(self, rank: RankLayout) -> Callable[[LocalItem], object]:
         """A function that gives the value of an opaque key on a rank of the new layout."""
 
         def value(item: LocalItem) -> object:
-            name = item.item.name
-            routed = is_routed_expert(name)
-            found = self._values.get((name, rank.at.etp_rank if routed else rank.at.tp_rank))
-            if found is None or not self._kept[routed]:
+            found = self._values.get(_place(item.item.name, rank.at))
+            if found is None or not self._kept(item.item.name):
                 return None
             shard, stored = found
             return shard.pt.materialize(stored)
@@ -52,14 +50,24 @@ class OpaqueValues:
 
     def note(self, report: Report) -> None:
         """Say which values are set to None."""
-        lost = {
-            name
-            for (name, _), (_, value) in self._values.items()
-            if value is not None and not self._kept[is_routed_expert(name)]
-        }
+        lost = {name for (name, *_), (_, value) in self._values.items() if value is not None and not self._kept(name)}
         if lost:
             some = ", ".join(sorted(lost)[:2]) + (", …" if len(lost) > 2 else "")
             report.add(
                 Fate.CHANGED,
                 f"{len(lost)} opaque values ({some}) belong to tensor-parallel ranks of the source and are set to None",
             )
+
+    def _kept(self, name: str) -> bool:
+        """Whether the ranks to which a value belongs are the same in both layouts."""
+        if not is_routed_expert(name):
+            return self._old.tp == self._new.tp
+        same_experts = expert_of(name) is not None or self._old.ep == self._new.ep
+        return self._old.etp == self._new.etp and same_experts
+
+
+def _place(name: str, at: FileRank) -> tuple[str, int, int]:
+    """A key and the ranks on which it has a value of its own: packed experts have one value for all of a rank."""
+    if not is_routed_expert(name):
+        return name, at.tp_rank, 0
+    return name, at.etp_rank, at.ep_rank if expert_of(name) is None else 0

@@ -104,6 +104,11 @@ def _kind(shards: Sequence[RankShard]) -> str | None:
                 "Restore the files, or convert the weights alone with --no-optimizer."
             )
         return None
+    if not any(map(_members, shards)):
+        raise Incomplete(
+            f"{with_file[0].pt.file}: no 'optimizer' with its param groups, but there is a distrib_optim.pt\n"
+            "Restore the file, or convert the weights alone with --no-optimizer."
+        )
     expected = [s for s in shards if s.at.holds_dense_optimizer or len(_members(s)) > 1]
     missing = [shard.at.folder for shard in expected if shard.distrib is None]
     if missing:
@@ -131,7 +136,8 @@ def _groups(shard: RankShard) -> list[ParamGroup]:
 def _member_groups(shard: RankShard, number: int) -> list[ParamGroup]:
     member = _members(shard)[number]
     stored = inner_state(member).get("param_groups", [])
-    assert isinstance(stored, list)
+    if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
+        raise Corrupt(f"{shard.pt.file}: the optimizer's param_groups should be a list of dictionaries")
     return [
         ParamGroup(
             shard.pt.materialize({key: value for key, value in group.items() if key != "params"}),
@@ -162,6 +168,7 @@ def _read_flat(
 ) -> None:
     if shard.distrib is None:
         return
+    numel = sum(param.numel for param in params)
     contents = member_contents(shard.distrib.tree, shard.distrib.file, chained)
     for member, content in zip(chained, contents, strict=True):
         owned = [param for param in params if member.owns(param, run.parallel.ep)]
@@ -173,7 +180,7 @@ def _read_flat(
             continue
 
         def layout(candidates: Sequence[LocalParam], member: Member = member) -> list[object]:
-            return buffers(candidates, member, run.args, run.parallel, shard.at)  # type: ignore[return-value]
+            return buffers(candidates, member, run.args, run.parallel, shard.at, numel)  # type: ignore[return-value]
 
         places = flat_states(content, shard.distrib.file, owned, stored, layout)  # type: ignore[arg-type]
         reading.places.update(((shard.at.folder, *key), states) for key, states in places.items())

@@ -13,7 +13,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
-from mcore_rlhf.models.megatron import expert_of, is_routed_expert, renumbered
+from mcore_rlhf.models.megatron import expert_of, is_buffer, is_routed_expert, renumbered
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.ptfile import StoredTensor
 
@@ -155,7 +155,7 @@ class RankLayout:
         parallel = self.blueprint.choices.parallel
         for number, member in enumerate(self.chained):
             owned = [param for param in trained if member.owns(param, parallel.ep)]
-            self.local_buffers[number] = buffers(owned, member, self.blueprint.args, parallel, self.at)
+            self.local_buffers[number] = buffers(owned, member, self.blueprint.args, parallel, self.at, self._numel())
             for index, buffer in enumerate(self.local_buffers[number]):
                 items = [by_key[buffer.vpp_rank, place.name] for place in buffer.flat.places]
                 record = self.model.new(buffer.dtype, buffer.flat.numel)
@@ -163,6 +163,11 @@ class RankLayout:
                     self._place_param(item, record, place.buffer_start)
                 if self.holds_member(member):
                     self._place_flat_states(number, index, buffer, items)
+
+    def _numel(self) -> int:
+        """Elements of all parameters of the rank."""
+        local = [item for item in self.items if item.layout is not None and not is_buffer(item.item.name)]
+        return sum(prod(item.layout.shape) for item in local if item.layout is not None)
 
     def _place_flat_states(self, member: int, index: int, buffer: LocalBuffer, items: Sequence[LocalItem]) -> None:
         numel = buffer.flat.numel_unpadded

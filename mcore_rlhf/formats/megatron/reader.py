@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
 from mcore_rlhf.formats.report import Fate, Report
@@ -26,8 +25,6 @@ from .optimizer import OptimizerReading, read_optimizer
 from .partitions import PartitionFinder
 from .shards import RankFiles, RankShard, globalize
 from .state import training_state
-
-_STATE_ORDER = (MASTER, EXP_AVG, EXP_AVG_SQ)
 
 
 @dataclass(slots=True)
@@ -94,8 +91,14 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     catalog = MegatronCatalog(role, model, parallel, holders, optimizer.states)
     native = MegatronNative(located, args, shards, order, unknown, optimizer.scalars)
     _note_frozen(frozen, notes)
+    state = training_state(shards, located, optimizer.groups, notes)
+    if optimizer.kind is not None and state.scheduler is None:
+        notes.add(
+            Fate.NOTE,
+            "there is an optimizer, but no scheduler state; Megatron will want --override-opt-param-scheduler",
+        )
     return Source(
-        "megatron", located.root, role, model, parallel, catalog, training_state(shards, located, optimizer.groups, notes),
+        "megatron", located.root, role, model, parallel, catalog, state,
         tuple(_stored_files(shards)), optimizer.states, optimizer.kind, notes, native,
     )  # fmt: skip
 

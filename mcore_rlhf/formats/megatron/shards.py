@@ -11,9 +11,10 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
+from .arguments import stored_arguments
 from .folders import OPTIMIZER_FILE, FileRank, Located, model_file
 
-_MODEL_KEY = re.compile(r"model(\d*)")
+MODEL_KEY = re.compile(r"model(\d*)")
 
 
 @dataclass(slots=True)
@@ -101,14 +102,13 @@ class RankFiles:
             except CheckpointError as error:
                 problems.add_error(error)
                 continue
-            args = pt.tree.get("args") if isinstance(pt.tree, dict) else None
-            return pt.file, dict(vars(args)) if args is not None else {}
+            return pt.file, stored_arguments(pt.tree) if isinstance(pt.tree, dict) else {}
         problems.raise_if_any()
         raise Incomplete(f"{self.located.folder}: there are no rank folders")
 
     def _shard(self, at: FileRank) -> RankShard:
         pt = self._model(at.folder)
-        if not isinstance(pt.tree, dict) or not any(_MODEL_KEY.fullmatch(str(key)) for key in pt.tree):
+        if not isinstance(pt.tree, dict) or not any(MODEL_KEY.fullmatch(str(key)) for key in pt.tree):
             raise Corrupt(f"{pt.file}: expected a dictionary with 'model' or 'model0', found {_kind(pt.tree)}")
         distrib = None
         if self.optimizer and (self.located.folder / at.folder / OPTIMIZER_FILE).is_file():
@@ -134,7 +134,7 @@ def _kind(tree: object) -> str:
 
 def _vpp_ranks(tree: Mapping[str, object]) -> list[int]:
     """The chunk numbers present: ``model`` is chunk 0. An empty virtual stage may be missing."""
-    found = (_MODEL_KEY.fullmatch(str(key)) for key in tree)
+    found = (MODEL_KEY.fullmatch(str(key)) for key in tree)
     return sorted(int(match.group(1) or 0) for match in found if match)
 
 
@@ -155,8 +155,8 @@ def _model_part(pt: PtFile, vpp_rank: int) -> ModelPart:
 
 
 def _state_dict(value: object, file: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise Corrupt(f"{file}: the model should be a state dict, found {type(value).__name__}")
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise Corrupt(f"{file}: the model should be a state dict with names as keys, found {_kind(value)}")
     if "language_model" in value and isinstance(value["language_model"], dict):
         raise Unsupported(
             f"{file}: the model is one of Megatron-LM's own from before megatron-core (nested 'language_model')\n"

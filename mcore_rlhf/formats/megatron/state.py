@@ -11,8 +11,9 @@ from mcore_rlhf.formats.base import ParamGroup, TrainingState
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.ptfile import StoredTensor
 
+from .arguments import stored_arguments
 from .folders import Located
-from .shards import RankShard
+from .shards import MODEL_KEY, RankShard
 
 SCHEDULER_KEYS = ("opt_param_scheduler", "lr_scheduler")
 RNG_KEYS = ("rng_state",)
@@ -35,11 +36,10 @@ def training_state(
     first = shards[0].top
     iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
     scheduler = next((first[key] for key in SCHEDULER_KEYS if isinstance(first.get(key), dict)), None)
-    args = first.get("args")
     return TrainingState(
         iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
         release=located.release,
-        args=dict(vars(args)) if args is not None else {},
+        args=stored_arguments(first),
         groups=groups,
         scheduler=shards[0].pt.materialize(scheduler) if isinstance(scheduler, dict) else None,
         grad_scaler=shards[0].pt.materialize(_grad_scaler(first.get("optimizer"))),
@@ -56,7 +56,7 @@ def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
     first = shards[0].top
     kept: dict[str, object] = {}
     for key, value in first.items():
-        if key in _KNOWN or str(key).startswith("model"):
+        if key in _KNOWN or MODEL_KEY.fullmatch(str(key)):
             continue
         if key == COUNTER:
             kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself

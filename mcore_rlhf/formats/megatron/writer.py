@@ -15,7 +15,7 @@ from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.storage.ptwriter import PtWriter
 
-from .arguments import Arguments, arguments_for
+from .arguments import Arguments, arguments_for, stored_arguments
 from .blueprint import Blueprint
 from .buffers import OUTPUT
 from .choices import Choices, choose, same_coordinates
@@ -136,8 +136,7 @@ class _Writer:
             return {}
         dtype, old, rank = self.choices.dtype, self.source.state.args, None if at is None else at.rank
         if at is not None and self.same_ranks and self._same_world():
-            stored = self._shard_of(at).top.get("args")
-            old, rank = (old if stored is None else vars(stored)), None
+            old, rank = stored_arguments(self._shard_of(at).top) or old, None
         new = arguments_for(
             old, self.choices.parallel, self.choices.split, rank=rank,
             padded_vocab_size=self.choices.padded_vocab_size, params_dtype=dtype, optimizer=self.choices.optimizer,

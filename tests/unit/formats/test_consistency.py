@@ -12,6 +12,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from tests.helpers.conversions import GOLDENS
 from tests.helpers.damage import copied, edited
 
 SHARDED, SINGLE = "tp2pp2dp2_bf16_do", "tp1_bf16_do"
@@ -69,8 +70,25 @@ def test_a_key_that_all_ranks_lack_is_found(tmp_path: Path) -> None:
     source = copied(SHARDED, tmp_path)
     for rank in ("mp_rank_00_000", "mp_rank_01_000"):
         with edited(source / ITERATION / rank / MODEL) as tree:
-            del tree["model"]["decoder.layers.1.mlp.linear_fc2.weight"]
-    assert "decoder layer 1 has no mlp.linear_fc2.weight" in refused(source, Incomplete)
+            del tree["model"]["decoder.layers.1.self_attention.linear_proj.weight"]
+    assert "decoder layer 1 has no self_attention.linear_proj.weight" in refused(source, Incomplete)
+
+
+def test_a_parameter_may_be_in_some_layers_only(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    for rank in ("mp_rank_00_000", "mp_rank_01_000"):
+        with edited(source / ITERATION / rank / MODEL) as tree:
+            tree["model"]["decoder.layers.1.gate_scale"] = torch.ones(64, dtype=torch.int64)
+    names = {spec.name for spec in open_checkpoint(source, ReadOptions()).model.params}
+    assert "decoder.layers.1.gate_scale" in names
+
+
+def test_fp32_becomes_what_a_bf16_run_stores(tmp_path: Path) -> None:
+    """Megatron reduces the gradients of a bf16 model in fp32, and names its buffers so."""
+    convert(GOLDENS / "tp2pp2dp2_fp32_do", tmp_path / "out", ConvertOptions(write=WriteOptions(dtype="bf16")))
+    folder = tmp_path / "out" / ITERATION / "mp_rank_00_000"
+    stored = torch.load(folder / "distrib_optim.pt", weights_only=True)
+    assert set(stored[0]) == {(torch.bfloat16, torch.float32)}
 
 
 def test_an_optimizer_without_its_files_is_not_dropped_in_silence(tmp_path: Path) -> None:
