@@ -1,0 +1,146 @@
+"""Row 12: planning the reshape of a 235B mixture of experts, without its files. Run as a module, it is the process that plans.
+
+Layers, experts and shapes are those of Qwen3-235B-A22B. The source's catalogue is made of the places that the writer's own
+layout gives; catalogue, layouts and planner are the real ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+
+from mcore_rlhf.core.dtype import BFLOAT16
+from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.plan import plan_file
+from mcore_rlhf.formats.megatron.arguments import Arguments
+from mcore_rlhf.formats.megatron.blueprint import Blueprint
+from mcore_rlhf.formats.megatron.catalog import Holder, MegatronCatalog
+from mcore_rlhf.formats.megatron.choices import Choices
+from mcore_rlhf.formats.megatron.folders import file_ranks
+from mcore_rlhf.formats.megatron.rank_layout import RankLayout
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
+from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, ParamSpec, Partition
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .measure import MIB, in_fresh_process, status
+from .table import Row
+
+LAYERS, EXPERTS, HIDDEN, EXPERT_FFN, HEADS, GROUPS, CHANNELS, VOCABULARY_ROWS = 94, 128, 4096, 1536, 64, 4, 128, 151936
+SOURCE = ParallelConfig(tp=4, pp=2, ep=8, etp=4, dp=8)
+TARGET = ParallelConfig(tp=2, pp=2, ep=16, etp=2, dp=16)
+_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+def row_12() -> Iterator[Row]:
+    found = in_fresh_process(__name__)
+    size = (
+        f"{found['tensors']:.0f} tensors, {found['chunks']:.0f} chunks → {found['wanted']:.0f} chunks "
+        f"in {found['files']:.0f} files, {found['copies']:.0f} copies"
+    )
+    yield Row(12, f"plan a 235B MoE, {SOURCE} → {TARGET}: wall", found["wall"], " s", 30, 10, size)
+    yield Row(12, "the same: cpu", found["cpu"], " s", 30, 10, f"catalogue made in {found['make']:.1f} s before")
+    yield Row(
+        12,
+        "the same: memory high-water",
+        found["memory"],
+        " MiB",
+        300,
+        None,
+        f"imports {found['imports']:.0f} MiB included",
+    )
+
+
+def model() -> ModelSpec:
+    """The parameters in registration order, as the local spec names them."""
+    params = [_spec("embedding.word_embeddings.weight", (VOCABULARY_ROWS, HIDDEN), VOCABULARY)]
+    for layer in range(LAYERS):
+        params += [_spec(f"decoder.layers.{layer}.{name}", shape, how) for name, shape, how in _layer()]
+    params.append(_spec("decoder.final_layernorm.weight", (HIDDEN,), REPLICATED))
+    params.append(_spec("output_layer.weight", (VOCABULARY_ROWS, HIDDEN), VOCABULARY))
+    return ModelSpec(tuple(params), LAYERS, False, 0, EXPERTS, VOCABULARY_ROWS, VOCABULARY_ROWS)
+
+
+def _spec(name: str, shape: tuple[int, ...], partition: Partition) -> ParamSpec:
+    return ParamSpec(name, shape, BFLOAT16, partition)
+
+
+def _layer() -> Iterator[tuple[str, tuple[int, ...], Partition]]:
+    yield "input_layernorm.weight", (HIDDEN,), REPLICATED
+    yield "self_attention.linear_proj.weight", (HIDDEN, HEADS * CHANNELS), ROW
+    yield "self_attention.linear_qkv.weight", ((HEADS + 2 * GROUPS) * CHANNELS, HIDDEN), COLUMN
+    yield "self_attention.q_layernorm.weight", (CHANNELS,), REPLICATED
+    yield "self_attention.k_layernorm.weight", (CHANNELS,), REPLICATED
+    yield "pre_mlp_layernorm.weight", (HIDDEN,), REPLICATED
+    yield "mlp.router.weight", (EXPERTS, HIDDEN), REPLICATED
+    for expert in range(EXPERTS):
+        yield f"mlp.experts.local_experts.{expert}.linear_fc1.weight", (2 * EXPERT_FFN, HIDDEN), GATED
+        yield f"mlp.experts.local_experts.{expert}.linear_fc2.weight", (HIDDEN, EXPERT_FFN), ROW
+
+
+def blueprint(spec: ModelSpec, parallel: ParallelConfig) -> Blueprint:
+    """A checkpoint of that model at some layout."""
+    args = Arguments({"num_experts": EXPERTS, "use_distributed_optimizer": True, "bf16": True})
+    choices = Choices(parallel, PipelineSplit(), VOCABULARY_ROWS, None, "distributed", "derive")
+    chunks = model_chunks(LAYERS, parallel.pp, parallel.vpp, PipelineSplit(), 0)
+    order = [param.name for param in spec.params]
+    return Blueprint("actor", spec, args, choices, chunks, order, _MOMENTS, {})
+
+
+def source_catalog(spec: ModelSpec, parallel: ParallelConfig) -> MegatronCatalog:
+    """What opening such a checkpoint would give, without files."""
+    whole, holders = blueprint(spec, parallel), dict[str, list[Holder]]()
+    for at in file_ranks(parallel):
+        rank = RankLayout(whole, at, "iter_0000001")
+        states = _states(rank)
+        for item in rank.items:
+            name = item.item.name
+            holders.setdefault(name, []).append(Holder(at, rank.params[item.vpp_rank, item.key], states.get(name, {})))
+    return MegatronCatalog("actor", spec, parallel, holders, (MASTER, *_MOMENTS))
+
+
+def _states(rank: RankLayout) -> dict[str, dict[str, StoredTensor]]:
+    params = {item.item.name: rank.params[item.vpp_rank, item.key] for item in rank.items}
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for (member, index), buffer_states in rank.buffer_states.items():
+        for place in rank.local_buffers[member][index].flat.places:
+            param = params[place.name]
+            found[place.name] = {
+                state: StoredTensor(stored.record, place.file_start, param.shape, param.strides)
+                for state, stored in buffer_states.items()
+            }
+    return found
+
+
+def _main() -> None:
+    imports = status("VmHWM") / MIB
+    start = time.perf_counter()
+    spec = model()
+    catalog = source_catalog(spec, SOURCE)
+    made, cpu = time.perf_counter(), time.process_time()
+    whole = blueprint(spec, TARGET)
+    copies = files = wanted = 0
+    for at in file_ranks(TARGET):
+        rank = RankLayout(whole, at, "iter_0000001")
+        for records in (rank.model, rank.distrib):
+            plan = plan_file(records.file, records.entries, catalog)
+            plan.problems.raise_if_any()
+            copies, files = copies + len(plan.copies), files + 1
+            wanted += sum(len(entry.chunks) for entry in records.entries)
+    wall, cpu, memory = time.perf_counter() - made, time.process_time() - cpu, status("VmHWM") / MIB
+    chunks = sum(len(entry.chunks) for name in catalog if (entry := catalog.get(name)) is not None)
+    print(
+        json.dumps(
+            {
+                "wall": wall, "cpu": cpu, "make": made - start, "memory": memory, "imports": imports,
+                "tensors": len(catalog), "chunks": chunks, "copies": copies, "files": files, "wanted": wanted,
+            }
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    _main()

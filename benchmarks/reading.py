@@ -1,0 +1,135 @@
+"""Rows 9, 11, 13: opening, verifying, and the command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_rlhf.convert import ConvertOptions, prepare
+from mcore_rlhf.core.execute import FileRun
+from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.verify.checkpoint import Depth, verify
+from mcore_rlhf.verify.ledger import Ledger
+
+from .checkpoints import Checkpoint, make
+from .measure import Contest, Spread, cold, warm
+from .reshape import reshape
+from .table import Row
+
+
+def row_9(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    checkpoint = make(folder, gigabytes, 2)
+    contest = Contest({"open": lambda: open_checkpoint(checkpoint.root, ReadOptions())}).run(max(rounds, 20), 3)
+    for of in ("wall", "cpu"):
+        spread = [1e3 * figure for figure in contest.spread("open", of).figures]
+        text = f"{min(spread):.3g} / {sorted(spread)[len(spread) // 2]:.3g} / {max(spread):.3g}"
+        yield Row(9, f"open {gigabytes:g} GB, 2 ranks: {of}", sorted(spread)[len(spread) // 2], " ms", 20, 5, text)
+    read = Spread([_from_disk(checkpoint) for _ in range(3)])
+    yield Row(
+        9, "bytes from the disk ÷ bytes of the source, whole reshape, cold", read.median, "×", 1.05, 1.01, str(read)
+    )
+    viewed, needed = _one_rank(checkpoint)
+    yield Row(9, "bytes of pages touched ÷ bytes needed by one rank of TP4", viewed / needed, "×", 1.05, 1.01)
+
+
+def _from_disk(checkpoint: Checkpoint) -> float:
+    """What a whole conversion with all checks reads, with nothing in the page cache."""
+    target = checkpoint.root.parent / "out"
+    shutil.rmtree(target, ignore_errors=True)
+    cold(checkpoint.files)
+    before = _read_bytes()
+    reshape(checkpoint, target, 4)
+    read = _read_bytes() - before
+    shutil.rmtree(target)
+    return read / checkpoint.nbytes
+
+
+def _read_bytes() -> int:
+    with open("/proc/self/io") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+@dataclass
+class _Counting:
+    """The mapped files, and which of their pages were asked for."""
+
+    files: MappedFiles
+    pages: dict[str, set[int]] = field(default_factory=dict)
+
+    def view(self, file: str, byte_offset: int, nbytes: int) -> memoryview:
+        pages = range(byte_offset >> 12, (byte_offset + nbytes + 4095) >> 12)
+        self.pages.setdefault(file, set()).update(pages)
+        return self.files.view(file, byte_offset, nbytes)
+
+    def release(self, file: str, byte_offset: int, nbytes: int) -> None:
+        self.files.release(file, byte_offset, nbytes)
+
+
+class _Nowhere:
+    def write(self, key: str, byte_offset: int, data: memoryview) -> None:
+        pass
+
+
+def _one_rank(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Bytes of all pages that loading one new rank touches, and the bytes of its tensors."""
+    job = prepare(checkpoint.root, ConvertOptions(write=WriteOptions(tp=4)))
+    needed = 0
+    with MappedFiles(checkpoint.root) as files:
+        counting = _Counting(files)
+        for file, plan in job.plans():
+            if "mp_rank_00" in file.path:
+                FileRun(plan, file.layout().records, counting, _Nowhere(), Ledger(())).run()
+                needed += sum(copy.numel * copy.source.dtype.itemsize for copy in plan.copies)
+    return sum(len(pages) << 12 for pages in counting.pages.values()), needed
+
+
+def row_11(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    checkpoint = make(folder, gigabytes, 2)
+    contest = Contest(
+        {"read": lambda: _read(checkpoint), "verify": lambda: _verify(checkpoint, 2)},
+        before=lambda: cold(checkpoint.files),
+    ).run(rounds, 1)
+    ratio = contest.ratio("read", "verify", "wall")
+    yield Row(
+        11, f"speed of verify ÷ cold read (2 threads), {gigabytes:g} GB", ratio.median, "×", 0.9, None, str(ratio), True
+    )
+    warm(checkpoint.files)
+    contest = Contest({"verify": lambda: _verify(checkpoint, 1)}).run(rounds, 1)
+    for of in ("cpu", "wall"):
+        speeds = sorted(checkpoint.nbytes / 1e9 / figure for figure in contest.spread("verify", of).figures)
+        text = f"{speeds[0]:.3g} / {speeds[len(speeds) // 2]:.3g} / {speeds[-1]:.3g}"
+        what = f"verify, warm, one worker, {gigabytes:g} GB: bytes ÷ {of} time"
+        yield Row(11, what, speeds[len(speeds) // 2], " GB/s", 6, 8, text, True)
+
+
+def _read(checkpoint: Checkpoint) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda path: warm([path]), checkpoint.files))
+
+
+def _verify(checkpoint: Checkpoint, workers: int) -> None:
+    verdict = verify(checkpoint.root, ReadOptions(), Depth.FULL, workers)
+    assert verdict.intact, verdict.problems
+
+
+def row_13(folder: Path, rounds: int) -> Iterator[Row]:
+    checkpoint = make(folder, 0.02, 2)
+    commands = {"--help": ["--help"], "inspect of a small checkpoint": ["inspect", str(checkpoint.root)]}
+    contest = Contest({name: lambda line=line: _command(line) for name, line in commands.items()}).run(rounds)
+    for name, bar, stretch in (("--help", 0.3, 0.15), ("inspect of a small checkpoint", 2.5, 1.8)):
+        for of in ("wall", "cpu"):
+            spread = contest.spread(name, of)
+            yield Row(13, f"mcore-rlhf {name}, whole process: {of}", spread.median, " s", bar, stretch, str(spread))
+
+
+def _command(line: list[str]) -> None:
+    environment = {**os.environ, "NO_COLOR": "1"}
+    subprocess.run([sys.executable, "-m", "mcore_rlhf", *line], check=True, capture_output=True, env=environment)
