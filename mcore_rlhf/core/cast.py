@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from .dtype import DType
 
+Words = NDArray[Any]
+"""Elements as unsigned words that hold their bits; numpy cannot say which width at type-checking time."""
 
-def convert(words: np.ndarray, source: DType, target: DType) -> np.ndarray:
+
+def convert(words: Words, source: DType, target: DType) -> Words:
     """Convert elements, given and returned as unsigned words that hold their bits (numpy has no bfloat16).
 
     Args:
@@ -26,7 +32,7 @@ def convert(words: np.ndarray, source: DType, target: DType) -> np.ndarray:
     return result.view(word).numpy()
 
 
-def differing_after_rounding(masters: np.ndarray, params: np.ndarray, master: DType, param: DType) -> int:
+def differing_after_rounding(masters: Words, params: Words, master: DType, param: DType) -> int:
     """Count the elements whose master copy, rounded, is not the parameter, bit for bit; NaN agrees with NaN.
 
     Args:
@@ -43,25 +49,25 @@ def differing_after_rounding(masters: np.ndarray, params: np.ndarray, master: DT
     return int(((rounded != params) & ~both_nan).sum())
 
 
-def as_floats(words: np.ndarray, dtype: DType) -> np.ndarray:
+def as_floats(words: Words, dtype: DType) -> Words:
     """The values of elements as float64, for comparing with a tolerance."""
     import torch
 
     values = torch.from_numpy(_borrowed(words)).view(getattr(torch, dtype.name))
-    result: np.ndarray = values.to(torch.float64, copy=True).numpy()
+    result: Words = values.to(torch.float64, copy=True).numpy()
     return result
 
 
 class _Unlocked:
     """The same memory, said to be writable: torch warns of arrays that are not, even where it only reads."""
 
-    def __init__(self, words: np.ndarray) -> None:
+    def __init__(self, words: Words) -> None:
         self.words = words
         described = words.__array_interface__
         self.__array_interface__ = {**described, "data": (described["data"][0], False)}
 
 
-def _borrowed(words: np.ndarray) -> np.ndarray:
+def _borrowed(words: Words) -> Words:
     """An array that torch takes without a copy, as far as it can; only to be read from."""
     if not words.flags.c_contiguous:
         return np.array(words)

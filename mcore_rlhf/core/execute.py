@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from .cast import convert
+from .cast import Words, convert
 from .catalog import Record
 from .plan import Copy, FilePlan
 from .windows import Window, rows_of, windows
@@ -91,7 +91,7 @@ class FileRun:
     checksums: Checksums
     window_bytes: int = WINDOW_BYTES
     progress: Callable[[int], None] = lambda nbytes: None
-    _buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    _buffer: Words = field(default_factory=lambda: np.empty(0, np.uint8))
 
     def run(self) -> dict[str, int]:
         """Copy everything.
@@ -147,13 +147,13 @@ class FileRun:
                 self._place(copy, window.start, out)
         return out.data.cast("B")
 
-    def _scratch(self, nbytes: int) -> np.ndarray:
+    def _scratch(self, nbytes: int) -> Words:
         """The one buffer of this file, used again and again: fresh memory costs as much as filling it."""
         if len(self._buffer) < nbytes:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
 
-    def _place(self, copy: Copy, window_start: int, out: np.ndarray) -> None:
+    def _place(self, copy: Copy, window_start: int, out: Words) -> None:
         itemsize = copy.source.dtype.itemsize
         at = copy.source.byte_offset + copy.source_start * itemsize
         nbytes = (1 + sum((n - 1) * s for n, s in zip(copy.shape, copy.source_strides, strict=True))) * itemsize
@@ -168,10 +168,10 @@ class FileRun:
         self.source.release(copy.source.file, at, nbytes)
 
 
-def strided(flat: np.ndarray, start: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+def strided(flat: Words, start: int, shape: Sequence[int], strides: Sequence[int]) -> Words:
     """A view of a flat array; ``start`` and ``strides`` in elements."""
     steps = [s * flat.itemsize for s in strides]
-    view: np.ndarray = np.ndarray(shape, flat.dtype, flat, start * flat.itemsize, steps)
+    view: Words = Words(shape, flat.dtype, flat, start * flat.itemsize, steps)
     return view
 
 

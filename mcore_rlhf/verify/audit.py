@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.cast import differing_after_rounding
+from mcore_rlhf.core.cast import Words, differing_after_rounding
 from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
@@ -100,7 +100,7 @@ class Audit:
                 "Either file is damaged or from another step. The weights alone can be converted with --no-optimizer.",
             )
 
-    def _tell(self, record: Record, start: int, copy: Copy, strides: tuple[int, ...], data: np.ndarray) -> None:
+    def _tell(self, record: Record, start: int, copy: Copy, strides: tuple[int, ...], data: Words) -> None:
         """Let the ledger know the checksum of a contiguous range, if it has not seen it."""
         itemsize = record.dtype.itemsize
         offset, nbytes = start * itemsize, copy.numel * itemsize

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.cast import Words
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.execute import WINDOW_BYTES, WORDS, SourceBytes, strided
 from mcore_rlhf.core.plan import Copy
@@ -25,7 +26,7 @@ def bands(copy: Copy, limit_bytes: int = WINDOW_BYTES) -> Iterator[Copy]:
 
 
 @contextmanager
-def values(source: SourceBytes, record: Record, start: int, shape: Shape, strides: Shape) -> Iterator[np.ndarray]:
+def values(source: SourceBytes, record: Record, start: int, shape: Shape, strides: Shape) -> Iterator[Words]:
     """The elements of a strided piece of a record as unsigned words; valid inside the context only."""
     itemsize = record.dtype.itemsize
     at = record.byte_offset + start * itemsize
