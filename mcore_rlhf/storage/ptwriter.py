@@ -90,6 +90,11 @@ class PtWriter:
             raise
         return writer
 
+    @property
+    def open_records(self) -> list[str]:
+        """Keys of the records that have yet to be written, and whose checksums :meth:`finish` wants."""
+        return [name for name in self.members if name not in self._crcs and name != _SERIALIZATION_ID]
+
     def offset(self, key: str) -> int:
         """Where a record starts in the file, in bytes."""
         return self.members[key].data_offset

@@ -1,0 +1,1 @@
+"""Live trainers as sources and targets of checkpoints: one file per framework."""

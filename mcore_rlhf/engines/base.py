@@ -1,0 +1,166 @@
+"""What an engine gives and takes: a live model as files to be written, and a checkpoint prepared to be loaded into it.
+
+An engine knows a framework; it does no input or output of its own while saving and calls no collectives behind the training
+loop's back. :class:`LiveState` is a description: which files, who contributes which bytes of them. The manager copies the
+bytes aside and writes them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from mcore_rlhf.formats.report import Report
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Bytes of a live tensor that this rank puts into a record of a file.
+
+    Args:
+        label: What all contributors call the record; see :attr:`LiveFile.labels`.
+        byte_offset: Where they go, from the record's own start.
+        tensor: A contiguous tensor on any device, of any dtype; all of its elements are written, as they lie in memory.
+    """
+
+    label: str
+    byte_offset: int
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it contributes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveFile:
+    """A ``.pt`` file to which this rank contributes.
+
+    Args:
+        path: Relative to the role's folder, with ``/``; equal on all ranks that contribute.
+        writers: Global ranks that contribute, in any order after the first, which lays the file out and completes it.
+        segments: What this rank contributes. What nobody contributes reads as zeros.
+        tree: Only on the first writer: what the file holds, with :class:`~mcore_rlhf.storage.stored.StoredTensor` for what
+            segments fill (their records' ``file`` is :attr:`path`), and small real tensors as they are. Nothing in it may
+            change later: containers are copies.
+        labels: Only on the first writer: label → key of the record in the tree (``data/0``). A label that is not listed is
+            the key itself.
+    """
+
+    path: str
+    writers: tuple[int, ...]
+    segments: Sequence[Segment]
+    tree: object = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveState:
+    """A live model as one rank sees it, ready to be copied aside and written.
+
+    Args:
+        format: Name of the format that its files have: ``megatron``, ``torch``.
+        parallel: How the model is cut, for people: ``TP2×PP2×DP1``.
+        files: Those that this rank contributes to.
+        texts: Small files and their content, given by the first rank of the role's world only.
+    """
+
+    format: str
+    parallel: str
+    files: tuple[LiveFile, ...]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What is to be loaded.
+
+    Args:
+        folder: The role's folder in a step: ``global_step_50/actor``.
+        role: Whose model it is.
+        step: The step, where the folder holds several.
+        optimizer: Whether the optimizer is restored; without it only weights are.
+    """
+
+    folder: Path
+    role: str
+    step: int | None = None
+    optimizer: bool = True
+
+
+class PreparedLoad(Protocol):
+    """A load of which everything has been checked on this rank, and nothing has been done."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that this rank will read; their checksums are verified before :meth:`apply`."""
+        ...
+
+    @property
+    def report(self) -> Report:
+        """What is kept, derived, changed and lost."""
+        ...
+
+    def apply(self) -> None:
+        """Overwrite the live model. Called on all ranks, or on none."""
+        ...
+
+
+class Engine(Protocol):
+    """A live trainer: model, optimizer, scheduler of one role.
+
+    All methods are called on every rank of the role's world, in the same order.
+    """
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the role's world; the first gives what belongs to all."""
+        ...
+
+    @property
+    def layout(self) -> str:
+        """How the model is cut. RNG states of a rank are kept where it is the same: ``TP2×PP1×DP4``."""
+        ...
+
+    def live(self, step: int) -> LiveState:
+        """Describe what is to be saved; no byte of a tensor is copied yet."""
+        ...
+
+    def prepare_load(self, request: LoadRequest) -> PreparedLoad:
+        """Open a checkpoint, check that it fits and plan the load. No live tensor is changed, nothing is collective.
+
+        Raises:
+            CheckpointError: It does not fit: all differences, with shapes.
+        """
+        ...
+
+
+@runtime_checkable
+class HasRng(Protocol):
+    """An engine whose framework keeps random states of its own, such as Megatron's tracker."""
+
+    def rng_states(self) -> dict[str, torch.Tensor]:
+        """This rank's states by name: ``model-parallel-rng`` → uint8, on the CPU; copies."""
+        ...
+
+    def set_rng_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Restore what :meth:`rng_states` gave."""
+        ...
+
+    def derived_rng(self, first: Mapping[str, object], step: int) -> Mapping[str, object]:
+        """Random states of this rank for a layout that is not the one saved.
+
+        Args:
+            first: What was saved of rank 0: ``python``, ``numpy``, ``torch``, ``cuda`` and ``tracker``.
+            step: The step that was loaded.
+
+        Returns:
+            The same fields for this rank. Equal where the framework wants them equal (within a tensor-parallel group).
+        """
+        ...
