@@ -12,6 +12,7 @@ from mcore_rlhf import __version__
 from mcore_rlhf.errors import UsageError
 
 from . import options as o
+from . import run_commands
 from .guard import GuardedGroup
 
 app = typer.Typer(
@@ -229,3 +230,7 @@ def demo(
     typer.echo("\n".join(table(report)))
     if not report.passed:
         raise typer.Exit(1)
+
+
+for _command, _summary in run_commands.COMMANDS:
+    app.command(short_help=_summary)(_command)

@@ -1,0 +1,1 @@
+"""Saving and resuming a whole RLHF run: every model, the data, the random states, in one commit."""

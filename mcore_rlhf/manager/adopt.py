@@ -1,0 +1,227 @@
+"""Adopting a step of another trainer: everything in it is checked, then it gets a manifest, and with that it is committed.
+
+Source of the layout that is met most: RLinf ``rlinf/runners/reasoning_runner.py``, ``_save_checkpoint``: folders ``actor`` and
+``critic`` as Megatron writes them, with the global step as iteration, and ``data/data.pt``, a ``StatefulDataLoader``'s state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, UsageError
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.formats.registry import detect
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
+from mcore_rlhf.storage.paths import cannot_open, inside
+from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.publish import sync_tree
+from mcore_rlhf.storage.staging import new_transaction
+from mcore_rlhf.verify.checkpoint import Depth, verify
+
+from . import steps
+from .atomic import write_text
+from .quarantine import NOTE
+from .steps import MANIFEST
+
+Progress = Callable[[int], None]
+_STATE_FOLDERS = ("data", "rlhf", "rng")
+_Signature = dict[str, tuple[int, int]]
+"""Length and time of change of every file, to notice a step that is still being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """How a step is adopted.
+
+    Args:
+        options: How the models are read: rules for parameters, pickled classes that may become stubs.
+        depth: How deep the models are verified: at least every record's checksum.
+        workers: Threads that verify.
+        progress: Called with the number of bytes just read; every file is read twice.
+    """
+
+    options: ReadOptions = field(default_factory=ReadOptions)
+    depth: Depth = Depth.FULL
+    workers: int = 2
+    progress: Progress = lambda nbytes: None
+
+
+def adopt(folder: Path, how: Adoption | None = None) -> Manifest:
+    """Verify a step that has no manifest, and write one. Nothing else in the folder is touched.
+
+    Args:
+        folder: The step's folder, ``global_step_N``.
+        how: Options; None for the defaults.
+
+    Returns:
+        The manifest: the one that is there where the step was committed already.
+
+    Raises:
+        NotACheckpoint: There is no such step, or no model in it whose format is known.
+        UsageError: The folder is not named as a step.
+        CheckpointError: Something in it is damaged; everything that is gets named, and nothing is written.
+        StorageError: It cannot be read or written.
+    """
+    how = how or Adoption()
+    step = _step_number(folder)
+    if steps.is_committed(folder):
+        return steps.read_manifest(folder)
+    if os.path.lexists(folder / MANIFEST):
+        raise Corrupt(f"{folder}: has a manifest already, but {_why(folder)}\nOnly a step without one can be adopted.")
+    before = _signature(folder)
+    parts = _verified_models(folder, step, how)
+    _check_states(folder, before, how.options.stubs)
+    files = {name: FileEntry(nbytes, crc_of_file(folder / name, how.progress)) for name, (nbytes, _) in before.items()}
+    if _signature(folder) != before:
+        raise Incomplete(
+            f"{folder}: was changed while it was read; is it still being written?\nTry again when it is not."
+        )
+    manifest = Manifest(
+        files,
+        step=step,
+        transaction=new_transaction(),
+        parts=tuple(parts),
+        provenance=provenance(adopted=True),
+        report={"metrics": {}, "verified": how.depth.value},
+    )
+    try:
+        sync_tree(folder)  # whoever wrote it need not have waited for the disk
+    except OSError as error:
+        raise cannot_open(error, folder) from error
+    write_text(folder / MANIFEST, manifest.to_json())
+    return manifest
+
+
+def _step_number(folder: Path) -> int:
+    if not folder.is_dir():
+        raise NotACheckpoint(f"{folder}: there is no such folder")
+    step = steps.step_of(folder)
+    if step is None:
+        raise UsageError(
+            f"{folder}: a step's folder is called global_step_N\n"
+            "Give the folder that holds actor/ and data/; rename it first if need be."
+        )
+    return step
+
+
+def _why(folder: Path) -> str:
+    found = [step.why for step in steps.listed(folder.parent) if step.path.name == folder.name]
+    return found[0] if found and found[0] else "it does not fit the files"
+
+
+def _signature(folder: Path) -> _Signature:
+    """Every file below, but for our own notes.
+
+    Raises:
+        Untrusted: A symbolic link leads out of the folder: then the files are not the step's own.
+        StorageError: A folder cannot be read.
+    """
+    found: _Signature = {}
+    try:
+        for parent, folders, names in os.walk(folder, onerror=_raise):
+            for name in (*folders, *names):
+                path = Path(parent, name)
+                relative = path.relative_to(folder).as_posix()
+                stat = inside(folder, relative, follow_links=False).stat()
+                if name in names and relative not in (MANIFEST, NOTE) and ".tmp-" not in name:
+                    found[relative] = (stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise cannot_open(error, Path(error.filename or folder)) from error
+    return dict(sorted(found.items()))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _verified_models(folder: Path, step: int, how: Adoption) -> list[dict[str, object]]:
+    """The parts of a step, each of which was verified.
+
+    Raises:
+        NotACheckpoint: It has none.
+        CheckpointError: One of them is damaged.
+    """
+    problems, parts = Problems(), list[dict[str, object]]()
+    for role, place in _models(folder):
+        try:
+            parts.append(_verified(role, place, step, how, problems))
+        except CheckpointError as error:
+            problems.add_error(error)
+    problems.raise_if_any()
+    return parts
+
+
+def _models(folder: Path) -> list[tuple[str, Path]]:
+    """Roles and the folders of their models; a step that is itself a model is the actor's.
+
+    Raises:
+        NotACheckpoint: There is none, or one in a format that is not known.
+    """
+    if _is_known(folder):
+        return [("actor", folder)]
+    children = [child for child in sorted(folder.iterdir()) if child.is_dir() and child.name not in _STATE_FOLDERS]
+    unknown = [child for child in children if steps.looks_foreign(child) and not _is_known(child)]
+    if unknown:
+        detect(unknown[0])  # raises, and says which formats are known
+    models = [(child.name, child) for child in children if _is_known(child)]
+    if not models:
+        raise NotACheckpoint(
+            f"{folder}: no model in a format that is known; expected folders such as actor/ and critic/"
+        )
+    return models
+
+
+def _is_known(folder: Path) -> bool:
+    try:
+        detect(folder)
+    except NotACheckpoint:
+        return False
+    return True
+
+
+def _verified(role: str, place: Path, step: int, how: Adoption, problems: Problems) -> dict[str, object]:
+    verdict = verify(place, replace(how.options, role=role), how.depth, how.workers, how.progress)
+    problems.extend(verdict.problems.found)
+    source = verdict.source
+    if source is None:
+        return {}
+    if source.state.iteration != step:
+        problems.add(
+            LayoutMismatch,
+            f"{place}: is of iteration {source.state.iteration}, but the folder is {place.parent.name}",
+            "The two must agree, or training would go on at the wrong step; rename the folder if its name is wrong.",
+        )
+    return {"role": role, "format": source.format, "parallel": str(source.parallel)}
+
+
+def _check_states(folder: Path, files: Collection[str], stubs: tuple[str, ...]) -> None:
+    """Check what is not a model: sampler, RLHF state, RNG.
+
+    Raises:
+        CheckpointError: One of the files is damaged, or would run code.
+    """
+    problems = Problems()
+    for name in files:
+        if name.partition("/")[0] not in _STATE_FOLDERS:
+            continue
+        try:
+            _check_state(folder, name, stubs)
+        except CheckpointError as error:
+            problems.add_error(error)
+    problems.raise_if_any()
+
+
+def _check_state(folder: Path, name: str, stubs: tuple[str, ...]) -> None:
+    if name.endswith(".pt"):
+        directory = read_pt(folder, name, stubs=stubs).directory
+        for member in directory.members:
+            directory.read(member)  # checks its CRC
+    elif name.endswith(".json"):
+        try:
+            json.loads((folder / name).read_bytes())
+        except ValueError as error:
+            raise Corrupt(f"{folder / name}: is not valid JSON: {error}") from error
