@@ -1,0 +1,220 @@
+"""The checkpoint manager: one object that saves and resumes a whole RLHF run, used by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.formats.report import Report
+
+from .components import Components, Data, Role, components
+from .crew import Crew
+from .decisions import Decisions
+from .events import Reporter
+from .loading import together
+from .resume import Resume, Resumer
+from .retention import clean_up
+from .root import RootLock, open_root
+from .saving import Saver
+from .settings import ManagerOptions
+from .state import RlhfState
+from .world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A step that was loaded.
+
+    Args:
+        step: Steps that are done; the next one is ``step + 1``.
+        path: Where it was loaded from.
+        report: What was kept, derived, changed and lost.
+    """
+
+    step: int
+    path: Path
+    report: Report
+
+
+class CheckpointManager:
+    """Saves and resumes a whole run: models with their optimizers, data, RLHF state, random states, in one commit.
+
+    Every rank makes one, with the same arguments, and every rank makes the same calls; :meth:`save`, :meth:`maybe_save`,
+    :meth:`load`, :meth:`wait` and :meth:`close` are collective. Use it as a context manager, or call :meth:`close`.
+
+    Args:
+        root: Folder of all steps, on a file system that all ranks share: ``output_dir/experiment_name/checkpoints``.
+        roles: An engine, a ``torch.nn.Module`` or anything with ``state_dict`` by role (``actor``, ``critic``, ``reward``,
+            ``reference``), or a single one, which becomes ``actor``.
+        data: The :class:`~.sampler.PromptSampler`, or any loader with ``state_dict``.
+        state: The RLHF state.
+        options: When to save, what to keep, and so on.
+
+    Raises:
+        StorageError: The root cannot be written, not all ranks see it, or another run saves there. On every rank.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        roles: Mapping[str, Role] | Role,
+        *,
+        data: Data | None = None,
+        state: RlhfState | None = None,
+        options: ManagerOptions | None = None,
+    ) -> None:
+        self.root = Path(root).absolute()
+        self.options = options or ManagerOptions()
+        self.parts: Components = components(roles, data, state)
+        self.world = World.current(self.options.timeout)
+        self.crew = Crew(self.world, self.options.worlds)
+        self.reporter = Reporter(self.world.rank, self.options.on_event, self.options.tensorboard)
+        self.stopping = False
+        """Whether a signal asked the run to end; :meth:`maybe_save` has saved, and the loop should leave."""
+        self._decisions = Decisions(self.world, self.options)
+        self._saver = Saver(self.root, self.parts, self.crew, self.options, self.reporter, self._decisions.clock)
+        self._lock: RootLock | None = None
+        self._closed = False
+        if not self.options.read_only:
+            self._open()
+        self._decisions.listen()
+
+    def _open(self) -> None:
+        open_root(self.root, self.world)
+        together(self.crew, f"opening {self.root}", self._take_root)
+
+    def _take_root(self) -> None:
+        if self.crew.coordinates:
+            self._lock = RootLock(self.root)
+            for line in clean_up(self.root):
+                self.reporter.say("clean", None, line)
+
+    def save(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        blocking: bool | None = None,
+        transaction: str | None = None,
+    ) -> None:
+        """Save everything as it is now, as ``global_step_<step>``.
+
+        Returns when the live state has been copied aside; the rest happens behind training, unless ``blocking``. An error of
+        that part is raised by the next :meth:`save`, :meth:`wait` or :meth:`close`.
+
+        Args:
+            step: Training steps that are done; also Megatron's ``iteration``.
+            metrics: Numbers to keep with it, for retention of the best.
+            blocking: Whether to return only once it is committed; by default as the options say.
+            transaction: An id that all worlds are given, where several save together.
+
+        Raises:
+            CheckpointError: This save, or the one before it, failed; on every rank. Older steps are untouched.
+        """
+        self._check_usable(step)
+        self._saver.save(step, metrics, self._blocking(blocking), transaction)
+
+    def _blocking(self, asked: bool | None) -> bool:
+        return not self.options.asynchronous if asked is None else asked
+
+    def maybe_save(self, step: int, metrics: Mapping[str, float] | None = None, *, last: bool = False) -> str | None:
+        """Save if a policy wants it, on all ranks or on none: a signal at any one rank counts for all.
+
+        Args:
+            step: Training steps that are done.
+            metrics: See :meth:`save`.
+            last: Whether this was the last step.
+
+        Returns:
+            Why it was saved; None where it was not. After a signal the save is complete, and :attr:`stopping` is true.
+        """
+        decided = self._decisions.at(step, last)
+        self.stopping = self.stopping or decided.stop
+        if decided.reason is not None:
+            self.save(step, metrics, blocking=True if decided.stop or last else None)
+        return decided.reason
+
+    def load(
+        self, which: str | int | Path | None = "auto", *, must_exist: bool = False, optimizer: bool = True
+    ) -> Resumed | None:
+        """Restore everything, in place.
+
+        All ranks check what they will read, and agree, before the first live tensor is overwritten.
+
+        Args:
+            which: ``auto``: the newest committed step of the root that is intact; damaged ones are skipped with a line that
+                says why. A number: that step of the root. A path: that step, or a single model in any format that is read.
+                ``None`` or ``none``: nothing.
+            must_exist: Whether finding nothing is an error; it always is for a number or a path.
+            optimizer: Whether optimizers are restored, or weights only.
+
+        Returns:
+            What was loaded; None where there is nothing to resume.
+
+        Raises:
+            CheckpointError: It does not exist, is damaged, or does not fit the run; the live state is as before. On every rank.
+        """
+        self.wait()
+        self.world.meet("load")
+        resumer = Resumer(self.root, self.parts, self.crew, self.options, self.reporter, optimizer)
+        found = resumer.load(Resume.parse(which), must_exist)
+        if found is None:
+            return None
+        return Resumed(found.step, found.folder, found.report)
+
+    def wait(self) -> None:
+        """Wait until the last save is committed.
+
+        Raises:
+            CheckpointError: It failed; on every rank. Raised once.
+        """
+        self._saver.wait()
+
+    def reserve(self) -> None:
+        """Make the host memory that an asynchronous save needs, so that the first one is as quick as the others."""
+        self._saver.reserve()
+
+    def close(self) -> None:
+        """Finish the last save, and let go of everything.
+
+        Raises:
+            CheckpointError: That save failed; on every rank.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._let_go()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._saver.end_alone()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self._saver.close()
+        self._decisions.close()
+        self.reporter.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _check_usable(self, step: int) -> None:
+        if self._closed or self.options.read_only:
+            raise UsageError("this manager is closed, or only reads")
+        if type(step) is not int or step < 0:
+            raise UsageError(f"step should be a whole number from 0 on, found {step!r}")
+
+
+__all__ = ["CheckpointManager", "ManagerOptions", "Resumed"]

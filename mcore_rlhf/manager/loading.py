@@ -1,0 +1,231 @@
+"""Loading one step: everything is opened, checked and agreed on by all ranks before the first live value changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.manifest import Manifest, crc_of_file
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.torchzip import read_directory
+
+from .components import Components
+from .crew import Crew
+from .rng import FILE as RNG_FILE
+from .rng import Policy, RngKeeper, RngState
+from .snapshot import DATA_FILE, STATE_FILE
+from .state import RlhfState
+from .steps import MANIFEST
+
+T = TypeVar("T")
+_WINDOW = 1 << 20
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """A step on its way into a run, on one rank.
+
+    Args:
+        folder: The step's folder, or a single model's.
+        step: Its number, as far as it is known.
+        parts: What the run consists of.
+        crew: All ranks.
+        rng: What happens to random states where the layout is another one.
+        optimizer: Whether optimizers are restored.
+    """
+
+    folder: Path
+    step: int
+    parts: Components
+    crew: Crew
+    rng: Policy
+    optimizer: bool = True
+    report: Report = field(default_factory=Report)
+    manifest: Manifest | None = None
+    _models: dict[str, PreparedLoad] = field(default_factory=dict)
+    _files: list[Path] = field(default_factory=list)
+    _rng: RngState | None = None
+    _data: dict[str, object] | None = None
+    _state: tuple[str, dict[str, object]] | None = None
+
+    def prepare(self) -> None:
+        """Open everything and compare it with the run; nothing is changed.
+
+        Raises:
+            CheckpointError: All that does not fit, in one error.
+        """
+        if (self.folder / MANIFEST).is_file():
+            self.manifest = Manifest.read(self.folder / MANIFEST)
+        problems = Problems()
+        self._note_roles(problems)
+        for role in self.parts.roles:
+            self._collect(problems, partial(self._prepare_role, role))
+        for prepare in (self._prepare_state, self._prepare_data, self._prepare_rng):
+            self._collect(problems, prepare)
+        problems.raise_if_any()
+
+    def _collect(self, problems: Problems, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            problems.add_error(error)
+
+    def role_folder(self, role: str) -> Path:
+        """Where a role's files are: a single model may also lie in the folder itself."""
+        below = self.folder / role
+        alone = len(self.parts.roles) == 1 and self.manifest is None and not below.is_dir()
+        return self.folder if alone else below
+
+    def _note_roles(self, problems: Problems) -> None:
+        saved = {str(part["role"]) for part in self.manifest.parts} if self.manifest else set(self.parts.roles)
+        missing = [role for role in self.parts.roles if role not in saved or not self.role_folder(role).is_dir()]
+        if missing:
+            there = ", ".join(sorted(saved - set(missing))) or "none"
+            problems.add(
+                Incomplete,
+                f"{self.folder}: the run has the roles {', '.join(self.parts.roles)}; the step lacks {', '.join(missing)}",
+                f"The step has: {there}. Resume from another step, or build the run without these roles.",
+            )
+        for role in sorted(saved - set(self.parts.roles)):
+            self.report.add(Fate.NOTE, f"{role}: is in the step, and the run has no such role; it is not loaded")
+
+    def _prepare_role(self, role: str) -> None:
+        folder = self.role_folder(role)
+        if not folder.is_dir():
+            return
+        prepared = self.parts.roles[role].prepare_load(LoadRequest(folder, role, self.step or None, self.optimizer))
+        self._models[role] = prepared
+        self._files += prepared.files
+        self.report.extend((fate, f"{role}: {text}") for fate, text in prepared.report.lines)
+
+    def _prepare_state(self) -> None:
+        path = self.folder / STATE_FILE
+        if self.parts.state is None:
+            return
+        if not path.is_file():
+            self.report.add(
+                Fate.LOST, "RLHF state: the step has none; counters, KL coefficient and statistics start anew"
+            )
+            return
+        text = path.read_text(encoding="utf-8")
+        tensors = {}
+        for file in sorted(path.parent.glob("*.pt")):
+            pt = read_pt(path.parent, file.name)
+            tensors[file.stem] = pt.materialize(pt.tree)
+            self._files.append(file)
+        RlhfState.from_json(text, str(path), tensors)
+        self._state = text, tensors
+        self._files.append(path)
+        self.report.add(Fate.KEPT, "RLHF state")
+
+    def _prepare_data(self) -> None:
+        path = self.folder / DATA_FILE
+        if self.parts.data is None:
+            return
+        if not path.is_file():
+            self.report.add(Fate.LOST, "data: the step has no data sampler; prompts start from the beginning")
+            return
+        pt = read_pt(path.parent, path.name)
+        self._data = pt.materialize(pt.tree)
+        self._files.append(path)
+        self.report.add(Fate.KEPT, "data sampler")
+
+    def _prepare_rng(self) -> None:
+        path = self.folder / RNG_FILE
+        if not path.is_file():
+            self.report.add(
+                Fate.LOST, "random states: the step has none of every rank; those of this run are left as they are"
+            )
+            return
+        pt = read_pt(path.parent, path.name)
+        keeper = self._keeper()
+        self._rng = keeper.chosen(pt.materialize(pt.tree), str(path), self.step, self.report)
+        self._files.append(path)
+
+    def _keeper(self) -> RngKeeper:
+        return RngKeeper(self.crew.index, len(self.crew.names), self.parts.layout, self.parts.rng, self.rng)
+
+    def check_bytes(self, share: int, shares: int) -> None:
+        """Verify this rank's share of the checksums of everything that any rank will read.
+
+        Args:
+            share, shares: Which share, of how many.
+
+        Raises:
+            CheckpointError: Bytes are damaged; all damaged files are named.
+        """
+        wanted = sorted({str(file) for files in self.crew.world.gathered(self._files) for file in files})
+        problems = Problems()
+        for path in wanted[share::shares]:
+            self._collect(problems, partial(self._check_file, Path(path)))
+        problems.raise_if_any()
+
+    def _check_file(self, path: Path) -> None:
+        entry = self.manifest.files.get(path.relative_to(self.folder).as_posix()) if self.manifest else None
+        if entry is None and self.manifest is None and path.suffix == ".pt":
+            return check_records(path)
+        if entry is None:
+            return None
+        found = crc_of_file(path)
+        if found != entry.crc32:
+            raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
+        return None
+
+    def apply_small(self) -> None:
+        """Data and RLHF state: they refuse what does not fit before they change."""
+        if self._data is not None and self.parts.data is not None:
+            self.parts.data.load_state_dict(self._data)
+        if self._state is not None and self.parts.state is not None:
+            text, tensors = self._state
+            self.parts.state.load_from(text, tensors, str(self.folder / STATE_FILE))
+
+    def apply(self) -> None:
+        """The models, then the random states: nothing may draw from them any more."""
+        for prepared in self._models.values():
+            prepared.apply()
+        self._keeper().restore(self._rng)
+
+
+def check_records(path: Path) -> None:
+    """Verify the checksums that a ``.pt`` file carries itself, where no manifest says what it should be.
+
+    Raises:
+        Corrupt: A record is damaged; it is named.
+    """
+    directory = read_directory(path)
+    if not directory.checksummed:
+        return
+    with MappedFiles(path.parent) as files:
+        for member in directory.members.values():
+            crc = 0
+            for at in range(member.byte_offset, member.byte_offset + member.nbytes, _WINDOW):
+                count = min(_WINDOW, member.byte_offset + member.nbytes - at)
+                crc = crc32(files.view(path.name, at, count), crc)
+                files.release(path.name, at, count)
+            directory.check(member, crc)
+
+
+def together(crew: Crew, what: str, action: Callable[[], T]) -> T:
+    """Do something on every rank; if it fails on one, it fails on all.
+
+    Raises:
+        CheckpointError: This rank's own error, or that of the first rank that has one.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except OSError as failure:
+        error = StorageError(f"{what}: {failure}")
+    except Exception as failure:  # whatever it is, the others must not wait for this rank
+        error = failure
+    crew.world.raise_together(error, what)
+    return result  # type: ignore[return-value]

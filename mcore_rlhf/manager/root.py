@@ -1,0 +1,165 @@
+"""The folder of all steps: seen by every rank, written by one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_rlhf.errors import CheckpointError, StorageError
+from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.staging import new_transaction
+
+from .world import World
+
+LOCK = ".mcore_rlhf.lock"
+_PROBE = ".probe-"
+_OURS = (f"{_PROBE}*", ".*.tmp-*")
+"""Small files that are there for a moment only: probes, and text that is about to be renamed."""
+_PATIENCE_S = 10.0
+"""A network file system may show a new file to other hosts only after a while."""
+
+
+class RootLock:
+    """Says that a run writes into a root; let go when the process dies, in whatever way.
+
+    Args:
+        root: The folder of all steps.
+
+    Raises:
+        StorageError: Another run has it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        path = root / LOCK
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise storage_error(error, path, "open") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(self._fd)
+            os.close(self._fd)
+            raise StorageError(
+                f"{root}: another run saves here: {owner}\n"
+                "Give this run another output_dir or experiment_name, or end the other one."
+            ) from None
+        except OSError:
+            pass  # no locks on this file system
+        os.register_at_fork(after_in_child=_letting_go(self))
+        with suppress(OSError):  # on a full disk it does not say who it is, and still holds
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, _about_me(), 0)
+
+    def release(self) -> None:
+        """Let go. The file stays: removing it would let two others hold one each."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _letting_go(lock: RootLock) -> Callable[[], None]:
+    """A data loader's worker that outlives a killed trainer must not keep the next run out."""
+    held = weakref.ref(lock)
+
+    def let_go() -> None:
+        if (lock := held()) is not None:
+            lock.release()
+
+    return let_go
+
+
+def _about_me() -> bytes:
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode()
+
+
+def remove_unguarded(root: Path) -> list[str]:
+    """Remove what dead runs left without a lock file; only for the holder of the :class:`RootLock`.
+
+    That are probes, half-written text, and half-written steps whose rename the disk lost although it had said that it was done.
+
+    Returns:
+        What was done, one line each.
+    """
+    done = []
+    for path in sorted([path for pattern in _OURS for path in root.glob(pattern)] + _unguarded_steps(root)):
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            done.append(f"removed {path}: it was left behind")
+        except OSError as error:
+            done.append(f"could not remove {path}: {error}")
+    return done
+
+
+def _unguarded_steps(root: Path) -> list[Path]:
+    """Folders of transactions whose lock, made first and removed last, is not there."""
+    found = root.glob(".global_step_*.partial-*")
+    return [path for path in found if not path.with_name(path.name.replace(".partial-", ".lock-", 1)).exists()]
+
+
+def _owner(fd: int) -> str:
+    try:
+        about = json.loads(os.pread(fd, 4096, 0))
+        return f"process {about['pid']} on {about['host']}, since {about['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that did not say who it is"
+
+
+def open_root(root: Path, world: World) -> None:
+    """Make the root, and see that every rank sees it and may write there. Collective.
+
+    Raises:
+        StorageError: Not so; the ranks and hosts are named. Raised on every rank.
+    """
+    name = world.from_first(f"{_PROBE}{new_transaction()}")
+    error: CheckpointError | None = None
+    if world.coordinates:
+        error = _caught(lambda: _touch(root, name))
+    world.raise_together(error, f"writing into {root}")
+    seen = _appears(root / name)
+    error = _caught(lambda: _touch(root, f"{name}-{world.rank}")) if seen else None
+    answers = world.gathered((seen, socket.gethostname()))
+    for path in [root / f"{name}-{world.rank}", *([root / name] if world.coordinates else [])]:
+        with suppress(OSError):  # it may not be there, or on another disk
+            path.unlink(missing_ok=True)
+    world.raise_together(error, f"writing into {root}")
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(answers) if not sees]
+    if blind:
+        raise StorageError(
+            f"{root}: written by rank 0 on {answers[0][1]}, and not seen by {', '.join(blind)}\n"
+            "All ranks must share one file system for checkpoints: choose an output_dir on it."
+        )
+
+
+def _touch(root: Path, name: str) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    except OSError as error:
+        raise storage_error(error, root / name, "write") from error
+
+
+def _caught(action: Callable[[], None]) -> CheckpointError | None:
+    try:
+        action()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + _PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

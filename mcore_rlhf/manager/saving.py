@@ -1,0 +1,157 @@
+"""Saving one step after another: the part that training waits for, and the one that goes on behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from mcore_rlhf.errors import CheckpointError, StorageError, UsageError
+
+from . import retention, steps
+from .background import Background
+from .components import Components
+from .crew import Crew
+from .events import Reporter
+from .loading import together
+from .mailbox import Stopped
+from .policies import SaveClock
+from .save_job import SaveJob
+from .settings import ManagerOptions
+from .snapshot import Snapshot, aside, described
+from .staging import HostStaging
+from .transaction import Transaction, new_transaction
+
+
+@dataclass(slots=True)
+class Saver:
+    """Saves steps on one rank; all ranks call its methods alike.
+
+    Args:
+        root: The folder of all steps.
+        parts: What the run consists of.
+        crew: All ranks.
+        options: The manager's.
+        reporter: Hears of what is done.
+        clock: Measures saves for the policies.
+    """
+
+    root: Path
+    parts: Components
+    crew: Crew
+    options: ManagerOptions
+    reporter: Reporter
+    clock: SaveClock
+    _staging: HostStaging = field(default_factory=HostStaging)
+    _background: Background = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._background = Background(f"the save into {self.root}")
+
+    def save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
+        """See :meth:`~.checkpoint_manager.CheckpointManager.save`."""
+        self._finish_previous(step)
+        started = time.monotonic()
+        self.clock.save_started()
+        self.crew.world.meet(f"save step {step}")
+        opened = self._opened(step, transaction)
+        copied_at = time.monotonic()
+        try:
+            snapshot = together(self.crew, f"saving step {step}", partial(self._snapshot, step, blocking))
+        except BaseException:
+            opened.abort()
+            raise
+        now = time.monotonic()
+        stall, copying = now - started, now - copied_at
+        self.reporter.say(
+            "save", step, stall_s=stall, copy_s=copying, bytes=snapshot.nbytes, world=self.crew.world.size
+        )
+        report = {"metrics": dict(metrics or {}), "stall_seconds": stall, "step_seconds": self.clock.step_seconds}
+        job = SaveJob(
+            opened, self.crew, self.parts, snapshot, self.reporter, report, self.options.provenance, partial(self._after, step)
+        )  # fmt: skip
+        self._background.start(partial(self._run, job))
+        if blocking:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the last save; its error is raised on all ranks: the cause, rather than that somebody else failed."""
+        error = self._background.join()
+        told = None if error is None else (isinstance(error, Stopped), type(error), str(error))
+        causes = [found for found in self.crew.world.gathered(told) if found is not None]
+        if not causes:
+            return
+        if error is not None and not isinstance(error, Stopped):
+            raise error
+        _, kind, text = min(causes, key=lambda cause: cause[0])
+        if issubclass(kind, CheckpointError):
+            raise kind(text) from error
+        raise StorageError(f"saving failed: {kind.__name__}: {text}") from error
+
+    def end_alone(self) -> None:
+        """Wait for this rank's part of the last save, without the other ranks: they may not come."""
+        error = self._background.join()
+        if error is not None:
+            self.reporter.say("failed", None, f"while another error was on its way: {error}")
+
+    def reserve(self) -> None:
+        """Make the host memory that an asynchronous save needs."""
+        self._staging.reserve(described(self.parts, self.crew, 0).files)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._background.close()
+        self._staging.free()
+
+    def _finish_previous(self, step: int) -> None:
+        """Wait for the save before, or refuse; on all ranks alike."""
+        if self.options.on_busy == "refuse":
+            (busy,) = self.crew.world.any_flags([self._background.busy])
+            if busy:
+                raise StorageError(
+                    f"step {step} is not saved: the one before is still being written\n"
+                    "Save less often (mcore-rlhf interval computes how often), or let it wait (on_busy='wait')."
+                )
+        self.wait()
+
+    def _opened(self, step: int, transaction: str | None) -> Transaction:
+        """The step's transaction, opened on the rank that commits."""
+        if self.crew.is_split and transaction is None:
+            raise UsageError("several worlds save together: give all of them the same transaction id")
+        identity = self.crew.world.from_first(transaction or new_transaction())
+        opened = Transaction(self.root, step, identity, self.crew.me, self.options.timeout, self.options.fsync)
+
+        def open_it() -> None:
+            if self.crew.coordinates:
+                for line in opened.open(_replaceable):
+                    self.reporter.say("clean", step, line)
+
+        together(self.crew, f"saving step {step}", open_it)
+        return opened
+
+    def _snapshot(self, step: int, blocking: bool) -> Snapshot:
+        """A blocking save needs no copy: nothing runs while it is written."""
+        snapshot = described(self.parts, self.crew, step)
+        return snapshot if blocking else aside(snapshot, self._staging)
+
+    def _run(self, job: SaveJob) -> None:
+        started = time.monotonic()
+        job.run()
+        self.clock.save_took(time.monotonic() - started)
+
+    def _after(self, step: int) -> None:
+        """What the coordinator does behind training once a step is committed."""
+        folder = steps.step_folder(self.root, step)
+        for export in self.options.exports:
+            if export.wants(step):
+                self.reporter.say("export", step, str(export.run(folder)))
+        if self.options.keep is not None:
+            for gone in retention.apply(self.root, retention.plan_deletions(self.root, self.options.keep, {step})):
+                self.reporter.say("delete", gone.step, gone.reason, bytes=gone.nbytes)
+
+
+def _replaceable(folder: Path) -> bool:
+    """A step of ours may be saved again, and replaces what it was; another trainer's is never replaced."""
+    return any(step.path == folder and step.state != "foreign" for step in steps.listed(folder.parent))

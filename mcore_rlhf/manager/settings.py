@@ -1,0 +1,56 @@
+"""How a manager works: when to save, what to keep, whether training waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from .crew import Worlds
+from .events import Hook
+from .export import Export
+from .policies import AnyOf, Deadline, SavePolicy
+from .retention import Retention
+from .rng import Policy as RngPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOptions:
+    """Everything that can be chosen.
+
+    Args:
+        save: When :meth:`~.checkpoint_manager.CheckpointManager.maybe_save` saves; nothing but signals by default.
+        keep: What is kept of committed steps; everything by default.
+        asynchronous: Whether saves go on behind training; ``save(blocking=…)`` overrides it.
+        on_busy: What a save does while the one before is still being written: ``wait`` for it, or ``refuse``.
+        fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.
+        rng: On resume at another layout: ``derive`` random states, ``refuse``, or ``ignore`` them.
+        check: What is verified before a step is loaded: every byte that is read (``bytes``), or lengths only (``sizes``).
+        timeout: Seconds to wait for a rank that does not come.
+        catch_signals: Whether SIGTERM and SIGUSR1 save and stop the run at the next step boundary.
+        deadline: When the job ends; by default SLURM's environment is asked.
+        exports: By-products to make of committed steps.
+        provenance: For every manifest: git revision, hash of the configuration.
+        on_event: Hears of everything that happens; may be called from the thread that writes.
+        tensorboard: Folder for scalars, or None.
+        read_only: Whether this run only loads: nothing is locked, made or cleaned up.
+        worlds: Other ``torch.distributed`` worlds that save with this one.
+    """
+
+    save: SavePolicy = field(default_factory=AnyOf)
+    keep: Retention | None = None
+    asynchronous: bool = True
+    on_busy: Literal["wait", "refuse"] = "wait"
+    fsync: bool = True
+    rng: RngPolicy = "derive"
+    check: Literal["bytes", "sizes"] = "bytes"
+    timeout: float = 600.0
+    catch_signals: bool = True
+    deadline: Deadline | None = None
+    exports: Sequence[Export] = ()
+    provenance: Mapping[str, object] = field(default_factory=dict)
+    on_event: Hook | None = None
+    tensorboard: Path | None = None
+    read_only: bool = False
+    worlds: Worlds | None = None

@@ -1,0 +1,220 @@
+"""One commit for a whole step: every rank writes its part into a hidden folder, one of them publishes it with one rename.
+
+Not bound to a ``torch.distributed`` world: parts find each other by root, step and transaction id. A part is done when its
+``part-*.json`` is there; the coordinator waits for all that it expects, writes the manifest and renames.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
+from mcore_rlhf.storage.manifest import FileEntry, Manifest
+from mcore_rlhf.storage.publish import Publication
+from mcore_rlhf.storage.staging import Places, new_transaction
+
+from .mailbox import Mailbox, Stopped
+from .steps import MANIFEST, step_folder
+
+PARTS = ".parts"
+
+__all__ = ["Committed", "Part", "Transaction", "new_transaction"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written.
+
+    Args:
+        files: By path relative to the step's folder.
+        roles: ``{"role", "format", "parallel"}`` of the models that this rank speaks for.
+        report: Further values for the manifest's report; the coordinator's win.
+    """
+
+    files: Mapping[str, FileEntry]
+    roles: tuple[Mapping[str, str], ...] = ()
+    report: Mapping[str, object] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        files = {path: [entry.nbytes, entry.crc32] for path, entry in self.files.items()}
+        return {"files": files, "roles": [dict(role) for role in self.roles], "report": dict(self.report)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> Part:
+        """:meth:`as_json` read the other way."""
+        files, roles, report = content["files"], content["roles"], content["report"]
+        assert isinstance(files, dict)
+        assert isinstance(roles, list)
+        assert isinstance(report, dict)
+        return cls({path: FileEntry(*entry) for path, entry in files.items()}, tuple(roles), report)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A step that was published.
+
+    Args:
+        path: Its folder.
+        manifest: What it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(slots=True)
+class Transaction:
+    """One step being written, as one rank sees it.
+
+    Args:
+        root: The folder of all steps.
+        step: The training step.
+        id: The transaction's identity, the same for all ranks.
+        part: This rank's name: ``00003``, or ``critic-00003`` where there are several worlds.
+        timeout: Seconds to wait for others.
+        fsync: Whether everything is on the disk before it appears.
+    """
+
+    root: Path
+    step: int
+    id: str
+    part: str
+    timeout: float
+    fsync: bool = True
+    _publication: Publication | None = None
+
+    @property
+    def target(self) -> Path:
+        """Where the step appears."""
+        return step_folder(self.root, self.step)
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder to write into."""
+        return self._places.staging
+
+    @property
+    def _places(self) -> Places:
+        return Places(self.target, self.id)
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where ranks leave messages until the commit."""
+        return Mailbox(self.folder / PARTS, self.timeout, self._ended)
+
+    def _ended(self) -> bool:
+        """The coordinator has cleaned up, or published; the folder was there before, see :meth:`join`."""
+        return self._publication is None and not self.folder.is_dir()
+
+    def open(self, replaceable: Callable[[Path], bool]) -> list[str]:
+        """Make the hidden folder: done by the coordinator, before the others :meth:`join`.
+
+        Args:
+            replaceable: Whether a folder that has the step's name already may be replaced.
+
+        Returns:
+            What was cleaned up of dead runs, a line each.
+
+        Raises:
+            StorageError: It cannot be made.
+        """
+        publication = Publication(self.target, True, self.fsync, replaceable, MANIFEST, self.id)
+        publication.__enter__()
+        self._publication = publication
+        try:
+            (self.folder / PARTS).mkdir()
+        except OSError as error:
+            self.abort()
+            raise StorageError(f"{self.folder}: cannot be made: {error}") from error
+        return publication.recovered
+
+    def join(self) -> None:
+        """Wait until the coordinator has made the folder.
+
+        Raises:
+            Incomplete: It has not, in time.
+        """
+        end = time.monotonic() + self.timeout
+        while not (self.folder / PARTS).is_dir():
+            if time.monotonic() > end:
+                raise Incomplete(
+                    f"{self.folder}: the coordinating rank did not start the save within {self.timeout:g} s"
+                )
+            time.sleep(0.005)
+
+    def deliver(self, part: Part) -> None:
+        """Say that this rank has written, and synced, everything."""
+        self.mailbox.post_json(f"part-{self.part}.json", part.as_json())
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the coordinator has removed everything, seen from another rank."""
+        return self._ended() and not self._places.is_published(MANIFEST)
+
+    def parts(self, expected: Iterable[str]) -> dict[str, Part]:
+        """Wait for the parts of others.
+
+        Raises:
+            CheckpointError: One of them failed, or did not come.
+        """
+        return {name: Part.from_json(self.mailbox.take_json(f"part-{name}.json", f"rank {name}")) for name in expected}
+
+    def commit(self, manifest: Manifest) -> Committed:
+        """Publish.
+
+        Args:
+            manifest: What the folder holds.
+
+        Raises:
+            CheckpointError: It is not complete, or could not be published; what was there before is still there.
+        """
+        assert self._publication is not None, "only the rank that opened the transaction commits it"
+        self._check(manifest)
+        shutil.rmtree(self.folder / PARTS)
+        path = self._publication.commit(manifest)
+        self._publication = None
+        return Committed(path, manifest)
+
+    def _check(self, manifest: Manifest) -> None:
+        """Every file has the length that its writer says: the last look before the rename."""
+        for name, entry in manifest.files.items():
+            path = self.folder / name
+            nbytes = path.stat().st_size if path.is_file() else -1
+            if nbytes != entry.nbytes:
+                found = "is missing" if nbytes < 0 else f"has {nbytes} bytes"
+                raise Incomplete(
+                    f"{path}: {found}; its writer reported {entry.nbytes}\nDo all ranks see one file system?"
+                )
+
+    def abort(self) -> None:
+        """Give up, on the coordinator: everything written is removed."""
+        if self._publication is not None:
+            publication, self._publication = self._publication, None
+            with suppress(CheckpointError):
+                publication.__exit__(None, None, None)
+
+    def await_commit(self) -> None:
+        """Wait, on the others, until the step is published.
+
+        Raises:
+            CheckpointError: It was not.
+        """
+        end = time.monotonic() + self.timeout
+        while not self._places.is_published(MANIFEST):
+            try:
+                self.mailbox.check()
+            except Stopped:
+                if self._places.is_published(MANIFEST):  # the folder was renamed between the two looks
+                    return
+                raise
+            if time.monotonic() > end:
+                raise Incomplete(
+                    f"{self.target}: was not committed within {self.timeout:g} s\nLook at the log of rank 0."
+                )
+            time.sleep(0.01)

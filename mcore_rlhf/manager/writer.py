@@ -1,0 +1,230 @@
+"""Writing this rank's share of a step's files: whole files of its own, and its pieces of files that several ranks fill.
+
+A file that several ranks fill has one owner: it lays the file out, says where records begin, and puts the checksums of all
+pieces together at the end. Nobody holds more than its own bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from mcore_rlhf.engines.base import LiveFile, Segment
+from mcore_rlhf.errors import CoverageError
+from mcore_rlhf.storage.checksum import combine, crc32
+from mcore_rlhf.storage.manifest import FileEntry
+from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.ptwriter import PtWriter, WrittenFile
+
+from .mailbox import Mailbox
+from .staging import StepFile, as_bytes
+
+WINDOW_BYTES = 1 << 20
+"""One window is summed and written while it is in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a record that one rank has written.
+
+    Args:
+        label: The record.
+        byte_offset: Where they begin, from the record's start.
+        nbytes: How many.
+        crc32: Their CRC-32.
+    """
+
+    label: str
+    byte_offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(slots=True)
+class RankWriter:
+    """Writes what one rank contributes to a step.
+
+    Args:
+        folder: The step's hidden folder.
+        rank: This rank.
+        mailbox: Where ranks talk.
+        fsync: Whether to wait until files are on the disk.
+        advance: Hears of bytes just written.
+    """
+
+    folder: Path
+    rank: int
+    mailbox: Mailbox
+    fsync: bool = True
+    advance: Callable[[int], None] = lambda nbytes: None
+    written: dict[str, FileEntry] = field(default_factory=dict)
+
+    def write(self, files: Sequence[StepFile]) -> dict[str, FileEntry]:
+        """Write the shares of all files.
+
+        Args:
+            files: Those that this rank contributes to.
+
+        Returns:
+            The files that this rank has completed.
+
+        Raises:
+            CheckpointError: A file cannot be written, or another rank failed; unfinished files are removed.
+        """
+        with ExitStack() as unfinished:
+            own = [(file, unfinished.enter_context(self._laid_out(file))) for file in files if self._owns(file)]
+            pieces = {file.path: self._fill(file.live, writer) for file, writer in own}
+            for file in files:
+                if not self._owns(file):
+                    self._contribute(file)
+            for file, writer in own:
+                self._finish(file, writer, pieces[file.path])
+        return self.written
+
+    def _owns(self, file: StepFile) -> bool:
+        return file.live.writers[0] == self.rank
+
+    def save_tree(self, path: str, tree: object) -> None:
+        """Write a ``.pt`` file of small values.
+
+        Args:
+            path: Relative to the step's folder.
+            tree: Containers, plain values and real tensors.
+        """
+        with self._create(path, tree, path) as writer:
+            self._note(path, writer.finish({}, fsync=self.fsync))
+
+    def save_text(self, path: str, text: str) -> None:
+        """Write a small text file."""
+        data, target = text.encode(), self.folder / path
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("xb") as file:
+                file.write(data)
+                file.flush()
+                if self.fsync:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(error, target, "write") from error
+        self.written[path] = FileEntry(len(data), crc32(data))
+
+    def _create(self, path: str, tree: object, records_of: str) -> PtWriter:
+        target = self.folder / path
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(error, target.parent, "create") from error
+        return PtWriter.create(target, tree, file=records_of)
+
+    def _laid_out(self, file: StepFile) -> PtWriter:
+        live = file.live
+        writer = self._create(file.path, live.tree, live.path)
+        if len(live.writers) > 1:
+            labels = list(live.labels) or writer.open_records
+            offsets = {label: writer.offset(live.labels.get(label, label)) for label in labels}
+            self.mailbox.post_json(f"layout-{_short(file.path)}", offsets)
+        return writer
+
+    def _fill(self, file: LiveFile, writer: PtWriter) -> list[Piece]:
+        def put(label: str, byte_offset: int, data: memoryview) -> None:
+            writer.write(file.labels.get(label, label), byte_offset, data)
+
+        return [self._put(segment, put) for segment in file.segments]
+
+    def _contribute(self, file: StepFile) -> None:
+        """Write this rank's pieces into a file that another rank has laid out."""
+        offsets = self.mailbox.take_json(f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
+        path = self.folder / file.path
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise storage_error(error, path, "open") from error
+        try:
+
+            def put(label: str, byte_offset: int, data: memoryview) -> None:
+                _pwrite(fd, data, int(offsets[label]) + byte_offset)  # type: ignore[call-overload]
+
+            pieces = [self._put(segment, put) for segment in file.live.segments]
+            if self.fsync:
+                os.fsync(fd)
+        except OSError as error:
+            raise storage_error(error, path, "write") from error
+        finally:
+            os.close(fd)
+        told = [[piece.label, piece.byte_offset, piece.nbytes, piece.crc32] for piece in pieces]
+        self.mailbox.post_json(f"pieces-{_short(file.path)}-{self.rank}", {"pieces": told})
+
+    def _put(self, segment: Segment, put: Callable[[str, int, memoryview], None]) -> Piece:
+        total, at = 0, 0
+        for window in _windows(segment.tensor):
+            crc = crc32(window)
+            put(segment.label, segment.byte_offset + at, window)
+            total = combine(total, crc, len(window)) if at else crc
+            at += len(window)
+            self.advance(len(window))
+        return Piece(segment.label, segment.byte_offset, at, total)
+
+    def _finish(self, file: StepFile, writer: PtWriter, pieces: list[Piece]) -> None:
+        for rank in file.live.writers[1:]:
+            told = self.mailbox.take_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
+            assert isinstance(told, list)
+            pieces += [Piece(*piece) for piece in told]
+        by_key: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            by_key.setdefault(file.live.labels.get(piece.label, piece.label), []).append(piece)
+        crcs = {
+            key: _record_crc(f"{file.path}: {key}", by_key.get(key, []), writer.members[key].nbytes)
+            for key in writer.open_records
+        }
+        self._note(file.path, writer.finish(crcs, fsync=self.fsync))
+
+    def _note(self, path: str, written: WrittenFile) -> None:
+        self.written[path] = FileEntry(written.nbytes, written.crc32)
+
+
+def _record_crc(what: str, pieces: Sequence[Piece], nbytes: int) -> int:
+    """CRC of a record, from those of its pieces; gaps are zeros."""
+    total, at = 0, 0
+    for piece in sorted(pieces, key=lambda piece: piece.byte_offset):
+        if piece.byte_offset < at:
+            raise CoverageError(f"{what}: two ranks write byte {piece.byte_offset}")
+        total = _with_zeros(total, piece.byte_offset - at)
+        total = combine(total, piece.crc32, piece.nbytes)
+        at = piece.byte_offset + piece.nbytes
+    if at > nbytes:
+        raise CoverageError(f"{what}: {at} bytes were written into a record of {nbytes}")
+    return _with_zeros(total, nbytes - at)
+
+
+def _with_zeros(crc: int, nbytes: int) -> int:
+    """CRC after some more bytes that nobody writes; doubling, since a record may have gigabytes of them."""
+    run, length = crc32(b"\0"), 1
+    while nbytes:
+        if nbytes & 1:
+            crc = combine(crc, run, length)
+        run, length, nbytes = combine(run, run, length), length * 2, nbytes >> 1
+    return crc
+
+
+def _windows(tensor: torch.Tensor) -> Iterable[memoryview]:
+    """The bytes of a tensor in pieces; those of a GPU come over one at a time."""
+    flat = as_bytes(tensor)
+    for start in range(0, flat.numel(), WINDOW_BYTES):
+        yield flat[start : start + WINDOW_BYTES].cpu().numpy().data
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _short(path: str) -> str:
+    """A name for a message about a file."""
+    return sha256(path.encode()).hexdigest()[:16]
