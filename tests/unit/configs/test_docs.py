@@ -84,19 +84,31 @@ def test_pages_name_no_machine_and_no_long_lines(page: Path) -> None:
     assert [line for line in prose.splitlines() if len(line) > 140 and not line.lstrip().startswith("|")] == []
 
 
-def test_yaml_parses_as_rules_or_as_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _kind(block: str, file: Path) -> str:
+    """Read a block as what it is: rules, a run's configuration, or a conversion job."""
     from mcore_rlhf.cli.job import make_job
+    from mcore_rlhf.manager.config import load_run_config
 
+    document = yaml.safe_load(block)
+    if "runner" in document:
+        assert load_run_config(file).runner.experiment_name
+        return "run"
+    if isinstance(document.get("rules"), list):
+        assert read_rules(file).rules
+        return "rules"
+    assert make_job({}, file).source
+    return "job"
+
+
+def test_yaml_parses_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN", "/data")
     kinds = set()
     for page in PAGES:
         for block in _blocks(page.read_text(encoding="utf-8"), "yaml"):
             file = tmp_path / "block.yaml"
             file.write_text(block, encoding="utf-8")
-            is_rules = "rules" in yaml.safe_load(block) and isinstance(yaml.safe_load(block)["rules"], list)
-            kinds.add("rules" if is_rules else "job")
-            assert read_rules(file).rules if is_rules else make_job({}, file).source
-    assert kinds == {"rules", "job"}
+            kinds.add(_kind(block, file))
+    assert kinds == {"rules", "job", "run"}
 
 
 def test_the_python_api_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

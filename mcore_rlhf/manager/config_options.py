@@ -1,0 +1,109 @@
+"""What a run's configuration means: the options of the manager, the sampler and the KL controller that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.errors import Unsupported
+
+from .config import RunConfig, config_hash
+from .config_checkpoint import ExportSection, KeepSection
+from .export import Export
+from .fingerprint import Indexable
+from .policies import AnyOf, AtEnd, BeforeDeadline, Deadline, EveryMinutes, EverySteps, OnSignal, SavePolicy
+from .retention import KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
+from .rlhf.kl import AdaptiveKL, FixedKL, KLController
+from .sampler import PromptSampler
+from .settings import ManagerOptions
+
+
+def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
+    """The options of a :class:`~.checkpoint_manager.CheckpointManager`.
+
+    The time limit counts from this call, so make them when the job starts.
+
+    Args:
+        config: The run's.
+        more: Further fields of :class:`~.settings.ManagerOptions`, such as ``on_event``; they win.
+
+    Raises:
+        UsageError: An export's format is not known.
+        Unsupported: An export asks for something that cannot be made.
+    """
+    section = config.checkpoint
+    limit = section.save.time_limit
+    options: dict[str, Any] = {
+        "save": AnyOf(tuple(_save_policies(config))),
+        "keep": _retention(section.keep),
+        "asynchronous": section.asynchronous,
+        "on_busy": section.on_busy,
+        "fsync": section.fsync,
+        "rng": section.rng,
+        "check": section.check,
+        "timeout": section.timeout,
+        "catch_signals": section.save.on_signal,
+        "deadline": Deadline.after(limit) if limit is not None else Deadline.of_job(),
+        "exports": () if section.export is None else (_export(section.export),),
+        "provenance": {"config_hash": config_hash(config)},
+        "tensorboard": None if section.tensorboard is None else Path(section.tensorboard),
+    }
+    return ManagerOptions(**{**options, **more})
+
+
+def prompt_sampler(config: RunConfig, dataset: Indexable) -> PromptSampler:
+    """The sampler of the run's prompts, with the dataset's fingerprint.
+
+    Raises:
+        CheckpointError: See :class:`~.sampler.PromptSampler` and :func:`~.fingerprint.fingerprint`.
+    """
+    data = config.data
+    return PromptSampler.for_dataset(
+        dataset, seed=data.seed, group_size=config.algorithm.group_size, shuffle=data.shuffle,
+        epochs=config.runner.max_epochs, batch_size=data.rollout_batch_size, last_batch=data.last_batch,
+        on_dataset_change=data.on_dataset_change,
+    )  # fmt: skip
+
+
+def kl_controller(config: RunConfig) -> KLController:
+    """The controller of the KL coefficient, at its beginning."""
+    kl = config.algorithm.kl
+    if kl.target is None or kl.horizon is None:
+        return FixedKL(kl.coefficient)
+    return AdaptiveKL(kl.coefficient, kl.target, kl.horizon)
+
+
+def _save_policies(config: RunConfig) -> Iterator[SavePolicy]:
+    save = config.checkpoint.save
+    if config.save_every is not None:
+        yield EverySteps(config.save_every)
+    if save.every_minutes is not None:
+        yield EveryMinutes(save.every_minutes)
+    if save.before_deadline:
+        yield BeforeDeadline(seconds=save.margin)
+    if save.on_signal:
+        yield OnSignal()
+    if save.at_end:
+        yield AtEnd()
+
+
+def _retention(keep: KeepSection) -> Retention:
+    rules: list[KeepRule] = []
+    if keep.last is not None:
+        rules.append(KeepLast(keep.last))
+    if keep.best is not None:
+        rules.append(KeepBest(keep.best.metric, keep.best.mode, keep.best.k))
+    if keep.every is not None:
+        rules.append(KeepEvery(keep.every))
+    return Retention(tuple(rules), None if keep.max_size is None else SizeCap(keep.max_size))
+
+
+def _export(section: ExportSection) -> Export:
+    given = [name for name in ("tokenizer", "generation_config") if getattr(section, name) is not None]
+    if given:
+        raise Unsupported(
+            f"checkpoint.export: {' and '.join(given)}: this release has no format that takes it\n"
+            "Leave it out, and copy the file into the exported folder."
+        )
+    return Export(section.format, section.every, section.role)
