@@ -155,7 +155,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     with publication:
         job = prepare(source, options)
         check_space(target.parent, job.nbytes)
-        files = _Conversion(job, publication.staging, options, progress or Quiet()).run()
+        files = write_target(job, publication.staging, options, progress)
         part = {"role": job.source.role, "format": options.to, "parallel": str(job.target.parallel)}
         publication.commit(
             Manifest(
@@ -164,6 +164,26 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
             )
         )  # fmt: skip
     return job
+
+
+def write_target(
+    job: Job, folder: Path, options: ConvertOptions, progress: Progress | None = None
+) -> dict[str, FileEntry]:
+    """Carry out a planned job in a folder that nobody else sees yet; every byte of the source is checked on the way.
+
+    Args:
+        job: The job.
+        folder: Becomes what the target's framework would be given to load.
+        options: How.
+        progress: Hears how far it is.
+
+    Returns:
+        What was written, by path relative to the folder.
+
+    Raises:
+        CheckpointError: The source is damaged, or the target cannot be written.
+    """
+    return _Conversion(job, folder, options, progress or Quiet()).run()
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -12,10 +12,12 @@ from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
 
 from .describe import source_facts
+from .meaning import Single, meaning
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
 
@@ -36,8 +38,11 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         typer.Exit: With code 1, where something differs.
         UsageError: Neither checkpoint has a state of that name.
     """
+    first, second = (meaning(path, options) for path in paths)
+    if isinstance(first, WholeStep) or isinstance(second, WholeStep):
+        return _compare_steps(first, second, options, tolerance, states, json)
     with shown_progress() as progress:
-        a, b = (open_checkpoint(path, options) for path in paths)
+        a, b = (open_checkpoint(meant.path, meant.options) for meant in (first, second))
         facts = compare_facts(a, b, tolerance, _chosen(states, a, b), progress)
     if json:
         emit_json(facts)
@@ -47,6 +52,27 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         print_comparison(facts)
     if not facts["equal"]:
         raise typer.Exit(1)
+    return None
+
+
+def _compare_steps(
+    a: WholeStep | Single,
+    b: WholeStep | Single,
+    options: ReadOptions,
+    tolerance: Tolerance,
+    states: str | None,
+    json: bool,
+) -> None:
+    if isinstance(a, WholeStep) and isinstance(b, WholeStep) and states is None:
+        from .whole import compare_steps
+
+        return compare_steps(a, b, options, tolerance, json)
+    step = a if isinstance(a, WholeStep) else b
+    assert isinstance(step, WholeStep)
+    raise UsageError(
+        f"{step.folder}: is a whole step; it is compared with another step, in all states\n"
+        "Name one of its models with --role."
+    )
 
 
 def _chosen(states: str | None, a: Source, b: Source) -> list[str] | None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 
 from .describe import parallel_facts, source_facts, tensor_count
 from .guard import Interrupted
 from .job import ConversionJob
+from .meaning import Single, meaning
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
 
@@ -32,8 +35,13 @@ def run(job: ConversionJob, json: bool) -> None:
         CheckpointError: It cannot be done; nothing was published.
         typer.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
     """
+    meant = meaning(job.source_folder(), job.convert_options().read)
+    if isinstance(meant, WholeStep):
+        from .converting_steps import run as run_step
+
+        return run_step(job, meant, json)
     with shown_progress() as progress:
-        facts = convert_facts(job, progress)
+        facts = convert_facts(job, meant, progress)
     if json:
         emit_json(facts)
     else:
@@ -42,9 +50,10 @@ def run(job: ConversionJob, json: bool) -> None:
         print_conversion(facts)
     if not facts.get("proved", True):
         raise typer.Exit(1)
+    return None
 
 
-def convert_facts(job: ConversionJob, progress: Progress) -> Facts:
+def convert_facts(job: ConversionJob, meant: Single, progress: Progress) -> Facts:
     """Convert.
 
     Keys: ``name`` of the job; ``source``; ``target`` (``path``, ``format``, ``parallel``); ``tensors`` read, ``files``,
@@ -54,13 +63,13 @@ def convert_facts(job: ConversionJob, progress: Progress) -> Facts:
     Raises:
         CheckpointError: It cannot be done; nothing was published.
     """
-    source, target = job.source_folder(), job.target_folder()
+    target, options = job.target_folder(), replace(job.convert_options(), read=meant.options)
     began = time.monotonic()
-    with _said_when_interrupted(target):
-        done = convert(source, target, job.convert_options(), progress)
+    with said_when_interrupted(target):
+        done = convert(meant.path, target, options, progress)
     facts = _facts(job, done, target, time.monotonic() - began)
     if job.verify:
-        with _said_when_interrupted(target):
+        with said_when_interrupted(target):
             facts.update(_prove(job, done, target, progress))
     return facts
 
@@ -94,7 +103,7 @@ def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> F
 
 
 @contextmanager
-def _said_when_interrupted(target: Path) -> Iterator[None]:
+def said_when_interrupted(target: Path) -> Iterator[None]:
     """Let an interrupt say whether the target was published."""
     before = _transaction(target)
     try:

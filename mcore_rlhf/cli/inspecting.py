@@ -8,13 +8,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, UsageError
 from mcore_rlhf.formats.base import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 
 from .describe import model_facts, optimizer_facts, source_facts
+from .meaning import meaning
 from .output import Facts, emit_json
 
 if TYPE_CHECKING:
@@ -35,16 +37,25 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
     Raises:
         CheckpointError: It cannot be opened.
     """
-    source = open_checkpoint(path, options)
-    facts = inspect_facts(source, path)
+    meant = meaning(path, options)
+    if isinstance(meant, WholeStep):
+        if pattern is not None:
+            raise UsageError(
+                f"--tensors lists those of one model, and {meant.folder} is a whole step\nName one with --role."
+            )
+        from .whole import inspect_step
+
+        return inspect_step(meant, options, json)
+    source = open_checkpoint(meant.path, meant.options)
+    facts = inspect_facts(source, meant.path)
     if pattern is not None:
         facts["tensors"] = [_tensor_facts(source, entry) for entry in _matching(source, pattern)]
     if json:
         emit_json(facts)
-        return
+        return None
     from .render_inspect import print_inspection
 
-    print_inspection(facts)
+    return print_inspection(facts)
 
 
 def inspect_facts(source: Source, path: Path) -> Facts:

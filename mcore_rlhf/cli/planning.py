@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mcore_rlhf.convert import Job, prepare
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
 from mcore_rlhf.formats.base import FileLayout, TargetFile
+from mcore_rlhf.manager.whole_step import WholeStep
 
 from .describe import parallel_facts, source_facts
 from .job import ConversionJob
+from .meaning import meaning
 from .output import Facts, emit_json
 
 SHOWN_COPIES = 10
@@ -26,14 +30,19 @@ def run(job: ConversionJob, copies: bool, json: bool) -> None:
     Raises:
         CheckpointError: The source is not sound, or the target cannot be made of it.
     """
-    planned = prepare(job.source_folder(), job.convert_options())
+    meant = meaning(job.source_folder(), job.convert_options().read)
+    if isinstance(meant, WholeStep):
+        from .converting_steps import plan
+
+        return plan(job, meant, json)
+    planned = prepare(meant.path, replace(job.convert_options(), read=meant.options))
     facts = plan_facts(planned, copies, limit=None if json else SHOWN_COPIES)
     if json:
         emit_json(facts)
-        return
+        return None
     from .render_plan import print_plan
 
-    print_plan(facts)
+    return print_plan(facts)
 
 
 def plan_facts(job: Job, copies: bool, limit: int | None) -> Facts:

@@ -52,6 +52,11 @@ def print_report(out: Console, report: list[Facts]) -> None:
     """Print what is kept, derived, changed and lost."""
     if report:
         out.print("\nreport")
+    print_report_lines(out, report)
+
+
+def print_report_lines(out: Console, report: list[Facts]) -> None:
+    """Print the lines of a report, without a heading."""
     width = max((len(line["fate"]) for line in report), default=0)
     for line in report:
         out.print(f"  {line['fate']:<{width}}  {line['text']}")

@@ -8,9 +8,11 @@ from pathlib import Path
 import typer
 
 from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.verify.checkpoint import Depth, Verdict, verify
 
 from .describe import source_facts
+from .meaning import meaning
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
 
@@ -28,8 +30,13 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
     Raises:
         typer.Exit: With code 1, where something is wrong.
     """
+    meant = meaning(path, options)
+    if isinstance(meant, WholeStep):
+        from .whole import verify_step
+
+        return verify_step(meant, options, depth, workers, json)
     with shown_progress() as progress:
-        facts = verify_facts(path, options, depth, workers, progress)
+        facts = verify_facts(meant.path, meant.options, depth, workers, progress)
     if json:
         emit_json(facts)
     else:
@@ -38,6 +45,7 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
         print_verdict(facts)
     if not facts["intact"]:
         raise typer.Exit(1)
+    return None
 
 
 def verify_facts(path: Path, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:

@@ -16,8 +16,8 @@ from mcore_rlhf.errors import UsageError
 from .carried import Carried
 from .sampler import PromptSampler
 from .state import RlhfState
+from .step_names import RESERVED
 
-RESERVED = ("data", "rlhf", "rng", "exports", "manifest.json")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 Role: TypeAlias = "Engine | torch.nn.Module | Stateful"

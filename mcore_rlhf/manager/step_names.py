@@ -8,6 +8,9 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 """The last file of a step that is written."""
 
+RESERVED = ("data", "rlhf", "rng", "exports", MANIFEST)
+"""Names in a step, or beside steps, that no role may have."""
+
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
 _LOCK = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.lock-.+")

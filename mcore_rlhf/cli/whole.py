@@ -1,0 +1,156 @@
+"""``inspect``, ``verify`` and ``diff`` of whole steps: model by model, and everything beside the models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.step_names import MANIFEST
+from mcore_rlhf.manager.whole_step import WholeStep
+from mcore_rlhf.storage.manifest import check
+from mcore_rlhf.verify.checkpoint import Depth
+from mcore_rlhf.verify.differ import Tolerance
+
+from .comparing import compare_facts
+from .inspecting import inspect_facts
+from .output import Facts, emit_json
+from .progress import Progress, shown_progress
+from .verifying import verify_facts
+
+_STATE_FILE = "rlhf/rlhf_state.json"
+
+
+def inspect_step(step: WholeStep, options: ReadOptions, json: bool) -> None:
+    """Print what a step is."""
+    facts = step_facts(step)
+    facts["models"] = {
+        role: inspect_facts(open_checkpoint(folder, _for(options, role)), folder)
+        for role, folder in step.models.items()
+    }
+    if json:
+        emit_json(facts)
+        return
+    from .render_whole import print_step
+
+    print_step(facts)
+
+
+def step_facts(step: WholeStep) -> Facts:
+    """``path``, ``step``, ``manifest`` (``time``, ``metrics``, ``files``, ``bytes``, ``lossless``; or null), ``roles``, ``others``
+    (files beside the models).
+    """
+    manifest = step.manifest
+    return {
+        "path": str(step.folder),
+        "step": step.step,
+        "roles": [dict(part) for part in manifest.parts] if manifest else [{"role": role} for role in step.models],
+        "others": list(step.others),
+        "manifest": manifest
+        and {
+            "time": manifest.provenance.get("time"),
+            "metrics": manifest.report.get("metrics", {}),
+            "files": len(manifest.files),
+            "bytes": sum(entry.nbytes for entry in manifest.files.values()),
+            "lossless": manifest.lossless,
+        },
+    }
+
+
+def verify_step(step: WholeStep, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:
+    """Verify a step and print the verdict.
+
+    Raises:
+        typer.Exit: With code 1, where something is wrong.
+    """
+    with shown_progress() as progress:
+        facts = verify_step_facts(step, options, depth, workers, progress)
+    if json:
+        emit_json(facts)
+    else:
+        from .render_whole import print_step_verdict
+
+        print_step_verdict(facts)
+    if not facts["intact"]:
+        raise typer.Exit(1)
+
+
+def verify_step_facts(step: WholeStep, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
+    """Verify every file of the manifest, then every model.
+
+    Keys: those of :func:`step_facts`; ``intact``; ``problems`` of the manifest's files; ``models`` by role, as ``verify`` of one
+    model says it.
+    """
+    facts, problems = step_facts(step), []
+    if step.manifest is not None:
+        progress.stage(
+            f"verifying {step.folder / MANIFEST}", sum(entry.nbytes for entry in step.manifest.files.values())
+        )
+        quick = depth is Depth.QUICK
+        found = check(
+            step.folder, step.manifest, sizes_only=quick, progress=lambda _, nbytes: progress.advance(nbytes)
+        ).found
+        problems = [{"kind": item.kind.__name__, "message": item.message, "advice": item.advice} for item in found]
+    models = {
+        role: verify_facts(folder, _for(options, role), depth, workers, progress)
+        for role, folder in step.models.items()
+    }
+    intact = not problems and all(verdict["intact"] for verdict in models.values())
+    return {**facts, "intact": intact, "depth": depth.value, "problems": problems, "models": models}
+
+
+def compare_steps(a: WholeStep, b: WholeStep, options: ReadOptions, tolerance: Tolerance, json: bool) -> None:
+    """Compare two steps and print the differences.
+
+    Raises:
+        typer.Exit: With code 1, where something differs.
+    """
+    with shown_progress() as progress:
+        facts = compare_step_facts(a, b, options, tolerance, progress)
+    if json:
+        emit_json(facts)
+    else:
+        from .render_whole import print_step_comparison
+
+        print_step_comparison(facts)
+    if not facts["equal"]:
+        raise typer.Exit(1)
+
+
+def compare_step_facts(
+    a: WholeStep, b: WholeStep, options: ReadOptions, tolerance: Tolerance, progress: Progress
+) -> Facts:
+    """Compare every model that both have, and the content of all other files.
+
+    Keys: ``a``, ``b`` (see :func:`step_facts`); ``equal``; ``models`` by role, as ``diff`` of two models says it; ``others`` by file:
+    ``equal``, ``different``, or which step lacks it.
+    """
+    models = {}
+    for role in sorted(a.models.keys() & b.models.keys()):
+        first, second = (open_checkpoint(step.models[role], _for(options, role)) for step in (a, b))
+        models[role] = compare_facts(first, second, tolerance, None, progress)
+    lacking = {role: f"only {_having(role, a, b)} has it" for role in sorted(a.models.keys() ^ b.models.keys())}
+    others = {name: _compared(a, b, name) for name in sorted({*a.others, *b.others})}
+    equal = all(facts["equal"] for facts in models.values()) and not lacking and set(others.values()) <= {"equal"}
+    return {"a": step_facts(a), "b": step_facts(b), "equal": equal, "models": models, "others": {**lacking, **others}}
+
+
+def _having(role: str, a: WholeStep, b: WholeStep) -> Path:
+    return a.folder if role in a.models else b.folder
+
+
+def _compared(a: WholeStep, b: WholeStep, name: str) -> str:
+    """By bytes: ``.pt`` files of ours are the same bytes for the same values."""
+    paths = [step.folder / name for step in (a, b)]
+    there = [path.is_file() for path in paths]
+    if not all(there):
+        return f"only {paths[0 if there[0] else 1].parent.parent} has it"
+    same = paths[0].stat().st_size == paths[1].stat().st_size and paths[0].read_bytes() == paths[1].read_bytes()
+    return "equal" if same else "different"
+
+
+def _for(options: ReadOptions, role: str) -> ReadOptions:
+    return replace(options, role=role, step=None)

@@ -1,0 +1,156 @@
+"""Converting a whole step gives a whole step: every model, with data, RLHF state and random states, in one commit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mcore_rlhf.convert import ConvertOptions, Job, Progress, Quiet, prepare, write_target
+from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
+from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
+
+from . import steps
+from .atomic import write_text
+from .rng import FILE as RNG_FILE
+from .save_job import TRACKER
+from .whole_step import WholeStep
+
+
+@dataclass(slots=True)
+class StepJob:
+    """The conversion of a step.
+
+    Args:
+        source: The step.
+        jobs: The conversion of every model, by role.
+        carried: Files that are taken over byte for byte.
+        report: What is said of the step as a whole; every model has a report of its own.
+    """
+
+    source: WholeStep
+    jobs: Mapping[str, Job]
+    carried: tuple[str, ...]
+    report: Report = field(default_factory=Report)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be written."""
+        files = (self.source.folder / name for name in self.carried)
+        return sum(job.nbytes for job in self.jobs.values()) + sum(path.stat().st_size for path in files)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is lost."""
+        return self.report.lossless and all(job.lossless for job in self.jobs.values())
+
+
+def prepare_step(source: WholeStep, options: ConvertOptions) -> StepJob:
+    """Plan the conversion of every model; nothing is written.
+
+    Raises:
+        CheckpointError: A model cannot be converted; all problems of all roles together.
+    """
+    if not source.models:
+        raise Unsupported(f"{source.folder}: none of its models is in a format that can be converted")
+    problems, jobs = Problems(), {}
+    for role, folder in source.models.items():
+        try:
+            jobs[role] = prepare(folder, replace(options, read=replace(options.read, role=role, step=None)))
+        except CheckpointError as error:
+            problems.add(type(error), f"{role}: {error}")
+    problems.raise_if_any()
+    job = StepJob(source, jobs, source.others)
+    _note(job)
+    return job
+
+
+def _note(job: StepJob) -> None:
+    for name in job.carried:
+        if name != RNG_FILE:
+            job.report.add(Fate.KEPT, f"{name}, byte for byte")
+    if RNG_FILE not in job.carried:
+        return
+    changed = [role for role, planned in job.jobs.items() if planned.source.parallel != planned.target.parallel]
+    if changed:
+        text = "those of the source's ranks are carried; the manager derives states for the new layout when it resumes"
+        job.report.add(Fate.DERIVED, f"{RNG_FILE}: {text}")
+    else:
+        job.report.add(Fate.KEPT, f"{RNG_FILE}, byte for byte")
+
+
+def convert_step(
+    source: WholeStep, target: Path, options: ConvertOptions, progress: Progress | None = None
+) -> tuple[StepJob, Path]:
+    """Convert a step and publish it at once.
+
+    Args:
+        source: The step.
+        target: The root of a run, in which ``global_step_N`` appears, or the step's new folder itself, by its name.
+        options: How.
+        progress: Hears how far it is.
+
+    Returns:
+        The job, and the new step's folder.
+
+    Raises:
+        CheckpointError: Something is wrong; nothing was published and the source is untouched.
+    """
+    folder = target if steps.step_of(target) is not None else steps.step_folder(target, source.step)
+    if steps.step_of(folder) != source.step:
+        raise Unsupported(
+            f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
+        )
+    refuse_overlap(source.folder, folder)
+    publication = Publication(
+        folder, overwrite=options.overwrite, fsync=options.fsync, replaceable=_is_step, manifest_name=steps.MANIFEST
+    )
+    with publication:
+        job = prepare_step(source, options)
+        check_space(folder.parent, job.nbytes)
+        publication.commit(_written(job, publication.staging, options, progress or Quiet()))
+    if folder.parent == target:
+        write_text(target / TRACKER, str(source.step))
+    return job, folder
+
+
+def _is_step(folder: Path) -> bool:
+    return (folder / steps.MANIFEST).is_file()
+
+
+def _written(job: StepJob, staging: Path, options: ConvertOptions, progress: Progress) -> Manifest:
+    files: dict[str, FileEntry] = {}
+    parts, lines = [], {"step": job.report.as_json()}
+    for role, planned in job.jobs.items():
+        written = write_target(planned, staging / role, options, progress)
+        files.update((f"{role}/{name}", entry) for name, entry in written.items())
+        parts.append({"role": role, "format": options.to, "parallel": str(planned.target.parallel)})
+        lines[role] = planned.report.as_json()
+    for name in job.carried:
+        files[name] = _carry(job.source, name, staging)
+    carried = [dict(part) for part in job.source.manifest.parts] if job.source.manifest else []
+    parts += [part for part in carried if part["role"] not in job.jobs]
+    old = dict(job.source.manifest.report) if job.source.manifest else {}
+    report = {**old, "converted_from": str(job.source.folder), "lines": lines}
+    return Manifest(
+        files, step=job.source.step, parts=tuple(parts), lossless=job.lossless, provenance=provenance(), report=report
+    )
+
+
+def _carry(source: WholeStep, name: str, staging: Path) -> FileEntry:
+    """Take a file over, and see that it is what the source's manifest says."""
+    here, there = source.folder / name, staging / name
+    try:
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(here, there)
+    except OSError as error:
+        raise storage_error(error, there, "write") from error
+    entry = FileEntry(there.stat().st_size, crc_of_file(there))
+    listed = source.manifest.files[name] if source.manifest is not None else entry
+    if entry != listed:
+        raise Corrupt(f"{here}: is damaged: CRC-32 {entry.crc32:08x}, the manifest says {listed.crc32:08x}")
+    return entry

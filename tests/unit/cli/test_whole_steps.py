@@ -1,0 +1,136 @@
+"""Whole steps: genuine models of two roles, with data and RLHF state beside them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.adopt import adopt
+from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
+from tests.helpers.independent_reader import differences, read
+
+from .conftest import GOLDENS, Cli, flip_a_bit
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's root with step 2: actor TP2×PP2×DP2, critic TP1, as their trainer left them."""
+    root = tmp_path_factory.mktemp("whole") / "run"
+    folder = root / "global_step_2"
+    shutil.copytree(GOLDENS / "tp2pp2dp2_bf16_do", folder / "actor")
+    shutil.copytree(GOLDENS / "tp1_bf16_do", folder / "critic")
+    for name in ("data", "rlhf"):
+        (folder / name).mkdir()
+    torch.save(
+        {"version": 1, "kind": "stateful", "state": {"driver": {"at": 7}}, "fingerprint": None}, folder / "data/data.pt"
+    )
+    state = RlhfState(algorithm="grpo", kl=AdaptiveKL(0.25, 6.0, 1000))
+    (folder / "rlhf/rlhf_state.json").write_text(state.to_json())
+    adopt(folder)
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_root_means_its_newest_committed_step(cli: Cli, root: Path) -> None:
+    (root / "global_step_9").mkdir()
+    (root / steps.MANIFEST.replace("manifest", "latest")).write_text("9")
+    facts = cli("inspect", root, "--json").json
+    assert facts["step"] == 2
+    assert {role: model["parallel"]["text"] for role, model in facts["models"].items()} == {
+        "actor": "TP2×PP2×DP2",
+        "critic": "TP1×PP1×DP1",
+    }
+    assert facts["others"] == ["data/data.pt", "rlhf/rlhf_state.json"]
+    assert (
+        facts["manifest"]["files"] == len([path for path in (root / "global_step_2").rglob("*") if path.is_file()]) - 1
+    )
+    assert "actor" in cli("inspect", root).stdout
+
+
+def test_converting_a_step_gives_a_step(cli: Cli, root: Path, tmp_path: Path) -> None:
+    outcome = cli("convert", root, tmp_path / "new", "--tp", "1", "--pp", "1", "--dp", "2", "--verify", "--json")
+    assert outcome.code == 0, outcome.stderr
+    folder = tmp_path / "new" / "global_step_2"
+    assert steps.is_committed(folder)
+    assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    manifest = steps.read_manifest(folder)
+    assert {part["role"]: part["parallel"] for part in manifest.parts} == {
+        "actor": "TP1×PP1×DP2",
+        "critic": "TP1×PP1×DP2",
+    }
+    for role in ("actor", "critic"):  # as another reader sees them
+        assert not differences(read(root / "global_step_2" / role), read(folder / role))
+    for name in ("data/data.pt", "rlhf/rlhf_state.json"):
+        assert (folder / name).read_bytes() == (root / "global_step_2" / name).read_bytes()
+    assert cli("diff", root, tmp_path / "new").code == 0
+
+
+def test_one_role_gives_one_model(cli: Cli, root: Path, tmp_path: Path) -> None:
+    outcome = cli("convert", root, tmp_path / "critic", "--role", "critic", "--tp", "2", "--dp", "1")
+    assert outcome.code == 0, outcome.stderr
+    assert (tmp_path / "critic" / "iter_0000002" / "mp_rank_01" / "distrib_optim.pt").is_file()
+    assert not (tmp_path / "critic" / "global_step_2").exists()
+
+
+def test_a_plan_writes_nothing(cli: Cli, root: Path) -> None:
+    before = sorted(root.rglob("*"))
+    outcome = cli("plan", root, "--tp", "1", "--pp", "1")
+    assert outcome.code == 0
+    assert "nothing was written" in outcome.stdout
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["actor/iter_0000002/mp_rank_01_001/model_optim_rng.pt", "rlhf/rlhf_state.json", "data/data.pt"]
+)
+def test_a_flipped_byte_anywhere_is_found_and_not_converted(cli: Cli, root: Path, tmp_path: Path, name: str) -> None:
+    flip_a_bit(root / "global_step_2" / name)
+    verdict = cli("verify", root, "--json")
+    assert verdict.code == 1
+    assert any(name in problem["message"] for problem in verdict.json["problems"])
+    assert cli("convert", root, tmp_path / "new", "--tp", "1", "--pp", "1").code == 1
+    assert not (tmp_path / "new" / "global_step_2").exists()
+
+
+def test_a_damaged_step_is_named(cli: Cli, root: Path) -> None:
+    (root / "global_step_2" / "data" / "data.pt").unlink()
+    outcome = cli("inspect", root / "global_step_2")
+    assert outcome.code == 1
+    assert "data.pt: is missing" in outcome.stderr
+    outcome = cli("inspect", root)
+    assert outcome.code == 2
+    assert "no committed step" in outcome.stderr
+
+
+def test_steps_are_compared_in_everything(cli: Cli, root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / "other")
+    folder = tmp_path / "other" / "global_step_2"
+    text = (folder / "rlhf/rlhf_state.json").read_text()
+    (folder / "rlhf/rlhf_state.json").write_text(text.replace("0.25", "0.26"))
+    outcome = cli("diff", root, tmp_path / "other", "--json")
+    assert outcome.code == 1
+    assert outcome.json["others"] == {"data/data.pt": "equal", "rlhf/rlhf_state.json": "different"}
+    assert all(model["equal"] for model in outcome.json["models"].values())
+
+
+def test_mistakes(cli: Cli, root: Path, tmp_path: Path) -> None:
+    for args, said in [
+        (("convert", root, tmp_path / "x", "--role", "reward"), "no model of the role 'reward'; it has: actor, critic"),
+        (("convert", root, tmp_path / "global_step_3", "--tp", "1", "--pp", "1"), "called global_step_2"),
+        (("inspect", root, "--step", "5"), "global_step_5: does not exist"),
+        (("diff", root, root / "global_step_2" / "actor"), "Name one of its models with --role"),
+        (("convert", root, root, "--tp", "1", "--pp", "1"), "same folder"),
+        (("inspect", root, "--tensors"), "Name one with --role"),
+    ]:
+        outcome = cli(*args)
+        assert outcome.code == 2, (args, outcome)
+        assert said in outcome.stderr, (args, outcome.stderr)
