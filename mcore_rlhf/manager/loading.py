@@ -22,7 +22,6 @@ from .crew import Crew
 from .rng import FILE as RNG_FILE
 from .rng import Policy, RngKeeper, RngState
 from .snapshot import DATA_FILE, STATE_FILE
-from .state import RlhfState
 from .steps import MANIFEST
 
 T = TypeVar("T")
@@ -121,7 +120,7 @@ class StepLoad:
             pt = read_pt(path.parent, file.name)
             tensors[file.stem] = pt.materialize(pt.tree)
             self._files.append(file)
-        RlhfState.from_json(text, str(path), tensors)
+        self.parts.state.check_load(text, tensors, str(path))
         self._state = text, tensors
         self._files.append(path)
         self.report.add(Fate.KEPT, "RLHF state")
@@ -153,16 +152,18 @@ class StepLoad:
     def _keeper(self) -> RngKeeper:
         return RngKeeper(self.crew.index, len(self.crew.names), self.parts.layout, self.parts.rng, self.rng)
 
-    def check_bytes(self, share: int, shares: int) -> None:
+    def check_bytes(self, share: int, shares: int, whole: bool = False) -> None:
         """Verify this rank's share of the checksums of everything that any rank will read.
 
         Args:
             share, shares: Which share, of how many.
+            whole: Whether everything that the manifest lists is verified, read or not.
 
         Raises:
             CheckpointError: Bytes are damaged; all damaged files are named.
         """
-        wanted = sorted({str(file) for files in self.crew.world.gathered(self._files) for file in files})
+        listed = [self.folder / name for name in self.manifest.files] if whole and self.manifest else []
+        wanted = sorted({str(file) for files in self.crew.world.gathered([*self._files, *listed]) for file in files})
         problems = Problems()
         for path in wanted[share::shares]:
             self._collect(problems, partial(self._check_file, Path(path)))

@@ -88,24 +88,29 @@ def split(tree: object, key: str, found: dict[str, torch.Tensor]) -> object:
 
     Args:
         tree: Nested dicts, lists and tuples.
-        key: JSON pointer (RFC 6901) to the tree, which names the tensors in it; empty for the root.
+        key: JSON pointer (RFC 6901) to the tree, which names the tensors in it; empty for the root. Members of a dict
+            whose keys are not all strings go by their place.
         found: Where the tensors are put.
     """
     if isinstance(tree, torch.Tensor):
         found[key] = tree
         return TensorRef(key, form(tree))
     if isinstance(tree, dict):
-        return {name: split(item, f"{key}/{_escaped(name)}", found) for name, item in tree.items()}
+        steps = _steps(tree)
+        return {
+            name: split(item, f"{key}/{step}", found) for (name, item), step in zip(tree.items(), steps, strict=True)
+        }
     if isinstance(tree, (list, tuple)):
         items = [split(item, f"{key}/{index}", found) for index, item in enumerate(tree)]
         return tuple(items) if isinstance(tree, tuple) else items
     return tree
 
 
-def _escaped(name: object) -> str:
-    # Not a string: repr in angle brackets, since 1 and "1" may stand side by side.
-    text = name if isinstance(name, str) else f"<{name!r}>"
-    return text.replace("~", "~0").replace("/", "~1")
+def _steps(tree: Mapping[object, object]) -> list[str]:
+    """What leads to each member: its key or, where not all keys are strings, its place, since 1 and "1" may both be."""
+    if not all(isinstance(name, str) for name in tree):
+        return [str(index) for index in range(len(tree))]
+    return [str(name).replace("~", "~0").replace("/", "~1") for name in tree]
 
 
 def references(tree: object) -> dict[str, str]:

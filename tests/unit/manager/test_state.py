@@ -269,8 +269,11 @@ def test_what_the_run_lacks_is_added_and_unused_statistics_may_be_missing() -> N
 
 
 def test_keys_of_extra_that_look_alike_are_kept_apart() -> None:
-    keys = ["a/b", "a~1b", "a~b", "<1>", 1, True]
-    extra: dict[Any, object] = {"nest": {key: torch.tensor(number) for number, key in enumerate(keys[:5])}}
+    lookalikes: list[list[Any]] = [["a/b", "a~1b", "a~b", ""], ["1", 1, 0, "0", (1,), None, "None"]]
+    extra: dict[str, object] = {
+        str(which): {key: torch.tensor(number) for number, key in enumerate(keys)}
+        for which, keys in enumerate(lookalikes)
+    }
     state = RlhfState(extra=extra)
     back = RlhfState.from_json(state.to_json(), WHERE, state.tensor_files())
     assert _same(back.extra, extra)

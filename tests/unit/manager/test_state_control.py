@@ -65,6 +65,15 @@ def test_adaptive_kl_has_the_bits_of_the_numpy_formula(
         assert ours.value.hex() == float(theirs.value).hex()
 
 
+def test_adaptive_kl_keeps_the_bits_over_a_long_run() -> None:
+    measured, ours, theirs = np.random.default_rng(3), AdaptiveKL(0.2, 6.0, 130), _Ziegler(0.2, 6.0, 130)
+    # Large steps, so that the order of operations shows in the last bits.
+    for current in 6 + measured.normal(size=1000):
+        ours.update(float(current), 97)
+        theirs.update(float(current), 97)
+    assert ours.value.hex() == float(theirs.value).hex()
+
+
 def test_fixed_kl_stays() -> None:
     controller = FixedKL(0.05)
     controller.update(1e9, 10)
