@@ -9,22 +9,29 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .megatron_saving import row_14
 from .memory import row_7
 from .planning import row_12
 from .reading import row_9, row_11, row_13
 from .reshape import row_3, row_4, row_5
+from .saving import row_1, row_2, row_8, row_10
 from .table import RESULTS, Row, as_markdown, as_text
 
 Measure = Callable[[Path, float, int], Iterator[Row]]
 ROWS: dict[int, Measure] = {
+    1: row_1,
+    2: row_2,
     3: row_3,
     4: row_4,
     5: row_5,
     7: lambda folder, gigabytes, rounds: row_7(folder, gigabytes),
+    8: row_8,
     9: row_9,
+    10: row_10,
     11: row_11,
     12: lambda folder, gigabytes, rounds: row_12(),
     13: lambda folder, gigabytes, rounds: row_13(folder, rounds),
+    14: lambda folder, gigabytes, rounds: row_14(folder, rounds),
 }
 
 

@@ -12,9 +12,17 @@ if TYPE_CHECKING:
     from .convert import ConvertOptions, Job
     from .convert import convert as convert_checkpoint
     from .convert import prepare as prepare_conversion
+    from .engines.megatron import MegatronEngine
+    from .engines.plain import TorchEngine
     from .errors import CheckpointError
     from .formats.base import ReadOptions, Source, WriteOptions
     from .formats.registry import open_checkpoint
+    from .manager.checkpoint_manager import CheckpointManager, Resumed
+    from .manager.config import RunConfig, load_run_config
+    from .manager.config_options import manager_options
+    from .manager.sampler import PromptSampler
+    from .manager.settings import ManagerOptions
+    from .manager.state import RlhfState
     from .verify.checkpoint import Depth
     from .verify.checkpoint import verify as verify_checkpoint
 
@@ -22,14 +30,24 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "ConvertOptions",
     "Depth",
     "Job",
+    "ManagerOptions",
+    "MegatronEngine",
+    "PromptSampler",
     "ReadOptions",
+    "Resumed",
+    "RlhfState",
+    "RunConfig",
     "Source",
+    "TorchEngine",
     "WriteOptions",
     "__version__",
     "convert_checkpoint",
+    "load_run_config",
+    "manager_options",
     "open_checkpoint",
     "prepare_conversion",
     "verify_checkpoint",
@@ -38,13 +56,23 @@ __all__ = [
 # Where each name lives, as "module:name".
 _HOMES = {
     "CheckpointError": "errors:CheckpointError",
+    "CheckpointManager": "manager.checkpoint_manager:CheckpointManager",
     "ConvertOptions": "convert:ConvertOptions",
     "Depth": "verify.checkpoint:Depth",
     "Job": "convert:Job",
+    "ManagerOptions": "manager.settings:ManagerOptions",
+    "MegatronEngine": "engines.megatron:MegatronEngine",
+    "PromptSampler": "manager.sampler:PromptSampler",
     "ReadOptions": "formats.base:ReadOptions",
+    "Resumed": "manager.checkpoint_manager:Resumed",
+    "RlhfState": "manager.state:RlhfState",
+    "RunConfig": "manager.config:RunConfig",
     "Source": "formats.base:Source",
+    "TorchEngine": "engines.plain:TorchEngine",
     "WriteOptions": "formats.base:WriteOptions",
     "convert_checkpoint": "convert:convert",
+    "load_run_config": "manager.config:load_run_config",
+    "manager_options": "manager.config_options:manager_options",
     "open_checkpoint": "formats.registry:open_checkpoint",
     "prepare_conversion": "convert:prepare",
     "verify_checkpoint": "verify.checkpoint:verify",

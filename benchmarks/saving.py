@@ -1,0 +1,179 @@
+"""Rows 1, 2, 8 and 10: saving and loading a live model through the manager, beside torch's own ways."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_rlhf.engines.base import LoadRequest
+from mcore_rlhf.engines.plain import FILE, TorchEngine
+from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
+from mcore_rlhf.manager.settings import ManagerOptions
+
+from .measure import MIB, Contest, flush, warm
+from .table import Row
+
+_TENSORS = 16
+
+
+@dataclass
+class _Live:
+    """A model of one size, and a manager that saves it again and again under a new number."""
+
+    folder: Path
+    module: torch.nn.Module
+    fsync: bool
+    step: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
+    @contextmanager
+    def manager(self) -> Iterator[CheckpointManager]:
+        options = ManagerOptions(fsync=self.fsync, catch_signals=False)
+        with CheckpointManager(self.folder / "run", TorchEngine(self.module), options=options) as manager:
+            yield manager
+
+    def save(self, manager: CheckpointManager, *, blocking: bool) -> None:
+        self.step += 1
+        manager.save(self.step, blocking=blocking)
+
+    def forget(self) -> None:
+        """Remove what was saved, so that every round begins alike."""
+        for path in (self.folder / "run").glob("global_step_*"):
+            shutil.rmtree(path)
+        (self.folder / "theirs.pt").unlink(missing_ok=True)
+
+
+def _live(folder: Path, gigabytes: float, *, fsync: bool) -> _Live:
+    numel = int(gigabytes * 1e9) // 4 // _TENSORS
+    folder = folder / "saving"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    torch.manual_seed(0)
+    module = torch.nn.ParameterDict({f"layer{i}": torch.nn.Parameter(torch.randn(numel)) for i in range(_TENSORS)})
+    return _Live(folder, module, fsync)
+
+
+def row_1(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    live = _live(folder, gigabytes, fsync=False)
+    theirs = live.folder / "theirs.pt"
+    with live.manager() as manager:
+        contest = Contest(
+            {
+                "ours": lambda: live.save(manager, blocking=True),
+                "torch": lambda: torch.save(live.module.state_dict(), theirs),
+            },
+            before=live.forget,
+        ).run(rounds)
+        live.save(manager, blocking=True)
+    saved = next((live.folder / "run").glob(f"global_step_*/actor/{FILE}"))
+    subprocess.run(["unzip", "-tq", saved], check=True, capture_output=True)
+    what = f"torch.save (CRC on) ÷ save of {gigabytes:g} GB, commit and manifest included"
+    wall = contest.ratio("torch", "ours", "wall")
+    yield Row(1, f"{what}: wall", wall.median, "×", 1.5, 2, str(wall), at_least=True)
+    cpu = contest.ratio("ours", "torch", "cpu")
+    yield Row(1, f"save ÷ torch.save, {gigabytes:g} GB: cpu", cpu.median, "×", 0.7, 0.6, str(cpu))
+    shutil.rmtree(live.folder)
+
+
+def row_2(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    live = _live(folder, gigabytes, fsync=True)
+    with live.manager() as manager:
+        contest = Contest(
+            {"ours": lambda: live.save(manager, blocking=True), "raw": lambda: _raw(live)}, before=live.forget
+        ).run(rounds)
+    ratio = contest.ratio("ours", "raw", "wall")
+    yield Row(2, f"save + fsync ÷ raw write + fsync, {gigabytes:g} GB: wall", ratio.median, "×", 1.15, None, str(ratio))
+    shutil.rmtree(live.folder)
+
+
+def _raw(live: _Live) -> None:
+    """The same bytes, written in pieces of a megabyte and synced: the least that a save can cost."""
+    fd = os.open(live.folder / "theirs.pt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for param in live.module.parameters():
+        data = param.detach().view(torch.uint8).numpy().data
+        for start in range(0, len(data), MIB):
+            os.write(fd, data[start : start + MIB])
+    os.fsync(fd)
+    os.close(fd)
+
+
+def row_8(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    live = _live(folder, gigabytes, fsync=False)
+    torch.save({"model": live.module.state_dict()}, live.folder / FILE)
+    flush(live.folder)
+    engine, request = TorchEngine(live.module), LoadRequest(live.folder, "actor")
+    warm([live.folder / FILE])
+
+    def theirs() -> None:
+        torch.load(live.folder / FILE, weights_only=True)
+        gc.collect()
+
+    contest = Contest({"torch": theirs, "ours": lambda: engine.prepare_load(request).apply()}).run(rounds)
+    ratio = contest.ratio("torch", "ours", "wall")
+    yield Row(
+        8,
+        f"torch.load ÷ load into live tensors, warm, {gigabytes:g} GB: wall",
+        ratio.median,
+        "×",
+        2,
+        4,
+        str(ratio),
+        True,
+    )
+    shutil.rmtree(live.folder)
+
+
+def row_10(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    live = _live(folder, gigabytes, fsync=False)
+    params = [param.detach() for param in live.module.parameters()]
+    copies = [torch.zeros_like(param) for param in params]
+
+    def memcpy() -> None:
+        for copy, param in zip(copies, params, strict=True):
+            copy.copy_(param)
+
+    with live.manager() as manager:
+        contest = Contest(
+            {"stall": lambda: live.save(manager, blocking=False), "memcpy": memcpy},
+            before=lambda: (manager.wait(), live.forget()),
+        ).run(rounds)
+    ratio = contest.ratio("stall", "memcpy", "wall")
+    yield Row(10, f"stall of an asynchronous save ÷ memcpy, {gigabytes:g} GB", ratio.median, "×", 1.3, 1.1, str(ratio))
+    theirs = _dcp_stall(live, rounds)
+    ours = contest.spread("stall", "wall").median
+    yield Row(10, "the same ÷ stall of torch's DCP async_save (thread)", ours / theirs, "×", 1 / 3, 1 / 6)
+    shutil.rmtree(live.folder)
+
+
+def _dcp_stall(live: _Live, rounds: int) -> float:
+    """Seconds until ``dcp.async_save`` returns, in the median; its own process group, since it wants one."""
+    import torch.distributed as dist
+    from torch.distributed import checkpoint as dcp
+
+    store = live.folder / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    pending: list[object] = []
+
+    def save() -> None:
+        pending.append(dcp.async_save(live.module.state_dict(), checkpoint_id=live.folder / "dcp"))
+
+    def settle() -> None:
+        while pending:
+            pending.pop().result()  # type: ignore[attr-defined]
+        shutil.rmtree(live.folder / "dcp", ignore_errors=True)
+
+    try:
+        return Contest({"dcp": save}, before=settle).run(rounds).spread("dcp", "wall").median
+    finally:
+        dist.destroy_process_group()
