@@ -214,7 +214,7 @@ def diff(
     run((a, b), o.read_options(role, step, rules, stub), Tolerance(atol, rtol), states, json)
 
 
-@app.command(short_help="Train, reshape and resume a real Megatron model.")
+@app.command(short_help="Train GRPO on real Megatron, kill it, resume, reshape, and prove it.")
 def demo(
     folder: Annotated[
         Path | None,
@@ -223,7 +223,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train a tiny real Megatron model on the CPU, reshape its checkpoint, resume, and show the proof."""
+    """Train GRPO on real Megatron on the CPU, kill it in the middle of a save, resume and reshape, and show the proof."""
     from mcore_rlhf.demo.command import run_demo, table
 
     report = run_demo(folder, lambda line: typer.echo(line, err=True))

@@ -123,9 +123,74 @@ def adopt(
     run(step, o.read_options(None, None, rules, stub), deep, workers or o.default_workers(), json)
 
 
+def resume_check(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Behind --: the command, with {dir}, {steps}, {resume} and {metrics}.",
+            metavar="-- COMMAND",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Kill once this step is committed.", metavar="N", min=1)] = 3,
+    more: Annotated[int, typer.Option(help="Steps after it, to the end of the run.", metavar="M", min=1)] = 2,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where to work; new or empty. [default: removed again]", metavar="DIR")
+    ] = None,
+    kill_after: Annotated[
+        str, typer.Option(help="The moment: step-commit, during-save or random.", metavar="MOMENT")
+    ] = "step-commit",
+    runs: Annotated[int, typer.Option(help="How many runs are killed and resumed.", metavar="K", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Draws random moments.", metavar="S")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one start may take.", metavar="S", min=1.0)] = 3600.0,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="A value that may differ, with *; may be repeated.", metavar="FILE:KEY|metrics:NAME"),
+    ] = None,
+    environment: Annotated[
+        bool, typer.Option("--environment", help="The command reads MCORE_RLHF_CHECK_DIR, …_STEPS and so on.")
+    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints although all is well.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Check the demo's trainer; COMMAND is options for it.")] = False,
+    algorithm: Annotated[str, typer.Option(help="With --demo: grpo or ppo.", metavar="NAME")] = "grpo",
+    tp: Annotated[int, typer.Option(help="With --demo: tensor-parallel ranks.", metavar="N", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="With --demo: pipeline stages.", metavar="N", min=1)] = 1,
+    print_commands: Annotated[
+        bool, typer.Option("--print-commands", help="Print what to run by hand, on several nodes; run nothing.")
+    ] = False,
+    make_control: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Copy killed run B to C, and break it.", metavar="B C")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Only compare two runs that were done by hand.", metavar="A B")
+    ] = None,
+    control: Annotated[
+        Path | None, typer.Option(help="With --compare: the control, which must differ.", metavar="C")
+    ] = None,
+    stub: o.Stubs = None,
+    json: o.Json = False,
+) -> None:
+    """Prove that a trainer resumes exactly: run it N+M steps, run it again, kill it after N, resume, and compare every bit.
+
+    A third run resumes from a step of which one tensor was broken on purpose; if that is not noticed either, the check is
+    blind and fails. The exit code is 0 when all is equal and the control was caught, 1 when not, 2 when the command failed.
+
+    Example: mcore-rlhf resume-check --steps 3 -- torchrun --nproc-per-node 2 train.py --output-dir {dir} --steps {steps}
+    """
+    from .resume_checking import Request, dispatch
+
+    dispatch(
+        Request(
+            command or [], steps, more, folder, kill_after, runs, seed, timeout, tuple(ignore or ()), environment, keep,
+            demo, algorithm, tp, pp, print_commands, make_control, compare, control, tuple(stub or ()), json,
+        )
+    )  # fmt: skip
+
+
 COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (steps, "List the steps of a run, and what each is worth."),
     (prune, "Delete the steps that no rule wants to keep."),
     (interval, "Compute how often to save."),
+    (resume_check, "Prove that a trainer resumes exactly, by killing it."),
     (adopt, "Verify another trainer's step, and commit it."),
 )
