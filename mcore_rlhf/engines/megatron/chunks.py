@@ -1,0 +1,128 @@
+"""The live model: this rank's chunks, what their tensors are called, and where in the whole model their layers lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.models.megatron import is_routed_expert, layer_of, renumbered
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One model chunk of this rank.
+
+    Args:
+        vpp_rank: Its number on this rank.
+        wrapped: As the trainer has it, in Megatron's DDP or bare.
+        module: The model itself.
+        first_layer: Global number of its first decoder layer, as its layers themselves say; 0 where it has none.
+        num_layers: Decoder layers in it.
+    """
+
+    vpp_rank: int
+    wrapped: torch.nn.Module
+    module: torch.nn.Module
+    first_layer: int
+    num_layers: int
+
+    @classmethod
+    def of(cls, vpp_rank: int, wrapped: torch.nn.Module, module: torch.nn.Module) -> Chunk:
+        """Look at a module."""
+        layers = list(_layers(module))
+        first = next((number - local for local, number in layers), 0)
+        return cls(vpp_rank, wrapped, module, first, len(layers))
+
+    def state(self) -> Mapping[str, object]:
+        """The state dict that Megatron saves: tensors share memory with the live ones."""
+        state: Mapping[str, object] = self.module.state_dict_for_save_checkpoint()  # type: ignore[operator]
+        return state
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by local name, in registration order; they share the live memory."""
+        found = self.state().items()
+        return {name: value for name, value in found if isinstance(value, torch.Tensor) and not _is_extra(name)}
+
+    def opaque(self) -> dict[str, object]:
+        """Everything else in the state dict (``_extra_state``)."""
+        return {
+            name: value
+            for name, value in self.state().items()
+            if _is_extra(name) or not isinstance(value, torch.Tensor)
+        }
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters by local name."""
+        return dict(self.module.named_parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """All chunks of this rank.
+
+    Args:
+        chunks: In the order of their numbers.
+    """
+
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> LiveModel:
+        """From what a training script has.
+
+        Raises:
+            UsageError: There is none.
+        """
+        listed = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
+        if not listed:
+            raise UsageError("a MegatronEngine needs at least one model chunk")
+        unwrapped = unwrap_model(listed)
+        return cls(tuple(Chunk.of(number, *pair) for number, pair in enumerate(zip(listed, unwrapped, strict=True))))
+
+    @property
+    def config(self) -> object:
+        """Megatron's ``TransformerConfig``."""
+        return self.chunks[0].module.config
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts per layer of the whole model; 0 for a dense one."""
+        return int(getattr(self.config, "num_moe_experts", None) or 0)
+
+    def key(self, chunk: Chunk) -> str:
+        """What the model file calls a chunk: ``model``, or ``model0``, ``model1``, … with virtual stages."""
+        return f"model{chunk.vpp_rank}" if len(self.chunks) > 1 else "model"
+
+    def global_name(self, chunk: Chunk, local: str, ep_rank: int, ep: int) -> str:
+        """A name with the layer and expert numbers of the whole model."""
+        experts = ep_rank * (self.num_experts // ep) if is_routed_expert(local) else 0
+        return renumbered(local, chunk.first_layer, experts)
+
+    def gather_parameters(self) -> None:
+        """Wait until all parameters are up to date, where they are gathered during the next forward pass.
+
+        Collective in that case, as Megatron-LM's own save is. Source: Megatron-LM core_v0.16.1,
+        ``megatron/training/training.py`` (``save_checkpoint_and_time``: ``disable_forward_pre_hook``).
+        """
+        for chunk in self.chunks:
+            ddp = chunk.wrapped
+            if getattr(ddp, "use_forward_hook", False) and getattr(ddp, "remove_forward_pre_hook_handles", None):
+                ddp.disable_forward_pre_hook()  # type: ignore[operator]
+                ddp.enable_forward_pre_hook()  # type: ignore[operator]
+
+
+def _is_extra(name: str) -> bool:
+    """Whether a value is Transformer Engine's own, whatever its type."""
+    return name.endswith("._extra_state")
+
+
+def _layers(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """(number in this chunk, global number from 0) of every decoder layer."""
+    for name, module in model.named_modules():
+        local = layer_of(f"{name}.")
+        if local is not None and name.endswith(f"layers.{local}") and hasattr(module, "layer_number"):
+            yield local, int(module.layer_number) - 1

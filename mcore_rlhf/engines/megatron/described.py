@@ -1,0 +1,117 @@
+"""Megatron-LM's ``args`` for a trainer that has none: what a reader needs, read off the live objects.
+
+Trainers built on megatron-core alone (verl, NeMo-RL) have a ``TransformerConfig`` instead. Names and meanings are those of
+Megatron-LM core_v0.16.1, ``megatron/training/arguments.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+
+from .chunks import LiveModel
+from .optimizers import Member, kind_of
+from .place import Place
+
+_OF_THE_MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "params_dtype", "bf16", "fp16",
+    "hidden_dropout", "attention_dropout", "mtp_num_layers", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "attention_output_gate", "moe_layer_freq", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "moe_grouped_gemm", "moe_router_topk", "moe_router_enable_expert_bias",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "sequence_parallel",
+)  # fmt: skip
+_OF_THE_OPTIMIZER = (
+    "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+    "clip_grad", "apply_wd_to_qk_layernorm", "overlap_param_gather_with_optimizer_step",
+)  # fmt: skip
+
+
+def described(model: LiveModel, chain: Sequence[Member | None], place: Place) -> dict[str, object]:
+    """The arguments that the model, its DDP and its optimizer tell.
+
+    The true size of the vocabulary is not among them: without it, a checkpoint can be loaded at any layout whose padded
+    vocabulary is given.
+    """
+    return {
+        **_model(model),
+        **_parallel(model, place),
+        **_buckets(model),
+        **_optimizer(chain),
+        "rank": place.rank,
+        "ckpt_format": "torch",
+    }
+
+
+def _model(model: LiveModel) -> dict[str, object]:
+    config: Any = model.config
+    found = {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
+    gated, silu = bool(config.gated_linear_unit), config.activation_func is torch.nn.functional.silu
+    first = model.chunks[0].module
+    found |= {
+        "num_experts": config.num_moe_experts,
+        "swiglu": gated and silu,
+        "geglu": gated and not silu,
+        "group_query_attention": config.num_query_groups != config.num_attention_heads,
+        "untie_embeddings_and_output_weights": not getattr(first, "share_embeddings_and_output_weights", False),
+        "position_embedding_type": getattr(first, "position_embedding_type", "rope"),
+        "add_position_embedding": True,
+        "transformer_impl": "transformer_engine" if _uses_transformer_engine(model) else "local",
+    }
+    if hasattr(first, "vocab_size"):
+        found["padded_vocab_size"] = first.vocab_size
+    if hasattr(first, "max_sequence_length"):
+        found["max_position_embeddings"] = first.max_sequence_length
+    return found
+
+
+def _parallel(model: LiveModel, place: Place) -> dict[str, object]:
+    config: Any = model.config
+    parallel = place.parallel
+    layout = config.pipeline_model_parallel_layout
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "data_parallel_size": parallel.dp,
+        "world_size": parallel.world_size,
+        "decoder_first_pipeline_num_layers": config.num_layers_in_first_pipeline_stage,
+        "decoder_last_pipeline_num_layers": config.num_layers_in_last_pipeline_stage,
+        "pipeline_model_parallel_layout": getattr(layout, "input_data", layout),
+    }
+
+
+def _buckets(model: LiveModel) -> dict[str, object]:
+    ddp: Any = getattr(model.chunks[0].wrapped, "ddp_config", None)
+    if ddp is None:
+        return {}
+    return {
+        "overlap_grad_reduce": ddp.overlap_grad_reduce,
+        "overlap_param_gather": ddp.overlap_param_gather,
+        "ddp_bucket_size": ddp.bucket_size,
+        "ddp_num_buckets": None,
+        "ddp_pad_buckets_for_high_nccl_busbw": ddp.pad_buckets_for_high_nccl_busbw,
+        "num_distributed_optimizer_instances": ddp.num_distributed_optimizer_instances,
+        "accumulate_allreduce_grads_in_fp32": ddp.grad_reduce_in_fp32,
+    }
+
+
+def _optimizer(chain: Sequence[Member | None]) -> dict[str, object]:
+    first = next((member for member in chain if member is not None), None)
+    if first is None:
+        return {"no_save_optim": True}
+    config = first.optimizer.config
+    found = {name: getattr(config, name) for name in _OF_THE_OPTIMIZER if hasattr(config, name)}
+    return {**found, "use_distributed_optimizer": kind_of(chain) == DISTRIBUTED}
+
+
+def _uses_transformer_engine(model: LiveModel) -> bool:
+    modules = (module for chunk in model.chunks for module in chunk.module.modules())
+    return any("transformer_engine" in type(module).__module__ for module in modules)

@@ -1,0 +1,175 @@
+"""The engine of a Megatron-core trainer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.formats.megatron import FORMAT
+from mcore_rlhf.formats.megatron.folders import TRACKER, locate
+from mcore_rlhf.formats.megatron.rng import RngMaker
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.stubs import Stub
+
+from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
+from . import rng
+from .chunks import LiveModel
+from .described import described
+from .files import LiveFiles
+from .optimizers import Member, members
+from .origin import Origin
+from .place import Place, current_place
+from .prepared import PreparedMegatronLoad
+from .same_layout import OwnFiles
+from .slots import Slot
+from .through_plan import LivePlan
+
+Arguments = argparse.Namespace | Mapping[str, object]
+Further = Mapping[str, object]
+
+
+class MegatronEngine:
+    """A live Megatron-core trainer as a source and a target of checkpoints; every rank makes one.
+
+    Args:
+        chunks: Model chunks of this rank, in Megatron's DDP or bare; several with virtual pipeline stages.
+        optimizer: Megatron's optimizer (plain, distributed or chained); None for a frozen model, which is saved as
+            weights alone.
+        scheduler: Megatron's ``OptimizerParamScheduler``, or None.
+        args: Megatron-LM's ``args``, stored in every model file so that Megatron-LM and the converter can read it. A
+            mapping (``{"vocab_size": …, "consumed_train_samples": …}``) adds to what the live objects tell, for trainers
+            without such ``args``. A function that gives either is called at each save, for the counters of the moment.
+        further: More top-level values of the model file, such as ``num_floating_point_operations_so_far``, or a function
+            that gives them.
+
+    Attributes:
+        loaded_args: The stored ``args`` of the checkpoint that was loaded, by name (``consumed_train_samples``, …),
+            without those that are objects of Megatron's.
+        loaded_iteration: Its iteration; 0 for a release.
+
+    Raises:
+        Unsupported: Megatron's ``torch`` format cannot hold the layout.
+        UsageError: There is no model.
+    """
+
+    def __init__(
+        self,
+        chunks: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any | None = None,
+        scheduler: Any | None = None,
+        *,
+        args: Arguments | Callable[[], Arguments] | None = None,
+        further: Further | Callable[[], Further] | None = None,
+    ) -> None:
+        self.model = LiveModel.of(chunks)
+        self.chain = members(optimizer)
+        self.scheduler = scheduler
+        self.place: Place = current_place(len(self.model.chunks), moe=self.model.num_experts > 0)
+        self.place.check()
+        self._args, self._further = args, further
+        self.loaded_args: dict[str, object] = {}
+        self.loaded_iteration = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks: Megatron's groups span the whole world."""
+        return tuple(range(dist.get_world_size()))
+
+    @property
+    def layout(self) -> str:
+        """How the model is cut: ``TP2×PP1×DP4``."""
+        return str(self.place.parallel)
+
+    def live(self, step: int) -> LiveState:
+        """Describe Megatron's own files of an iteration.
+
+        Args:
+            step: The iteration.
+        """
+        self.model.gather_parameters()
+        files = LiveFiles(self.place, self.model, self.chain, step)
+        found: list[LiveFile] = []
+        if self.place.writes_model:
+            args = self._current_args()
+            found.append(files.model_file({"args": argparse.Namespace(**args)}, self._after(step, args)))
+        texts = {TRACKER: str(step)} if self.place.rank == self.ranks[0] else {}
+        return LiveState("megatron", self.layout, (*found, *files.optimizer_files()), texts)
+
+    def prepare_load(self, request: LoadRequest) -> PreparedMegatronLoad:
+        """Open a checkpoint of any format that is known, check that it fits this rank, and plan the load.
+
+        On an unchanged layout the rank opens its own files only.
+
+        Raises:
+            CheckpointError: It does not fit: all differences, with shapes.
+        """
+        chain = self.chain if request.optimizer else ()
+        origin, wanted = self._origin(request, chain)
+
+        def done() -> None:
+            args = origin.state.args
+            self.loaded_args = {name: value for name, value in args.items() if not isinstance(value, Stub)}
+            self.loaded_iteration = origin.state.iteration
+
+        prepared = PreparedMegatronLoad(self.model, self.chain, request.optimizer, self.scheduler, origin, wanted, done)
+        prepared.check()
+        return prepared
+
+    def _origin(self, request: LoadRequest, chain: Sequence[Member | None]) -> tuple[Origin, list[Slot]]:
+        if FORMAT.detect(request.folder):
+            located = locate(request.folder, request.step)
+            own = OwnFiles.find(located, self.place, self.model, bool(chain))
+            if own is not None:
+                return own.origin(self.model, chain)
+        options = ReadOptions(role=request.role, step=request.step, optimizer=bool(chain))
+        source = open_checkpoint(request.folder, options)
+        return LivePlan(source, self.place, self.model, chain).origin()
+
+    def rng_states(self) -> dict[str, torch.Tensor]:
+        """The states of Megatron's RNG tracker by name, copies on the CPU."""
+        return rng.tracker_states()
+
+    def set_rng_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Restore what :meth:`rng_states` gave."""
+        rng.set_tracker_states(states)
+
+    def derived_rng(self, first: Mapping[str, object], step: int) -> Mapping[str, object]:
+        """Random states of this rank for a layout that was not saved: equal within a tensor-parallel group, apart from
+        the tracker's model-parallel state.
+        """
+        apart = bool(self._current_args().get("data_parallel_random_init"))
+        dp_rank = self.place.at.dp_rank if apart else 0
+        return rng.derived_state(first, step, self.place.file_rank, dp_rank)
+
+    def _current_args(self) -> dict[str, object]:
+        args = self._args() if callable(self._args) else self._args
+        if isinstance(args, argparse.Namespace):
+            return dict(vars(args))
+        return {**described(self.model, self.chain, self.place), **(args or {})}
+
+    def _after(self, step: int, args: Mapping[str, object]) -> dict[str, object]:
+        further = self._further() if callable(self._further) else self._further
+        after: dict[str, object] = {}
+        if self.scheduler is not None:
+            after["opt_param_scheduler"] = self.scheduler.state_dict()
+        return {**after, "rng_state": self._rng_list(step, args), **(further or {})}
+
+    def _rng_list(self, step: int, args: Mapping[str, object]) -> list[object]:
+        """This rank's state; where every data-parallel rank draws its own numbers, derived ones for the others as well.
+
+        The manager keeps the true states of all ranks in a file of its own; Megatron would gather them here.
+        """
+        others = range(1, self.place.parallel.dp if args.get("data_parallel_random_init") else 1)
+        own = rng.megatron_state()
+        return [own, *(RngMaker(own, step, 0).derived(self.place.file_rank, other) for other in others)]
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_seam(engine: MegatronEngine) -> tuple[Engine, HasRng]:
+        return engine, engine

@@ -1,0 +1,151 @@
+"""Megatron's two files of a rank, described: who writes which, and which bytes this rank puts into them.
+
+No optimizer state is gathered: every data-parallel rank puts its own shards where Megatron's gathered tensor has them.
+
+Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``save_checkpoint``, ``generate_state_dict``);
+megatron-core 0.16.1, ``optimizer/distrib_optimizer.py`` (``get_parameter_state_dp_zero``), ``optimizer/optimizer.py``
+(``ChainedOptimizer.save_parameter_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.formats.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, iteration_folder_name
+from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.storage.stored import StoredTensor
+
+from ..base import LiveFile, Segment
+from ..live import LiveTree
+from .chunks import LiveModel
+from .optimizers import PARAM_KEY, Member, Owned
+from .place import Place
+
+CHECKPOINT_VERSION = 3.0
+_STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+Tree = dict[object, object]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFiles:
+    """Describes the files of one save.
+
+    Args:
+        place: This rank.
+        model: Its model.
+        chain: Its optimizers.
+        step: The iteration.
+    """
+
+    place: Place
+    model: LiveModel
+    chain: Sequence[Member | None]
+    step: int
+
+    def model_file(self, before: Mapping[str, object], after: Mapping[str, object]) -> LiveFile:
+        """``model_optim_rng.pt`` of this rank's folder, for the rank that writes it.
+
+        Args:
+            before: Top-level values that stand before the model: ``args``.
+            after: Those that stand after the optimizer: scheduler, random states, counters.
+        """
+        path = self._path(self.place.folder, MODEL_FILES[0])
+        live = LiveTree(path)
+        tree: dict[str, object] = {**before, "checkpoint_version": CHECKPOINT_VERSION, "iteration": self.step}
+        tree.update((self.model.key(chunk), chunk.state()) for chunk in self.model.chunks)
+        if any(self.chain):
+            tree["optimizer"] = self._optimizer_state()
+        placed = live.placed({**tree, **after})
+        return LiveFile(path, (self.place.rank,), tuple(live.segments), placed)
+
+    def optimizer_files(self) -> list[LiveFile]:
+        """The ``distrib_optim.pt`` files to which this rank contributes: its dense and its expert shards may go to two."""
+        found: dict[int, list[Member]] = {}
+        for member in self._flat():
+            first = dist.get_process_group_ranks(member.optimizer.data_parallel_group)[0]
+            found.setdefault(first, []).append(member)
+        return [self._optimizer_file(first, present) for first, present in found.items()]
+
+    def _flat(self) -> list[Member]:
+        """The members with shards; of several instances of the distributed optimizer, all hold the same."""
+        return [
+            member
+            for member in self.chain
+            if member is not None
+            and member.kind == DISTRIBUTED
+            and not getattr(member.optimizer, "distributed_optimizer_instance_id", 0)
+        ]
+
+    def _optimizer_file(self, first: int, present: Sequence[Member]) -> LiveFile:
+        """The file of a first data-parallel rank: its dense state, its experts' state, or both."""
+        path = self._path(self.place.folder_of(first), OPTIMIZER_FILE)
+        others = set[int]().union(
+            *(self.place.contributors(first, m.expert, m.optimizer.data_parallel_group.size()) for m in self._flat())
+        )
+        writers = (first, *sorted(others - {first}))
+        segments = [segment for member in present for segment in _segments(member)]
+        if self.place.rank != first:
+            return LiveFile(path, writers, segments)
+        live = LiveTree(path)
+        labels: dict[str, str] = {}
+        trees = [None if m is None or m not in present else _buffers(m, live, labels) for m in self.chain]
+        return LiveFile(path, writers, segments, trees if len(trees) > 1 else trees[0], labels)
+
+    def _optimizer_state(self) -> object:
+        states = [{} if member is None else member.state_dict() for member in self.chain]
+        return states if len(states) > 1 else states[0]
+
+    def _path(self, folder: str, name: str) -> str:
+        return f"{iteration_folder_name(self.step)}/{folder}/{name}"
+
+
+def _buffers(member: Member, live: LiveTree, labels: dict[str, str]) -> Tree:
+    """What the file holds of a member: a flat fp32 record for every buffer and state."""
+    tree: Tree = {"buckets_coalesced": True}
+    for index, buffer in enumerate(member.optimizer.buffers):
+        numel, states = int(buffer.numel_unpadded), dict[object, object]()
+        for state in _STATES:
+            record = live.record(torch.float32, numel)
+            labels[_label(member, index, state)] = record.key
+            states[PARAM_KEY if state == MASTER else state] = StoredTensor(record, 0, (numel,), (1,))
+        states["numel_unpadded"] = numel
+        tree[index] = {(buffer.param_dtype, buffer.grad_dtype): states}
+    return tree
+
+
+def _segments(member: Member) -> Iterator[Segment]:
+    """This rank's shards, at their places in the gathered records.
+
+    Moments that the optimizer has not made yet, because it never stepped, are left to read as zeros: what it would begin
+    with. (Megatron itself cannot save before the first step.)
+    """
+    for index, owned, start in shard_places(member):
+        for state, tensor in member.tensors(owned).items():
+            if state in _STATES:
+                yield Segment(_label(member, index, state), start * 4, tensor.to(torch.float32).contiguous())
+
+
+def shard_places(member: Member) -> Iterator[tuple[int, Owned, int]]:
+    """(buffer, part, first element in the buffer's record) of every shard that this rank owns.
+
+    The record has the buckets without the padding at their ends, one after the other.
+    """
+    optimizer: Any = member.optimizer
+    by_param = {owned.param: owned for owned in member.owned()}
+    for index, ranges in enumerate(optimizer.gbuf_ranges):
+        starts = [0, *accumulate(bucket.numel_unpadded for bucket in optimizer.buffers[index].buckets)]
+        for buckets in ranges.values():
+            for bucket_start, bucket in zip(starts, buckets, strict=False):
+                for param, place in bucket["param_map"].items():
+                    yield index, by_param[param], bucket_start + place["gbuf_world_in_bucket"].start
+
+
+def _label(member: Member, buffer: int, state: str) -> str:
+    return f"{member.number}/{buffer}/{state}"

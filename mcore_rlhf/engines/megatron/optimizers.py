@@ -1,0 +1,222 @@
+"""Megatron's optimizers seen alike: which parameters each one trains, which part of them this rank owns, and its states.
+
+Sources: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``Float16OptimizerWithFloat16Params``, ``FP32Optimizer``,
+``ChainedOptimizer``), ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED, PLAIN
+
+from .torch_state import counts_per_parameter, load_plain, with_zeros
+
+PARAM_KEY = "param"
+"""What Megatron calls the fp32 master in ``distrib_optim.pt`` and among the distributed optimizer's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A parameter, or the part of it whose optimizer states this rank has.
+
+    Args:
+        param: The model's parameter.
+        start: First element of the part, in the flattened local parameter.
+        stop: One past the last.
+        group: Position of its param group in the member.
+    """
+
+    param: torch.nn.Parameter
+    start: int
+    stop: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One of the chained optimizers, none of them a stub.
+
+    Args:
+        number: Its position in the chain.
+        optimizer: Megatron's object.
+    """
+
+    number: int
+    optimizer: Any
+
+    @property
+    def kind(self) -> str:
+        """``distributed`` or ``plain``."""
+        return DISTRIBUTED if isinstance(self.optimizer, DistributedOptimizer) else PLAIN
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The live param groups."""
+        groups: list[dict[str, Any]] = self.optimizer.optimizer.param_groups
+        return groups
+
+    @property
+    def expert(self) -> bool:
+        """Whether it holds experts that expert parallelism deals out."""
+        return any(group.get("is_expert_parallel") for group in self.groups)
+
+    @property
+    def converts(self) -> bool:
+        """Whether states are kept in another form than fp32 tensors, and go in and out through Megatron's methods."""
+        config = self.optimizer.config
+        return self.kind == DISTRIBUTED and bool(
+            getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+        )
+
+    def owned(self) -> list[Owned]:
+        """What this rank owns, in the optimizer's order."""
+        return list(self._shards() if self.kind == DISTRIBUTED else self._wholes())
+
+    def tensors(self, owned: Owned) -> dict[str, torch.Tensor]:
+        """Master and states of a part, by our names; those that the optimizer has not made yet are missing."""
+        if self.kind == DISTRIBUTED and not self._stepped:
+            return {
+                MASTER: self._shard(owned)
+            }  # asking Megatron would leave empty states behind, which confuse its load
+        if self.kind == DISTRIBUTED:
+            tensors = dict(self.optimizer._get_main_param_and_optimizer_states(owned.param))
+            named = {MASTER: tensors.pop(PARAM_KEY), **tensors}
+        else:
+            held = self._master(owned.param)
+            named = {} if held is owned.param else {MASTER: held}
+            named |= self.optimizer.optimizer.state.get(held, {})
+        count = owned.stop - owned.start
+        return {
+            k: v.detach() for k, v in named.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel() == count
+        }
+
+    def put(self, owned: Owned, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give a part new fp32 values where they are kept in another form; see :attr:`converts`."""
+        named = {PARAM_KEY if name == MASTER else name: tensor for name, tensor in tensors.items()}
+        device = {name: tensor.to(owned.param.device) for name, tensor in named.items()}
+        self.optimizer._set_main_param_and_optimizer_states(owned.param, device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the model file holds of it, as Megatron gives it; before the first step too, when Megatron cannot always."""
+        if self.kind == PLAIN or self._stepped or not counts_per_parameter(self.optimizer.optimizer):
+            state: dict[str, Any] = self.optimizer.state_dict()
+            return state if self._stepped or self.kind == DISTRIBUTED else with_zeros(state, self.optimizer.optimizer)
+        groups = [{**{k: v for k, v in group.items() if k != "params"}, "step": 0} for group in self.groups]
+        scaler = self.optimizer.grad_scaler
+        return {"optimizer": {"param_groups": groups}, **({"grad_scaler": scaler.state_dict()} if scaler else {})}
+
+    def has_master(self, owned: Owned) -> bool:
+        """Whether there is an fp32 copy of the parameter, or a shard of the parameter itself that counts as one."""
+        return self.kind == DISTRIBUTED or self._master(owned.param) is not owned.param
+
+    def load(
+        self,
+        fields: Sequence[Mapping[str, object]],
+        states: Sequence[str],
+        scalars: Mapping[str, object],
+        scaler: object,
+    ) -> None:
+        """Set param groups and loss scaler, and allocate the states; their values are to be filled in afterwards.
+
+        Args:
+            fields: For every live group, what to set.
+            states: Names of the tensor states, without the master.
+            scalars: Values kept per parameter in a plain optimizer (``step``), equal for all.
+            scaler: The loss scaler's state, or None to leave it.
+        """
+        steps = {"step": 0} if any("step" in group for group in self.groups) else {}
+        groups = [{**live, **steps, **new} for live, new in zip(self.groups, fields, strict=True)]
+        if not self._stepped:
+            self.optimizer.optimizer.state.clear()  # empty ones of parameters that somebody asked for
+        if self.kind == DISTRIBUTED:
+            stored = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            self.optimizer.load_state_dict({"optimizer": {"param_groups": stored}})
+            for live, new in zip(self.groups, stored, strict=True):
+                live.update(new)  # groups that differ in their learning rates alone are one to Megatron
+        else:
+            load_plain(self.optimizer.optimizer, groups, states, scalars)
+        live_scaler = getattr(self.optimizer, "grad_scaler", None)
+        if scaler is not None and live_scaler is not None:
+            live_scaler.load_state_dict(scaler)
+
+    def forget(self) -> None:
+        """Begin anew from the model's weights: masters are copies of them, moments are zeros."""
+        self.optimizer.reload_model_params()
+        for state in self.optimizer.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        for group in self.groups:
+            if "step" in group:
+                group["step"] = 0
+
+    @property
+    def _stepped(self) -> bool:
+        return any(self.optimizer.optimizer.state.values())
+
+    def _shard(self, owned: Owned) -> torch.Tensor:
+        """What the distributed optimizer trains of a parameter: the fp32 shard, or the parameter's own where it has none."""
+        group, order = self.optimizer.model_param_group_index_map[owned.param]
+        held: torch.Tensor = self.groups[group]["params"][order]
+        return held.detach()
+
+    def _shards(self) -> Iterator[Owned]:
+        optimizer = self.optimizer
+        for ranges in optimizer.gbuf_ranges:
+            for buckets in ranges.values():
+                for bucket in buckets:
+                    for param, place in bucket["param_map"].items():
+                        group, _ = optimizer.model_param_group_index_map[param]
+                        yield Owned(param, place["param"].start, place["param"].end, group)
+
+    def _wholes(self) -> Iterator[Owned]:
+        masters = self._params_by_master()
+        for number, group in enumerate(self.groups):
+            for held in group["params"]:
+                param = masters.get(held, held)
+                yield Owned(param, 0, param.numel(), number)
+
+    def _master(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """What the plain optimizer holds for a parameter: its fp32 copy, or itself."""
+        held = getattr(param, "main_param", None)
+        return param if held is None else held
+
+    def _params_by_master(self) -> dict[torch.Tensor, torch.nn.Parameter]:
+        pairs = zip(
+            getattr(self.optimizer, "fp32_from_float16_groups", []),
+            getattr(self.optimizer, "float16_groups", []),
+            strict=True,
+        )
+        return {main: param for mains, params in pairs for main, param in zip(mains, params, strict=True)}
+
+
+def members(optimizer: Any | None) -> tuple[Member | None, ...]:
+    """The chained optimizers in order; None for a stub, which a rank without trainable parameters has.
+
+    Raises:
+        Unsupported: One of them is of a kind whose files are not Megatron's ``torch`` format.
+    """
+    if optimizer is None:
+        return ()
+    chained: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    found: list[Member | None] = []
+    for number, one in enumerate(chained):
+        if getattr(getattr(one, "ddp_config", None), "use_megatron_fsdp", False):
+            raise Unsupported(
+                "Megatron-FSDP keeps its state in files of its own (fsdp_dtensor), not in the torch format"
+            )
+        found.append(None if getattr(one, "is_stub_optimizer", False) else Member(number, one))
+    return tuple(found)
+
+
+def kind_of(chain: Sequence[Member | None]) -> str | None:
+    """The kind of a chain, or None where nothing is trained here."""
+    return next((member.kind for member in chain if member is not None), None)

@@ -1,0 +1,183 @@
+"""Loading where the rank's local tensors are the stored ones: every rank opens its own files only, and copies runs of bytes.
+
+The data-parallel size, buckets and the kind of optimizer may differ: a parameter's states lie somewhere in the rank's
+files, and this rank needs a flat range of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.plan import Copy, FilePlan
+from mcore_rlhf.errors import CheckpointError, Incomplete
+from mcore_rlhf.formats.base import TrainingState
+from mcore_rlhf.formats.megatron.arguments import Arguments
+from mcore_rlhf.formats.megatron.folders import FileRank, Located, file_ranks, model_file
+from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
+from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
+from mcore_rlhf.formats.megatron.state import training_state
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
+from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.storage.ptfile import StoredTensor
+
+from .chunks import LiveModel
+from .optimizers import Member
+from .origin import Origin
+from .place import Place
+from .slots import LIVE, Slot, slots
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFiles:
+    """This rank's files of a checkpoint whose local tensors are the live ones.
+
+    Args:
+        located: The checkpoint.
+        args: Its arguments.
+        parallel: Its degrees.
+        chunks: Its model chunks.
+        shards: This rank's shard, and behind it the one that has the dense optimizer state, where that is another.
+    """
+
+    located: Located
+    args: Arguments
+    parallel: ParallelConfig
+    chunks: tuple[ModelChunk, ...]
+    shards: tuple[RankShard, ...]
+
+    @classmethod
+    def find(cls, located: Located, place: Place, model: LiveModel, optimizer: bool) -> OwnFiles | None:
+        """The files, or None where the local tensors are others.
+
+        Raises:
+            CheckpointError: A file of this rank is damaged.
+        """
+        if model_file(located.folder, place.folder) is None:
+            return None
+        files = RankFiles(located, optimizer=optimizer)
+        args = Arguments(files.first_arguments([place.folder])[1])
+        if not args.values or not _same_degrees(args.parallel(), place.parallel):
+            return None
+        parallel, chunks = args.parallel(), _stored_chunks(args)
+        ranks = _ranks(parallel, place)
+        if not ranks or not _same_chunks(chunks, place, model):
+            return None
+        shards = tuple(files.shards(ranks))
+        return cls(located, args, parallel, chunks, shards) if _same_tensors(shards[0], model) else None
+
+    def origin(self, model: LiveModel, chain: Sequence[Member | None]) -> tuple[Origin, list[Slot]]:
+        """Plan the load.
+
+        Raises:
+            CheckpointError: The optimizer's state is missing or does not fit.
+        """
+        reading, report = OptimizerReading(), Report()
+        if chain:
+            reading = read_optimizer(self.shards, self.chunks, self.args, self.parallel, Rules())
+        states = tuple(state for state in reading.states if state != MASTER)
+        wanted = slots(model, chain if reading.kind is not None else (), states)
+        plan = FilePlan(LIVE)
+        stored = self._stored(reading)
+        for slot in wanted:
+            self._plan(slot, stored, plan)
+        state = training_state(self.shards, self.located, reading.groups, report)
+        report.add(Fate.KEPT, "parameters: this rank's own, bit for bit")
+        return self._origin(plan, state, states, reading, report), wanted
+
+    def _origin(
+        self, plan: FilePlan, state: TrainingState, states: tuple[str, ...], reading: OptimizerReading, report: Report
+    ) -> Origin:
+        opaque = {part.vpp_rank: self.shards[0].pt.materialize(part.opaque) for part in self.shards[0].parts}
+        root = self.located.root
+        used = dict.fromkeys(copy.source.file for copy in plan.copies)
+        files = dict.fromkeys([self.shards[0].pt.file, *used])
+        return Origin(
+            root,
+            tuple(root / file for file in files),
+            plan,
+            state,
+            states,
+            reading.kind,
+            report,
+            reading.scalars,
+            opaque,
+        )
+
+    def _stored(self, reading: OptimizerReading) -> Mapping[tuple[int, str, str], StoredTensor]:
+        """By (chunk, name, state), where a local tensor lies; an fp32 parameter is its own master."""
+        found: dict[tuple[int, str, str], StoredTensor] = {}
+        for part in self.shards[0].parts:
+            for name, tensor in part.tensors.items():
+                found[part.vpp_rank, name, PARAM] = found[part.vpp_rank, name, MASTER] = tensor
+        for shard in reversed(self.shards):
+            for (folder, vpp_rank, name), states in reading.places.items():
+                if folder == shard.at.folder:
+                    found.update(((vpp_rank, name, state), tensor) for state, tensor in states.items())
+        return found
+
+    def _plan(self, slot: Slot, stored: Mapping[tuple[int, str, str], StoredTensor], plan: FilePlan) -> None:
+        tensor = stored.get((slot.vpp_rank, slot.name, slot.state))
+        if tensor is None:
+            plan.problems.add(
+                Incomplete,
+                f"{self.shards[0].pt.file}: no {slot.state} of {slot.name}, which this run trains; was it frozen?",
+                "Load with optimizer=False to begin with fresh optimizer states.",
+            )
+        elif slot.stop > slot.start:
+            count, start = slot.stop - slot.start, tensor.start + slot.start
+            plan.copies.append(Copy((count,), tensor.record, start, (1,), slot.record, 0, (1,)))
+
+
+def _same_degrees(stored: ParallelConfig, live: ParallelConfig) -> bool:
+    def degrees(p: ParallelConfig) -> tuple[int, ...]:
+        return p.tp, p.pp, p.vpp, p.ep, p.etp
+
+    return degrees(stored) == degrees(live)
+
+
+def _stored_chunks(args: Arguments) -> tuple[ModelChunk, ...]:
+    parallel = args.parallel()
+    try:
+        return model_chunks(args.integer("num_layers"), parallel.pp, parallel.vpp, args.pipeline_split, args.mtp_layers)
+    except CheckpointError:
+        return ()
+
+
+def _ranks(stored: ParallelConfig, place: Place) -> tuple[FileRank, ...]:
+    """The rank that wrote this rank's folder, and the one that wrote the dense optimizer state of its stage."""
+    ranks, at = file_ranks(stored), place.at
+    own = [
+        one for one in ranks if one.folder == place.folder and (one.ep_rank, one.etp_rank) == (at.ep_rank, at.etp_rank)
+    ]
+    dense = [
+        one for one in ranks if one.holds_dense_optimizer and (one.tp_rank, one.pp_rank) == (at.tp_rank, at.pp_rank)
+    ]
+    return tuple(dict.fromkeys([*own, *dense])) if own else ()
+
+
+def _same_chunks(stored: Sequence[ModelChunk], place: Place, model: LiveModel) -> bool:
+    by_number = {chunk.vpp_rank: chunk for chunk in stored if chunk.pp_rank == place.at.pp_rank}
+    return len(by_number) == len(model.chunks) and all(
+        by_number[live.vpp_rank].num_layers == live.num_layers
+        and (not live.num_layers or by_number[live.vpp_rank].first_layer == live.first_layer)
+        for live in model.chunks
+    )
+
+
+def _same_tensors(shard: RankShard, model: LiveModel) -> bool:
+    """Whether names, shapes and types of all local tensors are those of the live model."""
+    parts = {part.vpp_rank: part.tensors for part in shard.parts}
+    for chunk in model.chunks:
+        live = {name: (tuple(t.shape), dtype_of(t.dtype)) for name, t in chunk.tensors().items()}
+        tensors = parts.get(chunk.vpp_rank, {})
+        if live != {name: (t.shape, t.record.dtype) for name, t in tensors.items()}:
+            return False
+        if any(t.strides != row_major(t.shape) for t in tensors.values() if 0 not in t.shape):
+            return False
+    return len(parts) == len(model.chunks)
