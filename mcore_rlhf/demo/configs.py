@@ -38,6 +38,7 @@ class TinyGPT:
         q_lora_rank: Rank of its query projection; ``None`` for a full one.
         kv_lora_rank: Rank of its key/value projection.
         mtp_num_layers: Multi-token-prediction layers; ``None`` for none.
+        value_head: One value per token in the place of the output layer, as critics have it.
         dtype: Type of the parameters.
         dropout: Hidden and attention dropout.
     """
@@ -69,6 +70,7 @@ class TinyGPT:
     q_lora_rank: int | None = None
     kv_lora_rank: int = 32
     mtp_num_layers: int | None = None
+    value_head: bool = False
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     dropout: float = 0.1
 

@@ -19,6 +19,7 @@ from torch.nn.functional import gelu, silu
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT
 from mcore_rlhf.demo.cpu_attention import PlainAttention
+from mcore_rlhf.demo.value_head import ValueHead
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -181,6 +182,8 @@ def build_chunk(model: TinyGPT, parallel: Parallel, config: TransformerConfig, v
         mtp_block_spec=_mtp_spec(model, config, vp_stage),
         vp_stage=vp_stage,
     )
+    if model.value_head and chunk.post_process:
+        chunk.output_layer = ValueHead(config)
     chunk.model_type, chunk.vp_stage = ModelType.encoder_or_decoder, vp_stage
     for param in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)

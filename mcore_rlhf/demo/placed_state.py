@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.demo.jobs import Run
-
 if TYPE_CHECKING:
     import torch
 
@@ -37,44 +35,8 @@ class Piece:
     values: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedReport:
-    """What one rank saw: its losses by iteration, and its pieces of the model at one of them."""
-
-    losses: dict[int, float]
-    pieces: list[Piece]
-
-
-def train(run: Run) -> PlacedReport:
-    """Do a run on this rank, and give the pieces at the iterations in ``states_at``; a job for the worker pool.
-
-    Args:
-        run: What to do; every rank of its layout calls.
-    """
-    from mcore_rlhf.demo import megatron_checkpoint
-    from mcore_rlhf.demo.trainer import Trainer
-
-    trainer = Trainer(run.model, run.parallel, run.training)
-    report = PlacedReport({}, [])
-    if run.load is not None:
-        megatron_checkpoint.load(trainer, run.load, rng=run.load_rng)
-        _look(trainer, run, report)
-    while trainer.iteration < run.steps:
-        loss = trainer.train_step()
-        report.losses[trainer.iteration] = loss
-        if run.save is not None and trainer.iteration in run.save_at:
-            megatron_checkpoint.save(trainer, run.save)
-        _look(trainer, run, report)
-    return report
-
-
-def _look(trainer: Trainer, run: Run, report: PlacedReport) -> None:
-    if trainer.iteration in run.states_at:
-        report.pieces.extend(_pieces(trainer))
-
-
-def _pieces(trainer: Trainer) -> Iterator[Piece]:
-    """This rank's pieces of all states; a parameter's optimizer states lie where the parameter lies."""
+def pieces(trainer: Trainer) -> Iterator[Piece]:
+    """This rank's pieces of all states; a parameter's optimizer states lie where the parameter lies. Every rank calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
     from megatron.core.utils import unwrap_model  # isort: skip
 
@@ -90,6 +52,9 @@ def _pieces(trainer: Trainer) -> Iterator[Piece]:
                     yield from _placed(state, sharded, live[state, prefix + local])
 
 
+_pieces = pieces
+
+
 def _placed(state: str, sharded: Any, values: torch.Tensor) -> Iterator[Piece]:
     """Where Megatron would store a tensor of a parameter's shape; it stores gate and up of a gated MLP as two."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -102,7 +67,7 @@ def _placed(state: str, sharded: Any, values: torch.Tensor) -> Iterator[Piece]:
         yield Piece((state, sharded.key), tuple(sharded.global_shape), tuple(sharded.global_offset), values.clone())
 
 
-def assembled(pieces: Iterable[Piece]) -> dict[StateKey, torch.Tensor]:
+def assembled(parts: Iterable[Piece]) -> dict[StateKey, torch.Tensor]:
     """Whole tensors of the pieces of all ranks.
 
     Raises:
@@ -112,7 +77,7 @@ def assembled(pieces: Iterable[Piece]) -> dict[StateKey, torch.Tensor]:
 
     whole: dict[StateKey, torch.Tensor] = {}
     filled: dict[StateKey, torch.Tensor] = {}
-    for piece in pieces:
+    for piece in parts:
         tensor = whole.setdefault(piece.key, torch.empty(piece.global_shape, dtype=piece.values.dtype))
         seen = filled.setdefault(piece.key, torch.zeros(piece.global_shape, dtype=torch.bool))
         values = piece.values.reshape([1] * (tensor.dim() - piece.values.dim()) + list(piece.values.shape))

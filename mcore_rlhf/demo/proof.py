@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from mcore_rlhf.demo.placed_state import StateKey
 
-LOSS_TOLERANCE = 1e-4
-"""Relative, for a changed layout: sums are taken in another order, and bf16 has 8 bits. Seen: 2e-5."""
+LOSS_TOLERANCE = 1e-2
+"""Relative, for a changed layout: sums are taken in another order, bf16 has 8 bits, and two optimizer steps lie between. Seen: 1e-3."""
+SHOWN_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class Row:
         resumed: Losses of the run that was.
         exact: Whether losses have to be equal to the last bit: they have where the layout is that of the source.
         conversion: How its checkpoint was made; None where it is the source's own.
+        lines: How many lines of the metrics are equal to the uninterrupted run's, and how many there are: where the row is
+            exact everything in them (loss, reward, KL, gradient norm, digests of model and optimizer, to the last bit),
+            otherwise the prompts. None where nothing was compared.
     """
 
     layout: str
@@ -54,6 +58,7 @@ class Row:
     resumed: dict[int, float]
     exact: bool
     conversion: Conversion | None
+    lines: tuple[int, int] | None = None
 
     @property
     def max_difference(self) -> float:
@@ -66,6 +71,8 @@ class Row:
     def passed(self) -> bool:
         """Whether it is proved."""
         if self.tensors == 0 or self.equal != self.tensors or not math.isfinite(self.max_difference):
+            return False
+        if self.lines is not None and (self.lines[0] != self.lines[1] or not self.lines[1]):
             return False
         bound = 0.0 if self.exact else LOSS_TOLERANCE * max(map(abs, self.uninterrupted.values()))
         return self.max_difference <= bound
@@ -105,10 +112,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def render(report: DemoReport) -> list[tuple[str, ...]]:
-    """The report as the cells of a table, header first; of every step the uninterrupted loss, then the resumed one."""
-    steps = sorted({step for row in report.rows for step in row.uninterrupted})
+    """The report as the cells of a table, header first; of the first steps the expected loss, then the resumed one."""
+    steps = sorted({step for row in report.rows for step in row.uninterrupted})[:SHOWN_STEPS]
     losses = [text for step in steps for text in (f"loss {step}", "resumed")]
-    header = ("resumed on", "tensors equal", *losses, "difference", "reshaped")
+    header = ("resumed on", "tensors equal", "metrics equal", *losses, "difference", "reshaped")
     return [header, *(_cells(row, steps) for row in report.rows)]
 
 
@@ -126,8 +133,10 @@ def verdict(report: DemoReport) -> str:
     if failed or not report.rows:
         return f"FAILED: {', '.join(failed) or 'nothing was proved'}"
     return (
-        f"Proved in {report.seconds:.0f} s: every parameter, fp32 master and moment of Adam is the same in every bit on every layout,\n"
-        f"and training goes on: with equal losses on the layout of the source, within {LOSS_TOLERANCE:.0e} (relative) on others."
+        f"Proved in {report.seconds:.0f} s. The run that was killed and resumed wrote the metrics of the one that was not, to the last\n"
+        "bit: loss, reward, KL, gradient norm, digests of all parameters and of the optimizer. On every other layout every\n"
+        "parameter, fp32 master and moment of Adam is the same in every bit, and training goes on with the same prompts and\n"
+        f"with equal losses (to the last bit on the layout of the source, within {LOSS_TOLERANCE:.0%} on others)."
     )
 
 
@@ -136,7 +145,15 @@ def _cells(row: Row, steps: list[int]) -> tuple[str, ...]:
     difference = "none" if row.max_difference == 0 else f"{row.max_difference:.1e}"
     conversion = row.conversion
     speed = f"{conversion.nbytes / 1e6:.0f} MB, {conversion.speed / 1e6:.0f} MB/s" if conversion else "as saved"
-    return row.layout, f"{row.equal} of {row.tensors}", *losses, difference + ("" if row.passed else " FAILED"), speed
+    lines = f"{row.lines[0]} of {row.lines[1]}{'' if row.exact else ' (prompts)'}" if row.lines else "–"
+    return (
+        row.layout,
+        f"{row.equal} of {row.tensors}",
+        lines,
+        *losses,
+        difference + ("" if row.passed else " FAILED"),
+        speed,
+    )
 
 
 def _loss(run: dict[int, float], step: int) -> str:

@@ -17,7 +17,7 @@ from .events import Reporter
 from .loading import together
 from .resume import Resume, Resumer
 from .retention import clean_up
-from .root import RootLock, open_root
+from .root import RootLock, open_root, remove_unguarded
 from .saving import Saver
 from .settings import ManagerOptions
 from .state import RlhfState
@@ -84,12 +84,17 @@ class CheckpointManager:
 
     def _open(self) -> None:
         open_root(self.root, self.world)
-        together(self.crew, f"opening {self.root}", self._take_root)
+        try:
+            together(self.crew, f"opening {self.root}", self._take_root)
+        except BaseException:
+            self._let_go()  # an object that was never made is never closed
+            raise
 
     def _take_root(self) -> None:
         if self.crew.coordinates:
             self._lock = RootLock(self.root)
-            for line in clean_up(self.root):
+            unguarded = [] if self.crew.is_split else remove_unguarded(self.root)  # another world's may be alive
+            for line in [*clean_up(self.root), *unguarded]:
                 self.reporter.say("clean", None, line)
 
     def save(
@@ -157,8 +162,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: It does not exist, is damaged, or does not fit the run; the live state is as before. On every rank.
         """
-        self.wait()
         self.world.meet("load")
+        self.wait()
         resumer = Resumer(self.root, self.parts, self.crew, self.options, self.reporter, optimizer)
         found = resumer.load(Resume.parse(which), must_exist)
         if found is None:
@@ -207,6 +212,7 @@ class CheckpointManager:
         self._saver.close()
         self._decisions.close()
         self.reporter.close()
+        self.world.close()
         if self._lock is not None:
             self._lock.release()
 

@@ -67,6 +67,10 @@ class Crew:
         """Whether there are several worlds."""
         return self.worlds is not None
 
+    def layout(self, layout: str) -> str:
+        """How this world's models are cut, by a name that no other world has."""
+        return f"{self.worlds.mine}: {layout}" if self.worlds else layout
+
     def _listed(self) -> list[str]:
         if self.worlds is None:
             return [_name("", rank) for rank in range(self.world.size)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ class StepLoad:
             CheckpointError: All that does not fit, in one error.
         """
         if (self.folder / MANIFEST).is_file():
-            self.manifest = Manifest.read(self.folder / MANIFEST)
+            self.manifest = _consistent(Manifest.read(self.folder / MANIFEST), self.parts.roles, self.folder / MANIFEST)
         problems = Problems()
         self._note_roles(problems)
         for role in self.parts.roles:
@@ -150,7 +150,8 @@ class StepLoad:
         self._files.append(path)
 
     def _keeper(self) -> RngKeeper:
-        return RngKeeper(self.crew.index, len(self.crew.names), self.parts.layout, self.parts.rng, self.rng)
+        layout = self.crew.layout(self.parts.layout)
+        return RngKeeper(self.crew.index, len(self.crew.names), layout, self.parts.rng, self.rng)
 
     def check_bytes(self, share: int, shares: int, whole: bool = False) -> None:
         """Verify this rank's share of the checksums of everything that any rank will read.
@@ -193,6 +194,19 @@ class StepLoad:
         for prepared in self._models.values():
             prepared.apply()
         self._keeper().restore(self._rng)
+
+
+def _consistent(manifest: Manifest, roles: Iterable[str], where: Path) -> Manifest:
+    """The manifest, in which a role that has files is also named: nothing else tells a name that was damaged from another.
+
+    Raises:
+        Corrupt: It is not.
+    """
+    named = [part.get("role") for part in manifest.parts]
+    nameless = [role for role in roles if role not in named and any(file.startswith(f"{role}/") for file in manifest.files)]
+    if nameless or not all(isinstance(name, str) for name in named):
+        raise Corrupt(f"{where}: is damaged: it has files of {', '.join(nameless) or 'a role'}, and names the roles {named}")
+    return manifest
 
 
 def check_records(path: Path) -> None:

@@ -6,6 +6,7 @@ separate ``torch.distributed`` worlds. All that is needed is the file system tha
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -19,6 +20,8 @@ from mcore_rlhf.storage.paths import storage_error
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _FAILED = "failed-"
+_REMOVAL_S = 5.0
+"""How long removing a step's files may take."""
 
 
 class Stopped(CheckpointError):
@@ -109,6 +112,26 @@ class Mailbox:
             raise Stopped(f"{who} could not save: {text}")
         if self.gone():
             raise Stopped("the save was given up by the coordinating rank; its log says why")
+
+
+def why_it_vanished(mailbox: Mailbox, error: BaseException) -> Stopped | None:
+    """What a rank met whose files vanished while it wrote them: mostly that rank 0 is removing a step that was given up.
+
+    Args:
+        mailbox: The step's.
+        error: What the rank met.
+    """
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in (errno.ENOENT, errno.ESTALE):
+        return None
+    end = time.monotonic() + _REMOVAL_S
+    while time.monotonic() < end:
+        try:
+            mailbox.check()
+        except Stopped as stopped:
+            return stopped
+        time.sleep(_LONGEST_PAUSE)
+    return None
 
 
 def _read(path: Path) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, StorageError, Untrusted
+from mcore_rlhf.errors import Corrupt, NotACheckpoint, StorageError
 from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.storage.manifest import check
 
 from . import steps
 from .components import Components
@@ -17,9 +19,15 @@ from .crew import Crew
 from .events import LOG, Reporter
 from .loading import StepLoad, together
 from .settings import ManagerOptions
+from .steps import Step
 
-_DAMAGE = (Corrupt, Incomplete, StorageError, NotACheckpoint, Untrusted)
-"""What makes an automatic resume try an older step. A model that does not fit is not damage: it would not fit that one either."""
+
+class _Damaged(Exception):
+    """What makes an automatic resume try an older step. A model that does not fit is not damage: it would not fit that one."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +101,16 @@ class Resumer:
                 self._apply(prepared)
                 return prepared
         if must_exist or candidates:
-            raise NotACheckpoint(
-                f"{self.root}: no committed step that is intact\n"
-                f"mcore-rlhf steps {self.root} says what is there and what is wrong with it; begin anew with resume: null."
-            )
-        self.reporter.say("skip", None, f"nothing to resume in {self.root}: starting from the beginning")
+            raise self._nothing_intact()
+        if self.crew.world.rank == 0:
+            self.reporter.say("load", None, f"nothing to resume in {self.root}: starting from the beginning")
         return None
+
+    def _nothing_intact(self) -> NotACheckpoint:
+        return NotACheckpoint(
+            f"{self.root}: no committed step that is intact\n"
+            f"mcore-rlhf steps {self.root} says what is there and what is wrong with it; begin anew with resume: null."
+        )
 
     def _agreed(self, resume: Resume) -> list[_Candidate]:
         """What to try, in order, as rank 0 sees it."""
@@ -110,10 +122,14 @@ class Resumer:
             return [_named(steps.step_folder(self.root, resume.step), self.root)]
         if resume.kind == "path":
             return [_named(resume.path, self.root)]
-        return list(self._newest_first())
+        listed = steps.listed(self.root)
+        found = list(self._newest_first(listed))
+        if not found and any(step.state == "damaged" and not step.quarantined for step in listed):
+            raise self._nothing_intact()  # beginning anew would overwrite what can perhaps be mended
+        return found
 
-    def _newest_first(self) -> Iterator[_Candidate]:
-        for step in reversed(steps.listed(self.root)):
+    def _newest_first(self, listed: list[Step]) -> Iterator[_Candidate]:
+        for step in reversed(listed):
             if step.resumable:
                 yield _Candidate(step.path, step.step)
             elif step.path.name == steps.step_folder(self.root, step.step).name:
@@ -123,16 +139,35 @@ class Resumer:
     def _prepared(self, candidate: _Candidate, skip: bool) -> StepLoad | None:
         load = StepLoad(candidate.folder, candidate.step, self.parts, self.crew, self.options.rng, self.optimizer)
         try:
-            together(self.crew, f"loading {candidate.folder.name}", load.prepare)
-            if self.options.check == "bytes":
-                share = lambda: load.check_bytes(self.crew.world.rank, self.crew.world.size)  # noqa: E731
-                together(self.crew, f"checking {candidate.folder.name}", share)
-        except _DAMAGE as error:
+            self._prepare(load)
+        except _Damaged as damaged:
+            error = damaged.error
             if not skip:
-                raise
+                raise error from None
             self.reporter.say("skip", candidate.step, f"{candidate.folder.name} is not resumed from: {error}")
             return None
         return load
+
+    def _prepare(self, load: StepLoad) -> None:
+        """Whether a step that cannot be loaded is damaged, or does not fit, its checksums say: its text may say anything."""
+        what = load.folder.name
+        try:
+            together(self.crew, f"loading {what}", load.prepare)
+        except Exception as error:
+            self._check(load, whole=True)
+            unread = isinstance(error, StorageError) or load.manifest is None  # on any one rank, and now perhaps it can be
+            if self.crew.world.any_flags([unread])[0]:
+                raise _Damaged(error) from error
+            raise
+        if self.options.check == "bytes":
+            self._check(load, whole=self.crew.is_split)  # worlds load one by one, and must come to the same step
+
+    def _check(self, load: StepLoad, whole: bool) -> None:
+        world = self.crew.world
+        try:
+            together(self.crew, f"checking {load.folder.name}", partial(load.check_bytes, world.rank, world.size, whole))
+        except Exception as error:
+            raise _Damaged(error) from error
 
     def _apply(self, load: StepLoad) -> None:
         together(self.crew, "restoring the data and the RLHF state", load.apply_small)
@@ -165,9 +200,14 @@ def _named(folder: Path, root: Path) -> _Candidate:
     if not folder.is_dir():
         there = ", ".join(str(step.step) for step in steps.committed(root)) or "none"
         raise NotACheckpoint(f"{folder}: does not exist\nCommitted steps in {root}: {there}.")
-    if (folder / steps.MANIFEST).is_file() and not steps.is_committed(folder):
-        why = next(
-            (step.why for step in steps.listed(folder.parent) if step.path == folder), "its files are not what it lists"
-        )
+    number = steps.step_of(folder)
+    if not (folder / steps.MANIFEST).is_file():
+        return _Candidate(folder, number or 0)
+    if number is None:  # a copy under a name of its own
+        manifest = steps.read_manifest(folder)
+        check(folder, manifest, sizes_only=True).raise_if_any()
+        return _Candidate(folder, manifest.step or 0)
+    if not steps.is_committed(folder):
+        why = next((step.why for step in steps.listed(folder.parent) if step.path == folder), "it is not what it lists")
         raise Corrupt(f"{folder}: is damaged: {why}\nResume from another step: mcore-rlhf steps {folder.parent}")
-    return _Candidate(folder, steps.step_of(folder) or 0)
+    return _Candidate(folder, number)

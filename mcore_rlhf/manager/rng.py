@@ -21,6 +21,8 @@ from mcore_rlhf.formats.report import Fate, Report
 
 FILE = "rng/rng_state.pt"
 VERSION = 1
+WORLDS = "; "
+"""Between the layouts of several worlds that saved together."""
 Policy = Literal["derive", "refuse", "ignore"]
 """What happens where the layout is not the one saved: see :meth:`RngKeeper.restore`."""
 
@@ -73,7 +75,7 @@ def file_tree(states: Sequence[RngState], layout: str) -> dict[str, object]:
 
     Args:
         states: Of every rank, in order.
-        layout: How the models are cut: ``actor TP2×PP2×DP1``.
+        layout: How the models are cut: ``actor TP2×PP2×DP1``; of several worlds, with :data:`WORLDS` in between.
     """
     return {"version": VERSION, "world_size": len(states), "layout": layout, "ranks": list(states)}
 
@@ -110,7 +112,7 @@ class RngKeeper:
             CheckpointError: The file is not what it should be.
         """
         ranks, layout = _checked(tree, where)
-        if len(ranks) == self.size and layout == self.layout:
+        if len(ranks) == self.size and self.layout in layout.split(WORLDS):
             report.add(Fate.KEPT, "random states of every rank")
             return dict(ranks[self.rank])
         change = f"saved at {layout} on {len(ranks)} ranks, now {self.layout} on {self.size}"

@@ -85,13 +85,15 @@ def _about_me() -> bytes:
 def remove_unguarded(root: Path) -> list[str]:
     """Remove what dead runs left without a lock file; only for the holder of the :class:`RootLock`.
 
-    That are probes, half-written text, and half-written steps whose rename the disk lost although it had said that it was done.
+    That are probes, half-written text and lock files, and half-written steps whose rename the disk lost although it had said
+    that it was done.
 
     Returns:
         What was done, one line each.
     """
     done = []
-    for path in sorted([path for pattern in _OURS for path in root.glob(pattern)] + _unguarded_steps(root)):
+    small = [path for pattern in _OURS for path in root.glob(pattern)]
+    for path in sorted([*small, *_unguarded_steps(root), *_stillborn_locks(root)]):
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             done.append(f"removed {path}: it was left behind")
@@ -112,6 +114,18 @@ def _owner(fd: int) -> str:
         return f"process {about['pid']} on {about['host']}, since {about['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that did not say who it is"
+
+
+def _stillborn_locks(root: Path) -> list[Path]:
+    """Locks of processes that died while they wrote the host's name into them; nothing was made yet."""
+    host = socket.gethostname().encode()
+    found = []
+    for path in root.glob(".global_step_*.lock-*"):
+        with suppress(OSError):
+            text = path.read_bytes()
+            if text != host and host.startswith(text):
+                found.append(path)
+    return found
 
 
 def open_root(root: Path, world: World) -> None:

@@ -14,9 +14,9 @@ from .carried import Carried
 from .components import Components
 from .crew import Crew
 from .events import LOG, Reporter
-from .mailbox import Stopped
+from .mailbox import Stopped, why_it_vanished
 from .rng import FILE as RNG_FILE
-from .rng import RngState, file_tree
+from .rng import WORLDS, RngState, file_tree
 from .snapshot import DATA_FILE, Snapshot, dumps, loads
 from .transaction import Part, Transaction
 from .writer import RankWriter
@@ -57,17 +57,25 @@ class SaveJob:
         """
         try:
             self._run()
-        except BaseException as error:
+        except BaseException as failure:
+            error = self._told(failure)
             if not isinstance(error, Stopped):
                 self.transaction.mailbox.fail(f"rank {self.crew.me}", error)
             self.transaction.abort()
             self.reporter.say("failed", self.transaction.step, str(error).partition("\n")[0])
-            if isinstance(error, OSError):
-                raise StorageError(f"{self.transaction.folder}: {error}") from error
-            raise
+            if error is failure:
+                raise
+            raise error from failure
+
+    def _told(self, failure: BaseException) -> BaseException:
+        """What is to be told: a file that vanished because another rank has given up is not the cause."""
+        stopped = why_it_vanished(self.transaction.mailbox, failure)
+        if stopped is not None:
+            return stopped
+        return StorageError(f"{self.transaction.folder}: {failure}") if isinstance(failure, OSError) else failure
 
     def _run(self) -> None:
-        if not self.crew.coordinates:
+        if self.crew.is_split and not self.crew.coordinates:
             self.transaction.join()
         writer = RankWriter(
             self.transaction.folder, self.crew.world.rank, self.transaction.mailbox, self.transaction.fsync
@@ -83,9 +91,13 @@ class SaveJob:
             self.transaction.await_commit()
 
     def _post_values(self) -> None:
+        self.transaction.mailbox.post(f"values-{self.crew.me}.pt", dumps(self._own_values()))
+
+    def _own_values(self) -> dict[str, object]:
         """Small things of every rank that end up in one file."""
-        values = {"rng": self.snapshot.rng, "data": self.snapshot.data, "data_rank": self.snapshot.data_rank}
-        self.transaction.mailbox.post(f"values-{self.crew.me}.pt", dumps(values))
+        values = self.snapshot
+        layout = self.crew.layout(self.parts.layout)
+        return {"rng": values.rng, "layout": layout, "data": values.data, "data_rank": values.data_rank}
 
     def _commit(self, writer: RankWriter) -> None:
         others = [name for name in self.crew.names if name != self.crew.me]
@@ -114,7 +126,8 @@ class SaveJob:
     def _write_gathered(self, writer: RankWriter) -> None:
         values = [self._values(name) for name in self.crew.names]
         states: list[RngState] = [value["rng"] for value in values]  # type: ignore[misc]
-        writer.save_tree(RNG_FILE, file_tree(states, self.parts.layout))
+        layout = WORLDS.join(dict.fromkeys(str(value["layout"]) for value in values))
+        writer.save_tree(RNG_FILE, file_tree(states, layout))
         data = self.parts.data
         if isinstance(data, Carried) and data.scope == "rank":
             by_rank = {value["data_rank"]: value["data"] for value in values if value["data_rank"] is not None}
@@ -124,8 +137,7 @@ class SaveJob:
 
     def _values(self, name: str) -> dict[str, object]:
         if name == self.crew.me:
-            snapshot = self.snapshot
-            return {"rng": snapshot.rng, "data": snapshot.data, "data_rank": snapshot.data_rank}
+            return self._own_values()
         values = loads(self.transaction.mailbox.take(f"values-{name}.pt", f"rank {name}"))
         assert isinstance(values, dict)
         return values

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, StorageError, UsageError
+from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError
 
 from . import retention, steps
 from .background import Background
@@ -23,6 +23,7 @@ from .settings import ManagerOptions
 from .snapshot import Snapshot, aside, described
 from .staging import HostStaging
 from .transaction import Transaction, new_transaction
+from .world import told
 
 
 @dataclass(slots=True)
@@ -52,14 +53,15 @@ class Saver:
 
     def save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
         """See :meth:`~.checkpoint_manager.CheckpointManager.save`."""
+        self.crew.world.meet(f"save step {step}")
         self._finish_previous(step)
         started = time.monotonic()
         self.clock.save_started()
-        self.crew.world.meet(f"save step {step}")
-        opened = self._opened(step, transaction)
+        opened = self._prepared(step, transaction)
         copied_at = time.monotonic()
         try:
-            snapshot = together(self.crew, f"saving step {step}", partial(self._snapshot, step, blocking))
+            together(self.crew, f"saving step {step}", partial(self._open, opened, step))
+            snapshot = together(self.crew, f"saving step {step}", partial(self._snapshot, opened, blocking))
         except BaseException:
             opened.abort()
             raise
@@ -79,16 +81,24 @@ class Saver:
     def wait(self) -> None:
         """Wait for the last save; its error is raised on all ranks: the cause, rather than that somebody else failed."""
         error = self._background.join()
-        told = None if error is None else (isinstance(error, Stopped), type(error), str(error))
-        causes = [found for found in self.crew.world.gathered(told) if found is not None]
+        causes = [found for found in self._errors_of_all(error) if found is not None]
         if not causes:
             return
         if error is not None and not isinstance(error, Stopped):
             raise error
         _, kind, text = min(causes, key=lambda cause: cause[0])
-        if issubclass(kind, CheckpointError):
-            raise kind(text) from error
-        raise StorageError(f"saving failed: {kind.__name__}: {text}") from error
+        raise kind(text) from error
+
+    def _errors_of_all(self, error: BaseException | None) -> list[tuple[bool, type[CheckpointError], str] | None]:
+        """Every rank's: whether it is that another one failed, its class and its text."""
+        mine = None if error is None else (isinstance(error, Stopped), *told(error))
+        try:
+            self.crew.world.meet("the end of the save", patience=3)  # another rank may still wait for a dead one
+            return self.crew.world.gathered(mine)
+        except Incomplete as lost:
+            if error is None:
+                raise
+            raise error from lost  # says more than that a rank is not there
 
     def end_alone(self) -> None:
         """Wait for this rank's part of the last save, without the other ranks: they may not come."""
@@ -116,24 +126,30 @@ class Saver:
                 )
         self.wait()
 
-    def _opened(self, step: int, transaction: str | None) -> Transaction:
-        """The step's transaction, opened on the rank that commits."""
+    def _prepared(self, step: int, transaction: str | None) -> Transaction:
+        """The step's transaction: every rank's is that of rank 0."""
         if self.crew.is_split and transaction is None:
             raise UsageError("several worlds save together: give all of them the same transaction id")
-        identity = self.crew.world.from_first(transaction or new_transaction())
-        opened = Transaction(self.root, step, identity, self.crew.me, self.options.timeout, self.options.fsync)
+        number, identity = self.crew.world.from_first((step, transaction or new_transaction()))
+        return Transaction(self.root, number, identity, self.crew.me, self.options.timeout, self.options.fsync)
 
-        def open_it() -> None:
-            if self.crew.coordinates:
-                for line in opened.open(_replaceable):
-                    self.reporter.say("clean", step, line)
+    def _open(self, prepared: Transaction, step: int) -> None:
+        """Open it, on the rank that commits."""
+        if step != prepared.step:
+            raise UsageError(f"rank 0 saves step {prepared.step}, and {self.crew.world.name} saves step {step}")
+        if self.crew.coordinates:
+            for line in prepared.open(_replaceable):
+                self.reporter.say("clean", step, line)
 
-        together(self.crew, f"saving step {step}", open_it)
-        return opened
+    def _see(self, opened: Transaction) -> None:
+        """Wait until a slow file system shows the folder; from then on, a folder that is not there is one that was removed."""
+        if not self.crew.is_split and not self.crew.coordinates:
+            opened.join()
 
-    def _snapshot(self, step: int, blocking: bool) -> Snapshot:
+    def _snapshot(self, opened: Transaction, blocking: bool) -> Snapshot:
         """A blocking save needs no copy: nothing runs while it is written."""
-        snapshot = described(self.parts, self.crew, step)
+        self._see(opened)
+        snapshot = described(self.parts, self.crew, opened.step)
         return snapshot if blocking else aside(snapshot, self._staging)
 
     def _run(self, job: SaveJob) -> None:
@@ -153,5 +169,5 @@ class Saver:
 
 
 def _replaceable(folder: Path) -> bool:
-    """A step of ours may be saved again, and replaces what it was; another trainer's is never replaced."""
-    return any(step.path == folder and step.state != "foreign" for step in steps.listed(folder.parent))
+    """A step of ours may be saved again, and replaces what it was; what has no manifest of ours is never replaced."""
+    return any(step.path == folder and step.state in ("committed", "damaged") for step in steps.listed(folder.parent))

@@ -152,11 +152,6 @@ class Transaction:
         """Say that this rank has written, and synced, everything."""
         self.mailbox.post_json(f"part-{self.part}.json", part.as_json())
 
-    @property
-    def given_up(self) -> bool:
-        """Whether the coordinator has removed everything, seen from another rank."""
-        return self._ended() and not self._places.is_published(MANIFEST)
-
     def parts(self, expected: Iterable[str]) -> dict[str, Part]:
         """Wait for the parts of others.
 
@@ -205,7 +200,8 @@ class Transaction:
         Raises:
             CheckpointError: It was not.
         """
-        end = time.monotonic() + self.timeout
+        patience = 2 * self.timeout  # the coordinator may itself still wait for a dead rank, and then names it
+        end = time.monotonic() + patience
         while not self._places.is_published(MANIFEST):
             try:
                 self.mailbox.check()
@@ -215,6 +211,6 @@ class Transaction:
                 raise
             if time.monotonic() > end:
                 raise Incomplete(
-                    f"{self.target}: was not committed within {self.timeout:g} s\nLook at the log of rank 0."
+                    f"{self.target}: was not committed within {patience:g} s\nLook at the log of rank 0."
                 )
             time.sleep(0.01)

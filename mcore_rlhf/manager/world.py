@@ -108,14 +108,13 @@ class World:
             CheckpointError: Of the class that the first failing rank has.
             Exception: This rank's own, whatever it is.
         """
-        errors = self.gathered(None if error is None else (type(error), str(error)))
+        errors = self.gathered(None if error is None else told(error))
         failed = [(rank, found) for rank, found in enumerate(errors) if found is not None]
         if error is not None:
             raise error
         if failed:
             rank, (kind, text) = failed[0]
-            known = kind if issubclass(kind, CheckpointError) else CheckpointError
-            raise known(f"{what} failed on rank {rank}: {text if known is kind else f'{kind.__name__}: {text}'}")
+            raise kind(f"{what} failed on rank {rank}: {text}")
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -132,6 +131,13 @@ class World:
         """Give the group back."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
+
+
+def told(error: BaseException) -> tuple[type[CheckpointError], str]:
+    """An error as another rank can raise it: of a class that every rank knows, whatever an engine made up."""
+    if type(error).__module__ == CheckpointError.__module__ and isinstance(error, CheckpointError):
+        return type(error), str(error)
+    return CheckpointError, f"{type(error).__name__}: {error}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -104,7 +104,7 @@ class RankWriter:
         """Write a small text file."""
         data, target = text.encode(), self.folder / path
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folders(target.parent)
             with target.open("xb") as file:
                 file.write(data)
                 file.flush()
@@ -117,10 +117,17 @@ class RankWriter:
     def _create(self, path: str, tree: object, records_of: str) -> PtWriter:
         target = self.folder / path
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folders(target.parent)
         except OSError as error:
             raise storage_error(error, target.parent, "create") from error
         return PtWriter.create(target, tree, file=records_of)
+
+    def _make_folders(self, folder: Path) -> None:
+        """Below the step's own folder only, which is not made anew where the save was given up and it is gone."""
+        below = folder.relative_to(self.folder)
+        for path in [*reversed(below.parents), below]:
+            if path != Path():
+                (self.folder / path).mkdir(exist_ok=True)
 
     def _laid_out(self, file: StepFile) -> PtWriter:
         live = file.live

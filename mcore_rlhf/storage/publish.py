@@ -144,7 +144,7 @@ class Publication:
             settle(self._places, self.manifest_name)
             self._lock.release()
         except OSError:
-            pass  # the lock file stays, so that the next start cleans up
+            self._lock.let_go()  # the file stays, so that the next start cleans up
         self._lock = None
 
 

@@ -18,7 +18,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from .manifest import Manifest
 from .paths import storage_error
 
 MANIFEST_NAME = "mcore_rlhf.json"
+_PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 _FOREIGN_PATIENCE_S = 24 * 3600
 """A lock of another host may be held although it seems free: some network file systems lock per host only."""
 
@@ -88,17 +90,38 @@ class Lock:
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            os.write(self._fd, socket.gethostname().encode())
         except OSError as error:
             raise storage_error(error, path, "create") from error
+        try:
+            os.write(self._fd, socket.gethostname().encode())
+        except OSError as error:
+            self.release()  # an empty lock would pass for that of another host
+            raise storage_error(error, path, "create") from error
         _try_lock(self._fd)  # without flock on this file system, nobody else will think that we are dead either
+        os.register_at_fork(after_in_child=_letting_go(self))
 
     def release(self) -> None:
         """Remove the file and let go."""
         if self._fd >= 0:
             self.path.unlink(missing_ok=True)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let go, and leave the file: whoever comes next cleans up."""
+        if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _letting_go(lock: Lock) -> Callable[[], None]:
+    """A forked child, such as a data loader's worker, may outlive the writer and must not pass for it."""
+    held = weakref.ref(lock)
+
+    def let_go() -> None:
+        if (lock := held()) is not None:
+            lock.let_go()
+
+    return let_go
 
 
 def _try_lock(fd: int) -> bool:
@@ -155,8 +178,23 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
         else:  # somebody made a new target meanwhile: both are kept
             yield f"kept {places.old}: {places.target} was made anew by someone else"
     if places.staging.exists():
-        shutil.rmtree(places.staging)
+        _remove_tree(places.staging)
         yield f"removed {places.staging}: it was left half-written"
+
+
+def _remove_tree(folder: Path) -> None:
+    """Other ranks may still write into it for a moment, until they see that it was given up."""
+    for pause in (*_PAUSES, None):
+        try:
+            shutil.rmtree(folder)
+            return
+        except FileNotFoundError:
+            if not folder.exists():
+                return
+        except OSError:
+            if pause is None:
+                raise
+        time.sleep(pause or 0)
 
 
 def _is_occupied(target: Path) -> bool:

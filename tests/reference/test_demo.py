@@ -16,34 +16,39 @@ import pytest
 import torch
 
 from mcore_rlhf.demo import command
-from mcore_rlhf.demo.configs import TinyGPT
 from mcore_rlhf.demo.placed_state import Piece, assembled
 from mcore_rlhf.demo.proof import DemoReport, Row, count_equal, render, table
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.formats.base import WriteOptions
 from tests.reference.lab import Lab
-from tests.reference.tampering import change_one_moment, rank_file
+from tests.reference.tampering import change_one_moment
 
-SMALL = TinyGPT(vocab_size=190, dropout=0.0)
-ROW = Row("TP1×PP1", 10, 10, {3: 5.25, 4: 5.0}, {3: 5.25, 4: 5.0}, True, None)
+SMALL = replace(command.MODEL, hidden_size=32, prompts_per_step=4, group_size=4)
+ROW = Row("TP1×PP1", 10, 10, {3: 5.25, 4: 5.0}, {3: 5.25, 4: 5.0}, True, None, (2, 2))
+STATES = ("param", "master", "exp_avg", "exp_avg_sq")
 
 
 def test_the_demonstration_proves_every_layout(lab: Lab, tmp_path: Path) -> None:
     said: list[str] = []
     report = DemoReport(tuple(command.prove(lab.pool, tmp_path, said.append, SMALL)), 1.0)
-    assert report.passed
+    assert report.passed, render(report)
     assert [row.exact for row in report.rows] == [True, False, False, True]
-    assert {row.tensors for row in report.rows} == {
-        4 * (4 * 6 + 3)
-    }  # states × (layers × tensors + final norm, embedding, output)
-    assert len(said) == 8
+    assert [row.lines for row in report.rows] == [(command.END, command.END), *[(command.AFTER, command.AFTER)] * 3]
+    tensors = SMALL.layers * 6 + 4  # final norm, embedding, positions, output layer
+    assert {row.tensors for row in report.rows} == {len(STATES) * tensors}
+    assert any("SIGKILL" in line for line in said)
     assert all(len(cells) == len(render(report)[0]) for cells in render(report))
+    repeated = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert len(repeated) >= command.KILLED_AT + command.END - command.SAVED_AT
 
 
 def test_a_damaged_checkpoint_is_no_proof(lab: Lab, tmp_path: Path) -> None:
-    demo = command._Demo(lab.pool, tmp_path, lambda line: None, SMALL)
-    whole = demo.train(tmp_path / "source")
-    change_one_moment(rank_file(tmp_path / "source", "distrib_optim.pt", "mp_rank_01_001"))
-    row = demo.resumed("source", command.SOURCE, whole, None)
+    demo = command.Demo(lab.pool, tmp_path, lambda line: None, replace(SMALL, steps=command.SAVED_AT))
+    demo._go(demo.run)
+    expected = demo.continued("as saved", demo.onward())
+    _, actor = demo.reshaped("actor", "same", WriteOptions())
+    change_one_moment(actor / f"iter_{command.SAVED_AT:07d}" / "mp_rank_01" / "distrib_optim.pt")
+    row = demo.compared("damaged", expected, demo.onward(), actor, exact=True)
     assert row.equal == row.tensors - 1
     assert not row.passed
 
@@ -51,7 +56,8 @@ def test_a_damaged_checkpoint_is_no_proof(lab: Lab, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"equal": 9}, {"tensors": 0, "equal": 0}, {"resumed": {3: 5.25, 4: 5.0000001}}, {"resumed": {3: 5.25}},
-     {"resumed": {3: 5.25, 4: math.nan}}, {"resumed": {3: 5.25, 4: 5.1}, "exact": False}],
+     {"resumed": {3: 5.25, 4: math.nan}}, {"resumed": {3: 5.25, 4: 5.1}, "exact": False}, {"lines": (1, 2)},
+     {"lines": (0, 0)}],
 )  # fmt: skip
 def test_a_row_fails(changes: dict[str, object]) -> None:
     assert ROW.passed
@@ -123,7 +129,7 @@ def test_an_interrupt_leaves_neither_processes_nor_files(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in error
-    assert len(workers) > command.SOURCE.world_size
+    assert len(workers) > command.WORLD
     assert {path.name for path in tmp_path.iterdir()} <= {f"torchinductor_{getpass.getuser()}"}  # torch's own cache
     assert eventually(lambda: not [pid for pid in workers if alive(pid)])
 

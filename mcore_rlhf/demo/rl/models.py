@@ -1,0 +1,67 @@
+"""Actor, frozen reference policy and critic, on one layout of one set of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import mcore_rlhf.demo.with_megatron  # noqa: F401
+
+# isort: split
+import torch
+from megatron.core.utils import unwrap_model
+
+from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from mcore_rlhf.demo.model import build_chunk, transformer_config, virtual_stages
+from mcore_rlhf.demo.trainer import Trainer, seed_everything
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a run on this rank.
+
+    Args:
+        actor: The policy that is trained.
+        reference: Chunks of the policy as it was at first, without gradients, DDP or optimizer.
+        critic: The value model of PPO, with optimizer and scheduler of its own; None for GRPO.
+    """
+
+    actor: Trainer
+    reference: list[torch.nn.Module]
+    critic: Trainer | None
+
+    @property
+    def trained(self) -> dict[str, Trainer]:
+        """The models with an optimizer, by role."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+
+
+def build_models(model: TinyGPT, parallel: Parallel, training: Training, *, critic: bool) -> Models:
+    """Make the models; everything random is seeded anew after it, so that training starts from the seed alone.
+
+    The critic starts as the policy does, trunk and all, as critics start from the supervised model in practice.
+
+    Args:
+        model: The policy.
+        parallel: The layout.
+        training: How actor and critic are trained.
+        critic: Whether there is one.
+    """
+    actor = Trainer(model, parallel, training)
+    value = Trainer(replace(model, value_head=True), parallel, training) if critic else None
+    models = Models(actor, frozen_copy(actor), value)
+    seed_everything(training.seed)
+    return models
+
+
+def frozen_copy(actor: Trainer) -> list[torch.nn.Module]:
+    """The chunks of a model again, with the same weights and no gradients."""
+    config = transformer_config(actor.model, actor.parallel)
+    stages = virtual_stages(actor.parallel)
+    chunks = [
+        build_chunk(actor.model, actor.parallel, config, stage) for stage in (range(stages) if stages else [None])
+    ]
+    for copy, original in zip(unwrap_model(chunks), unwrap_model(actor.chunks), strict=True):
+        copy.load_state_dict(original.state_dict())
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    return chunks

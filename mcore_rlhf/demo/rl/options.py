@@ -1,0 +1,227 @@
+"""The command line of ``python -m mcore_rlhf.demo.train``, as plain values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from mcore_rlhf.demo.rl.settings import Algorithm, Settings
+from mcore_rlhf.demo.rl.task import VOCABULARY, Reversal
+from mcore_rlhf.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One run of the trainer.
+
+    Args:
+        algorithm: GRPO or PPO.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        vpp: Model chunks per stage; None for one. The data-parallel size is what is left of the world.
+        steps: The step to end at, counted from the start of the run, not of this process.
+        save_interval: Steps between two checkpoints; 0 for none at all.
+        output_dir: Where runs are; checkpoints go to ``output_dir/experiment_name/checkpoints``.
+        experiment_name: Name of this one.
+        async_save: Write checkpoints behind the training loop.
+        resume: ``auto`` (the newest whole step, or a new run), ``none``, a step's number or its path.
+        keep_last: Checkpoints that are kept; None for all.
+        metrics: File to which rank 0 appends one line per step; None for none.
+        seed: Of everything random.
+        dropout: Hidden and attention dropout while training.
+        dtype: Type of the parameters.
+        optimizer: Megatron's distributed optimizer or the plain one.
+        layers: Decoder layers.
+        hidden_size: Width.
+        lr: Highest learning rate.
+        lr_decay_steps: Steps of its cosine; not the length of the run, which may change on resume.
+        prompts_per_step: Prompts per step, over all ranks.
+        group_size: Answers per prompt.
+        micro_batches: Forward passes of one rank per update; None for one per pipeline stage.
+        config: A run's configuration, whose values stand where the command line says nothing.
+        must_exist: Whether ``resume auto`` without a step is an error; only a configuration changes it.
+        hyper: Hyper-parameters that only a configuration changes.
+    """
+
+    algorithm: Algorithm = "grpo"
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    steps: int = 60
+    save_interval: int = 0
+    output_dir: Path = Path("runs")
+    experiment_name: str = "demo"
+    async_save: bool = False
+    resume: str = "auto"
+    keep_last: int | None = None
+    metrics: Path | None = None
+    seed: int = 1234
+    dropout: float = 0.0
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    optimizer: Literal["distributed", "plain"] = "distributed"
+    layers: int = 2
+    hidden_size: int = 64
+    lr: float = 2e-3
+    lr_decay_steps: int = 500
+    prompts_per_step: int = 16
+    group_size: int = 8
+    micro_batches: int | None = None
+    config: Path | None = None
+    must_exist: bool = False
+    hyper: Settings = field(default_factory=Settings)
+
+    @property
+    def root(self) -> Path:
+        """The manager's folder."""
+        return self.output_dir / self.experiment_name / "checkpoints"
+
+    @property
+    def settings(self) -> Settings:
+        """What the algorithm is told."""
+        own = {name: getattr(self, name) for name in ("algorithm", "prompts_per_step", "group_size", "seed")}
+        return replace(self.hyper, **own)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of one rank per update."""
+        return self.micro_batches or self.pp
+
+    def parallel(self, world_size: int) -> Parallel:
+        """The layout on so many processes.
+
+        Raises:
+            UsageError: They cannot be divided, or the layers cannot.
+        """
+        dp, rest = divmod(world_size, self.tp * self.pp)
+        if rest or not dp:
+            raise UsageError(
+                f"{world_size} processes cannot be divided into TP{self.tp}×PP{self.pp}\n"
+                f"Start a multiple of {self.tp * self.pp} (torchrun --nproc-per-node), or change --tp and --pp."
+            )
+        chunks = self.pp * (self.vpp or 1)
+        if self.layers % chunks:
+            raise UsageError(
+                f"{self.layers} layers cannot be divided into {chunks} model chunks; give --layers a multiple of {chunks}"
+            )
+        return Parallel(tp=self.tp, pp=self.pp, vpp=self.vpp, dp=dp)
+
+    def model(self, task: Reversal) -> TinyGPT:
+        """The policy."""
+        return TinyGPT(
+            num_layers=self.layers,
+            hidden_size=self.hidden_size,
+            kv_channels=self.hidden_size // 4,
+            ffn_hidden_size=2 * self.hidden_size,
+            seq_length=task.seq_length,
+            vocab_size=len(VOCABULARY),
+            make_vocab_size_divisible_by=4,
+            position_embedding_type="learned_absolute",  # the task is about places: learned in half the steps
+            dtype=self.dtype,
+            dropout=self.dropout,
+        )
+
+    def training(self, dp: int) -> Training:
+        """How the policy and the critic are trained."""
+        settings = self.settings
+        return Training(
+            optimizer=self.optimizer,
+            micro_batch_size=settings.micro_batch_size(dp, self.passes),
+            global_batch_size=settings.samples_per_step,
+            lr=self.lr,
+            min_lr=self.lr / 20,
+            lr_warmup_iters=5,
+            train_iters=self.lr_decay_steps,
+            weight_decay=0.01,
+            seed=self.seed,
+        )
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read a command line; ends the process on ``--help`` and on a mistake, as argparse does.
+
+    Args:
+        arguments: Without the program's name; those of the process if not given.
+
+    Raises:
+        UsageError: ``--config`` names no configuration.
+        Unsupported: It asks for something that this trainer has not.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.config is not None:
+        from mcore_rlhf.demo.rl.configuring import options_of  # pydantic and OmegaConf, for those who need them
+
+        parser.set_defaults(**options_of(given.config))
+        given = parser.parse_args(arguments)
+    names = (each.name for each in fields(Options))
+    return Options(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = Options()
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_rlhf.demo.train",
+        description="Train a tiny GPT to write numbers backwards, by GRPO or PPO on real megatron-core. Run it under torchrun.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_layout(parser, default)
+    _add_checkpoints(parser, default)
+    _add_model(parser, default)
+    return parser
+
+
+def _add_layout(parser: argparse.ArgumentParser, default: Options) -> None:
+    group = parser.add_argument_group("what and where")
+    group.add_argument("--config", type=Path, metavar="FILE", help="as configs/grpo_megatron.yaml; options win over it")
+    group.add_argument("--algorithm", choices=("grpo", "ppo"), default=default.algorithm, help="how to train")
+    group.add_argument("--tp", type=_positive, default=default.tp, metavar="T", help="tensor-parallel ranks")
+    group.add_argument("--pp", type=_positive, default=default.pp, metavar="P", help="pipeline stages")
+    group.add_argument("--vpp", type=_positive, default=default.vpp, metavar="V", help="model chunks per stage")
+    group.add_argument("--steps", type=_positive, default=default.steps, metavar="N", help="step to end at")
+    group.add_argument("--seed", type=int, default=default.seed, help="of everything random")
+    group.add_argument("--metrics", type=Path, default=default.metrics, metavar="FILE", help="one JSON line per step")
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser, default: Options) -> None:
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--save-interval", type=_natural, default=default.save_interval, metavar="K", help="0: never")
+    group.add_argument("--output-dir", type=Path, default=default.output_dir, metavar="D", help="where runs are")
+    group.add_argument("--experiment-name", default=default.experiment_name, metavar="E", help="name of this run")
+    group.add_argument("--async-save", action="store_true", help="write behind the training loop")
+    group.add_argument("--resume", default=default.resume, metavar="auto|none|STEP|PATH", help="from where to go on")
+    group.add_argument("--keep-last", type=_positive, default=default.keep_last, metavar="N", help="all if not given")
+
+
+def _add_model(parser: argparse.ArgumentParser, default: Options) -> None:
+    group = parser.add_argument_group("model and hyper-parameters")
+    group.add_argument("--dropout", type=float, default=default.dropout, metavar="P", help="while training")
+    group.add_argument("--dtype", choices=("bf16", "fp32"), default=default.dtype, help="of the parameters")
+    group.add_argument("--optimizer", choices=("distributed", "plain"), default=default.optimizer, help="Megatron's")
+    group.add_argument("--layers", type=_positive, default=default.layers, help="decoder layers")
+    group.add_argument("--hidden-size", type=_positive, default=default.hidden_size, help="width, a multiple of 4 · TP")
+    group.add_argument("--lr", type=float, default=default.lr, help="highest learning rate")
+    group.add_argument("--lr-decay-steps", type=_positive, default=default.lr_decay_steps, help="steps of its cosine")
+    group.add_argument("--prompts-per-step", type=_positive, default=default.prompts_per_step, help="over all ranks")
+    group.add_argument("--group-size", type=_positive, default=default.group_size, help="answers per prompt")
+    group.add_argument(
+        "--micro-batches", type=_positive, default=default.micro_batches, help="one per stage if not given"
+    )
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _natural(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    number = int(text)
+    if number < least:
+        raise argparse.ArgumentTypeError(f"expected a number from {least}, found {number}")
+    return number

@@ -1,0 +1,162 @@
+"""A whole run on this rank: build, resume, train, save, and tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+import mcore_rlhf.demo.with_megatron  # noqa: F401
+
+# isort: split
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_rlhf.demo.rl.checkpoints import open_manager, resume
+from mcore_rlhf.demo.rl.digests import digest, optimizer_digest
+from mcore_rlhf.demo.rl.metrics import MetricsLog, Value
+from mcore_rlhf.demo.rl.models import Models, build_models
+from mcore_rlhf.demo.rl.options import Options
+from mcore_rlhf.demo.rl.settings import Settings
+from mcore_rlhf.demo.rl.task import Reversal
+from mcore_rlhf.demo.rl.trainer import RLTrainer, StepResult
+from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
+from mcore_rlhf.manager.prompts import Prompt
+from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.state import AdaptiveKL, BestMetric, FixedKL, KLController, RlhfState, RunningStatistics
+
+logger = logging.getLogger("mcore_rlhf.demo.train")
+
+
+class Run:
+    """Everything that a run consists of on this rank; ``torch.distributed`` must be initialized.
+
+    Args:
+        options: What to do.
+
+    Attributes:
+        models: Actor, reference, critic.
+        sampler: Gives the prompts.
+        state: The RLHF state.
+
+    Raises:
+        UsageError: The options do not fit the number of processes.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options, settings = options, options.settings
+        parallel = options.parallel(dist.get_world_size())
+        task = Reversal()
+        self.models = build_models(
+            options.model(task), parallel, options.training(parallel.dp), critic=options.algorithm == "ppo"
+        )
+        self.trainer = RLTrainer(self.models, settings, task, options.passes)
+        self.sampler = PromptSampler.for_dataset(
+            task, seed=settings.seed, group_size=settings.group_size, batch_size=settings.prompts_per_step
+        )
+        self.state = RlhfState(
+            algorithm=options.algorithm,
+            kl={"actor": kl_controller(settings)},
+            best=BestMetric("reward"),
+        )
+
+    def train(self, look: Callable[[Run], None] = lambda run: None) -> list[dict[str, Value]]:
+        """Resume, and train to the last step or until a signal asks to stop.
+
+        Args:
+            look: Is shown the run before the first step, after it has resumed, and after every step before it is saved.
+
+        Returns:
+            What was written of every step.
+        """
+        lines: list[dict[str, Value]] = []
+        with ExitStack() as stack:
+            manager = open_manager(self.options, self.models, self.sampler, self.state)
+            if manager is not None:
+                stack.enter_context(manager)
+                resume(manager, self.options, self.models, self.state)
+            log = self._open_log(stack)
+            look(self)
+            while self.state.iteration < self.options.steps and not (manager is not None and manager.stopping):
+                lines.append(self._step())
+                if log is not None:
+                    log.append(lines[-1])
+                look(self)
+                self._save(manager, lines[-1])
+        return lines
+
+    def _open_log(self, stack: ExitStack) -> MetricsLog | None:
+        if self.options.metrics is None or dist.get_rank() != 0:
+            return None
+        return stack.enter_context(MetricsLog(self.options.metrics))
+
+    def _save(self, manager: CheckpointManager | None, line: Mapping[str, Value]) -> None:
+        if manager is None or not self.options.save_interval:
+            return
+        step = self.state.iteration
+        measured = {name: value for name, value in line.items() if isinstance(value, float)}
+        manager.maybe_save(step, measured, last=step == self.options.steps)
+        if manager.stopping:
+            logger.info("rank=%d step=%d event=stop: asked to stop; the step is saved", dist.get_rank(), step)
+
+    def _step(self) -> dict[str, Value]:
+        prompts = self.sampler.next_batch()
+        kl_coef = self.state.kl["actor"].value
+        result = self.trainer.step(prompts, kl_coef)
+        self.sampler.acknowledge_all(prompts)
+        self._note(prompts, result)
+        line = self._line(prompts, result, kl_coef)
+        logger.info(
+            "rank=%d step=%d event=train reward=%.3f loss=%.5f kl=%.4f kl_coef=%.6f grad_norm=%.3f",
+            dist.get_rank(), self.state.iteration, result.reward, result.loss, result.kl, kl_coef, result.grad_norm,
+        )  # fmt: skip
+        return line
+
+    def _note(self, prompts: Sequence[Prompt], result: StepResult) -> None:
+        """Bring the RLHF state up to date; the same on every rank."""
+        state, settings = self.state, self.options.settings
+        state.iteration += 1
+        state.rollout_step += 1
+        state.weight_version += 1
+        state.optimizer_steps += settings.updates
+        state.prompts_consumed += len(prompts)
+        state.samples_consumed += settings.samples_per_step
+        state.tokens_consumed += result.tokens
+        state.epoch = self.sampler.consumed.epoch
+        state.kl["actor"].update(result.kl, settings.samples_per_step)
+        state.reward.merge(RunningStatistics.of(result.rewards).merged_across(parallel_state.get_data_parallel_group()))
+        if state.best is not None:
+            state.best.update(result.reward, state.iteration)
+
+    def _line(self, prompts: Sequence[Prompt], result: StepResult, kl_coef: float) -> dict[str, Value]:
+        actor = self.models.actor
+        line: dict[str, Value] = {
+            "step": self.state.iteration,
+            "loss": result.loss,
+            "reward": result.reward,
+            "kl": result.kl,
+            "kl_coef": kl_coef,
+            "grad_norm": result.grad_norm,
+            "lr": learning_rate(self.models),
+            "value_loss": result.value_loss,
+            "critic_grad_norm": result.critic_grad_norm,
+            "prompt_ids": [prompt.prompt_id for prompt in prompts],
+        }
+        for role, trainer in self.models.trained.items():
+            prefix = "" if trainer is actor else f"{role}_"
+            line[f"{prefix}digest"] = digest(trainer)
+            line[f"{prefix}optimizer_digest"] = optimizer_digest(trainer)
+        return line
+
+
+def kl_controller(settings: Settings) -> KLController:
+    """The controller of the KL coefficient, at its beginning."""
+    if settings.kl_target is None:
+        return FixedKL(settings.kl_coef)
+    return AdaptiveKL(settings.kl_coef, settings.kl_target, settings.kl_horizon)
+
+
+def learning_rate(models: Models) -> float:
+    """The policy's learning rate, as the next update will use it."""
+    optimizer = models.actor.optimizer
+    return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
