@@ -133,6 +133,8 @@ def test_weights_alone(engine_lab: EngineLab) -> None:
 WRONG = {
     "another_width": (replace(GPT, ffn_hidden_size=128), Parallel(tp=2), ADAM, "LayoutMismatch",
                       ["decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc2.weight", "(64, 64)"]),
+    "other_heads": (replace(GPT, num_attention_heads=8, num_query_groups=4, kv_channels=8), CUBE, ADAM, "LayoutMismatch",
+                    ["num_attention_heads: live 8, checkpoint 4", "kv_channels: live 8, checkpoint 16"]),
     "more_layers": (replace(GPT, num_layers=6), Parallel(dp=2), ADAM, "LayoutMismatch",
                     ["decoder layers: live 6, checkpoint 4", "decoder.layers.5.input_layernorm.weight"]),
     "biases": (replace(GPT, add_qkv_bias=True), Parallel(tp=2), ADAM, "LayoutMismatch",

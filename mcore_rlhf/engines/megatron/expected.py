@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from mcore_rlhf.errors import LayoutMismatch, Problem
+from mcore_rlhf.formats.megatron.arguments import Arguments
 from mcore_rlhf.formats.megatron.buffers import OUTPUT
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of
 from mcore_rlhf.models.spec import ModelSpec
@@ -36,6 +37,24 @@ def unexpected(stored: ModelSpec, live: LiveModel, place: Place, known: Collecti
         if param.name not in known and param.name not in stored.unused and _is_here(param.name, stored, live, place):
             text = f"{param.name}: stored {param.global_shape}, not in the live model"
             yield Problem(LayoutMismatch, text, _ADVICE)
+
+
+def other_attention(args: Arguments, live: LiveModel) -> Iterator[Problem]:
+    """Problems that no shape shows: the same matrices, read as other heads. Megatron-LM compares some of these too.
+
+    Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``check_checkpoint_args``).
+
+    Args:
+        args: The stored arguments; what they do not have is not compared.
+        live: The live model.
+    """
+    heads = args.optional("num_attention_heads")
+    groups = args.optional("num_query_groups") if args.flag("group_query_attention") else heads
+    stored = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": args.optional("kv_channels")}
+    for name, theirs in stored.items():
+        ours = getattr(live.config, name, None)
+        if theirs is not None and ours is not None and ours != theirs:
+            yield Problem(LayoutMismatch, f"{name}: live {ours}, checkpoint {theirs}", _ADVICE)
 
 
 def _is_here(name: str, stored: ModelSpec, live: LiveModel, place: Place) -> bool:

@@ -16,11 +16,13 @@ from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ
 from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.formats.megatron.arguments import Arguments
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.mapped import MappedFiles
 
 from .chunks import LiveModel
+from .expected import other_attention
 from .groups import continued
 from .memory import LiveMemory, Unchecked
 from .optimizers import Member, kind_of
@@ -97,6 +99,7 @@ class PreparedMegatronLoad:
             CheckpointError: All problems together.
         """
         problems = Problems(list(self.origin.plan.problems.found))
+        problems.extend(other_attention(Arguments(self.origin.state.args), self.model))
         trained = [member for member in self.chain if member is not None]
         if self._restores and trained:
             live = [group for member in trained for group in member.groups]
@@ -153,7 +156,8 @@ class PreparedMegatronLoad:
     def _load_scheduler(self) -> None:
         stored = self.origin.state.scheduler
         if self.scheduler is not None and self.optimizer and stored is not None:
-            self.scheduler.num_steps = 0  # loading adds to it
+            if hasattr(self.scheduler, "num_steps"):
+                self.scheduler.num_steps = 0  # Megatron's adds to it
             self.scheduler.load_state_dict(stored)
 
     def _check_scheduler(self, problems: Problems) -> None:
@@ -162,7 +166,7 @@ class PreparedMegatronLoad:
         if self.scheduler is None or not self.optimizer or stored is None:
             return
         trial = copy.copy(self.scheduler)
-        trial.optimizer, trial.num_steps = SimpleNamespace(param_groups=[]), 0
+        trial.optimizer = SimpleNamespace(param_groups=[])
         try:
             trial.load_state_dict(dict(stored))
         except (AssertionError, KeyError) as error:
