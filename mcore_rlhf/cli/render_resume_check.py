@@ -26,7 +26,8 @@ _SAYS = {
 
 def facts_of(outcome: Outcome) -> Facts:
     """``verdict`` (``exact``, ``different``, ``blind``, ``no control``), ``passed``, ``steps``, ``more``, ``folder``;
-    ``runs`` (``name``, ``equal``, ``kill``, ``states``, ``metrics``); ``control`` or null (``caught``, ``broken``,
+    ``runs`` (``name``, ``equal``, ``kill``, ``repeatable``: whether the killed run was the
+    other's equal until then, ``states``, ``metrics``); ``control`` or null (``caught``, ``broken``,
     ``states``, ``metrics``); ``seconds`` by start of the command; ``notes``.
     """
     return {
@@ -36,7 +37,11 @@ def facts_of(outcome: Outcome) -> Facts:
         "more": outcome.more,
         "folder": None if outcome.folder is None else str(outcome.folder),
         "runs": [
-            {"kill": None if run.kill is None else _kill_facts(run.kill), **_comparison_facts(run.comparison)}
+            {
+                "kill": None if run.kill is None else _kill_facts(run.kill),
+                "repeatable": None if run.before is None else run.before.tally.equal,
+                **_comparison_facts(run.comparison),
+            }
             for run in outcome.interrupted
         ],
         "control": None if outcome.control is None else _control_facts(outcome.control),

@@ -1,0 +1,1 @@
+"""``mcore-rlhf resume-check``: run a trainer with and without a kill, and compare everything that it left, bit for bit."""

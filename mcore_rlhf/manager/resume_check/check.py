@@ -1,0 +1,237 @@
+"""The check itself: run A uninterrupted, run B killed and resumed, run C resumed from something broken; then compare."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.manager.step_names import step_folder
+from mcore_rlhf.manager.steps import is_committed
+from mcore_rlhf.storage.paths import storage_error
+
+from .control import make_control
+from .killing import Kill, KillPlan, Moment, span
+from .metrics import MetricsComparer
+from .outcome import Comparison, Control, Interrupted, Outcome
+from .processes import Command
+from .states import StateComparison, StepComparer
+from .template import RunPlaces, Template, metrics_of
+from .volatile import Ignored
+from .watching import Watch, require_committed, root_of
+
+Say = Callable[[str], None]
+
+_ATTEMPTS = 3
+_PAUSE_S, _SAY_EVERY_S = 0.05, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """How to check.
+
+    Args:
+        steps: N: the step that must be committed before the kill.
+        more: M: the steps after it.
+        kill_after: The moment of the kill.
+        runs: How many runs are killed, each at a moment of its own.
+        seed: Draws the moments.
+        timeout: Seconds that one start of the command may take.
+        ignore: Values that may differ, ``FILE:KEY`` or ``metrics:NAME``, besides :data:`~.volatile.VALUES`.
+        stubs: Pickled classes to load as inert stubs.
+    """
+
+    steps: int
+    more: int
+    kill_after: Moment = "step-commit"
+    runs: int = 1
+    seed: int = 0
+    timeout: float = 3600.0
+    ignore: tuple[str, ...] = ()
+    stubs: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return self.steps + self.more
+
+
+def compare_outputs(a: Path, b: Path, last: int, options: CheckOptions, *, metrics: bool | None = None) -> Comparison:
+    """Compare two finished runs.
+
+    Args:
+        a: Output folder of the uninterrupted run.
+        b: Output folder of the other one.
+        last: The step to compare.
+        options: What is ignored.
+        metrics: Whether there are files of metrics beside the folders; None where that is to be seen.
+
+    Raises:
+        CheckpointError: The step is not committed in both, or is damaged.
+    """
+    first, second = (require_committed(root_of(run), last, f"run {run.name}") for run in (a, b))
+    ignored = Ignored(options.ignore)
+    states = StepComparer((a, b), ignored, options.stubs).compare(first, second)
+    if metrics is None:
+        metrics = metrics_of(a).exists() or metrics_of(b).exists()
+    lines = MetricsComparer(ignored).compare(metrics_of(a), metrics_of(b)) if metrics else None
+    return Comparison(b.name, states, lines)
+
+
+@dataclass(slots=True)
+class ResumeCheck:
+    """Checks that a trainer resumes exactly.
+
+    Args:
+        template: Its command.
+        folder: Where to work; made where it does not exist, must be empty.
+        options: How to check.
+        say: Hears how far it has come, line by line.
+
+    Raises:
+        UsageError: The command lacks a placeholder.
+        StorageError: The folder is not empty, or cannot be made.
+    """
+
+    template: Template
+    folder: Path
+    options: CheckOptions
+    say: Say = lambda line: None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.template.check()
+        self.folder = self.folder.absolute()
+        _make_empty(self.folder)
+
+    def run(self) -> Outcome:
+        """Do all runs, and compare.
+
+        Raises:
+            UsageError: The command cannot be run, fails by itself, takes too long, or does not save where it should.
+            CheckpointError: What it saved is damaged.
+        """
+        whole = self._uninterrupted()
+        interrupted, control = [], None
+        rng = random.Random(self.options.seed)
+        for number in range(self.options.runs):
+            places = self._places("B" if not number else f"B{number + 1}")
+            kill = self._killed(places, rng)
+            if control is None:  # before the run goes on, and deletes the step that it resumes from
+                control = make_control(places.output, self._places("C").output, kill.resumes_from, self.options.stubs)
+            before = self._compared_before(whole, places, kill.resumes_from)
+            self._to_the_end(places, "resumed", f"resumes from step {kill.resumes_from}")
+            interrupted.append(Interrupted(self._compared(whole, places), kill, before))
+        self._to_the_end(self._places("C"), "", f"the control: resumes from a broken step ({control})")
+        caught = Control(self._compared(whole, self._places("C")), control)
+        return Outcome(self.options.steps, self.options.more, interrupted, caught, self.seconds, self.folder)
+
+    def _places(self, name: str) -> RunPlaces:
+        return RunPlaces(self.folder, name)
+
+    def _uninterrupted(self) -> RunPlaces:
+        places, options = self._places("A"), self.options
+        seen = self._to_the_end(places, "", "uninterrupted")
+        require_committed(root_of(places.output), options.last, "run A")
+        if not any(options.steps <= step < options.last for step in seen):
+            raise UsageError(
+                f"run A committed the steps {', '.join(map(str, sorted(seen)))}: none from {options.steps} to {options.last - 1}, "
+                "so there is nothing that a killed run could resume from\nLet it save more often, or give other --steps and --more."
+            )
+        if self.template.has_metrics and not places.metrics.is_file():
+            raise UsageError(f"{places.metrics}: run A wrote no metrics, although the command has {{metrics}}")
+        return places
+
+    def _killed(self, places: RunPlaces, rng: random.Random) -> Kill:
+        options = self.options
+        until_end = span(root_of(self._places("A").output), options.steps, options.last)
+        plan = KillPlan(options.kill_after, options.steps, options.last, until_end, rng)
+        for attempt in range(_ATTEMPTS):
+            kill = self._kill_once(places, plan, attempt)
+            if kill is not None:
+                self.say(f"run {places.name}: killed {kill.processes} processes {kill.phase}")
+                return kill
+            self.say(f"run {places.name}: the moment to kill it ({options.kill_after}) was missed")
+        raise UsageError(
+            f"run {places.name} could not be killed at the right moment ({options.kill_after}) in {_ATTEMPTS} attempts: "
+            f"its {'saves' if options.kill_after == 'during-save' else 'steps'} are too short\n"
+            f"Did it commit step {options.steps}? Give a larger --more or another --kill-after. Its log: {places.log('killed')}"
+        )
+
+    def _kill_once(self, places: RunPlaces, plan: KillPlan, attempt: int) -> Kill | None:
+        _remove(places)
+        self.say(f"run {places.name}: to be killed ({self.options.kill_after}, once step {plan.step} is committed)")
+        with self._started(places, "killed") as command:
+            watch = Watch(places.output)
+            kill = plan.strike(command, watch, lambda: self._within_time(command, places), attempt)
+            self.seconds[f"{places.name}-killed"] = command.seconds
+            if kill is None and command.exit_code not in (0, None) and plan.last not in watch.committed():
+                raise command.failure(f"run {places.name} ended by itself with exit code {command.exit_code}")
+        return kill
+
+    def _to_the_end(self, places: RunPlaces, part: str, what: str) -> set[int]:
+        """Run it to its end; returns the steps that were seen committed."""
+        self.say(f"run {places.name}: {what}")
+        with self._started(places, part) as command:
+            watch, said, at, seen = Watch(places.output), -1, time.monotonic(), set[int]()
+            while not command.ended():
+                self._within_time(command, places)
+                seen.update(watch.committed())
+                newest = max(seen, default=-1)
+                if newest != said or time.monotonic() - at > _SAY_EVERY_S:
+                    said, at = newest, time.monotonic()
+                    self._say_step(places, newest, command.seconds)
+                time.sleep(_PAUSE_S)
+            self.seconds[f"{places.name}{f'-{part}' if part else ''}"] = command.seconds
+            if command.exit_code:
+                raise command.failure(f"run {places.name} failed: exit code {command.exit_code}")
+        return seen.union(watch.committed())
+
+    def _say_step(self, places: RunPlaces, newest: int, seconds: float) -> None:
+        done = f"step {newest} of {self.options.last} is committed" if newest >= 0 else "no step is committed yet"
+        self.say(f"run {places.name}: {done}, {seconds:.0f} s")
+
+    def _started(self, places: RunPlaces, part: str) -> Command:
+        last = self.options.last
+        return Command(self.template.filled(places, last), self.template.environment(places, last), places.log(part))
+
+    def _within_time(self, command: Command, places: RunPlaces) -> None:
+        if command.seconds > self.options.timeout:
+            raise command.failure(
+                f"run {places.name} took longer than {self.options.timeout:g} s (--timeout), and was ended"
+            )
+
+    def _compared_before(self, whole: RunPlaces, other: RunPlaces, step: int) -> StateComparison | None:
+        """Compare what the kill left with what the uninterrupted run had then, where it has kept that."""
+        folders = [step_folder(root_of(run.output), step) for run in (whole, other)]
+        if not all(is_committed(folder) for folder in folders):
+            return None
+        ignored = Ignored(self.options.ignore)
+        comparer = StepComparer((whole.output, other.output), ignored, self.options.stubs)
+        return comparer.compare(folders[0], folders[1])
+
+    def _compared(self, whole: RunPlaces, other: RunPlaces) -> Comparison:
+        self.say(f"comparing run {other.name} with run A")
+        return compare_outputs(whole.output, other.output, self.options.last, self.options)
+
+
+def _make_empty(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        occupied = any(folder.iterdir())
+    except OSError as error:
+        raise storage_error(error, folder, "create") from error
+    if occupied:
+        raise StorageError(f"{folder}: is not empty\nGive a new folder as --dir, or remove what is there.")
+
+
+def _remove(places: RunPlaces) -> None:
+    """Begin a run anew."""
+    if places.output.exists():
+        shutil.rmtree(places.output)
+    places.metrics.unlink(missing_ok=True)
+    places.log("killed").unlink(missing_ok=True)

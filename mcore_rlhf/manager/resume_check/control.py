@@ -1,0 +1,179 @@
+"""The broken control: a copy of the step that the killed run resumes from, with one tensor off by the last bit.
+
+All checksums are put right, so nothing but the training itself can notice. Where the resumed control still ends up equal to
+the uninterrupted run, the check cannot see a wrong resume: the trainer does not use what it loads, or nothing was compared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mcore_rlhf.core.catalog import Record
+from mcore_rlhf.core.dtype import FLOATING
+from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.manager.atomic import write_text
+from mcore_rlhf.manager.step_names import is_hidden, step_folder, step_of
+from mcore_rlhf.manager.steps import MANIFEST, read_manifest
+from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.manifest import FileEntry
+from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.ptwriter import PtWriter, WrittenFile
+
+from .leaves import children
+from .template import metrics_of
+from .watching import require_committed, root_of
+
+_NOT_MODELS = ("data/", "rlhf/", "rng/")
+_PIECE_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What was broken.
+
+    Args:
+        file: The file, relative to the step.
+        key: The tensor's place in it.
+        record: The record that holds it: the lowest mantissa bit of every element of it was flipped.
+    """
+
+    file: str
+    key: str
+    record: Record
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{self.file}: {self.key}, the lowest bit of each of {self.record.numel} {self.record.dtype} elements"
+
+
+def make_control(source: Path, target: Path, step: int, stubs: tuple[str, ...] = ()) -> Broken:
+    """Copy a killed run's output and metrics, with one of its steps only, and break that.
+
+    Args:
+        source: The run's output folder.
+        target: The copy's, which does not exist.
+        step: The step to resume from.
+        stubs: Pickled classes to load as inert stubs.
+
+    Raises:
+        NotACheckpoint: The step is not committed.
+        Unsupported: There is no tensor of floating-point numbers in its models.
+        StorageError: The file system refuses.
+    """
+    root = root_of(source)
+    require_committed(root, step, str(source))
+    try:
+        shutil.copytree(source, target, symlinks=True, ignore=_OtherSteps(root, step))
+        if metrics_of(source).is_file():  # without the lines until the kill, the control would differ by itself
+            shutil.copyfile(metrics_of(source), metrics_of(target))
+    except OSError as error:
+        raise storage_error(error, target, "copy to") from error
+    folder = step_folder(target / root.relative_to(source), step)
+    broken = chosen(folder, stubs)
+    _rewrite(folder, broken, stubs)
+    return broken
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherSteps:
+    root: Path
+    step: int
+
+    def __call__(self, folder: str, names: list[str]) -> list[str]:
+        if Path(folder) != self.root:
+            return []
+        return [name for name in names if is_hidden(Path(name)) or step_of(Path(name)) not in (None, self.step)]
+
+
+def chosen(folder: Path, stubs: tuple[str, ...] = ()) -> Broken:
+    """The tensor to break: the largest momentum of the optimizer; without one, any of the optimizer; without, of the model.
+
+    Momentum, because a parameter may be overwritten by its master copy, and a master may be checked against its parameter.
+
+    Raises:
+        Unsupported: There is none.
+    """
+    found = [broken for file in _model_files(folder) for broken in _tensors(folder, file, stubs)]
+    if not found:
+        raise Unsupported(
+            f"{folder}: no model in it has a .pt file with floating-point tensors: there is nothing to break for the control\n"
+            "Without a control that is caught, equality proves nothing."
+        )
+    return min(found, key=lambda broken: (_rank(broken), -broken.record.numel, broken.file, broken.key))
+
+
+def _model_files(folder: Path) -> list[str]:
+    names = sorted(read_manifest(folder).files)
+    return [name for name in names if name.endswith(".pt") and not name.startswith(_NOT_MODELS)]
+
+
+def _rank(broken: Broken) -> int:
+    place = f"{broken.file}/{broken.key}".lower()
+    if "exp_avg" in place and "exp_avg_sq" not in place:
+        return 0
+    return 1 if "momentum" in place else 2 if "optim" in broken.key.lower() else 3
+
+
+def _tensors(folder: Path, file: str, stubs: tuple[str, ...]) -> Iterator[Broken]:
+    for key, tensor in _walk(read_pt(folder, file, stubs=stubs).tree, ""):
+        if tensor.record.dtype in FLOATING and tensor.record.dtype.itemsize > 1 and 0 not in tensor.shape:
+            yield Broken(file, key, tensor.record)
+
+
+def _walk(value: object, at: str) -> Iterator[tuple[str, StoredTensor]]:
+    if isinstance(value, StoredTensor):
+        yield at, value
+    for name, item in (children(value) or {}).items():
+        yield from _walk(item, f"{at}/{name}" if at else name)
+
+
+def _rewrite(folder: Path, broken: Broken, stubs: tuple[str, ...]) -> None:
+    path = folder / broken.file
+    aside = path.with_name(".control")  # the archive's own root folder is named after the file, so that keeps its name
+    aside.mkdir()
+    pt = read_pt(folder, broken.file, stubs=stubs)
+    with PtWriter.create(aside / path.name, pt.tree, file=broken.file) as writer:
+        crcs = {key: _copy(pt, writer, key, broken.record) for key in writer.open_records}
+        written = writer.finish(crcs)
+    os.replace(aside / path.name, path)
+    aside.rmdir()
+    _update_manifest(folder, {broken.file: written})
+
+
+def _copy(pt: PtFile, writer: PtWriter, key: str, broken: Record) -> int:
+    """Copy a record, or its broken form; returns its CRC-32."""
+    member, crc = pt.directory.members[key], 0
+    with pt.directory.path.open("rb") as file:
+        for at in range(0, member.nbytes, _PIECE_NBYTES):
+            file.seek(member.byte_offset + at)
+            data = file.read(min(_PIECE_NBYTES, member.nbytes - at))
+            if key == broken.key:
+                data = flipped(data, broken.dtype.itemsize)
+            writer.write(key, at, data)
+            crc = crc32(data, crc)
+    return crc
+
+
+def flipped(data: bytes, itemsize: int) -> bytes:
+    """Elements with their lowest bits flipped.
+
+    Args:
+        data: Little-endian numbers.
+        itemsize: Bytes of each.
+    """
+    words = np.frombuffer(data, dtype=f"<u{itemsize}").copy()
+    words ^= 1
+    return bytes(words.tobytes())
+
+
+def _update_manifest(folder: Path, files: Mapping[str, WrittenFile]) -> None:
+    manifest = read_manifest(folder)
+    entries = {name: FileEntry(written.nbytes, written.crc32) for name, written in files.items()}
+    write_text(folder / MANIFEST, replace(manifest, files={**manifest.files, **entries}).to_json())

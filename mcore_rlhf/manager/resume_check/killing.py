@@ -1,0 +1,118 @@
+"""The moment at which a run is killed, and what it had saved by then."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .processes import Command
+from .watching import Partial, Watch
+
+Moment = Literal["step-commit", "during-save", "random"]
+"""``step-commit``: as soon as step N is committed. ``during-save``: while a later step is being written. ``random``: at any
+time between these, drawn from the seed."""
+
+_PAUSE_S = 0.001
+_REDRAW = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A kill that hit.
+
+    Args:
+        resumes_from: The newest step that was committed when every process was dead.
+        partial: The step that was being written, or None.
+        processes: How many processes were killed.
+        seconds: Since the start of the run.
+    """
+
+    resumes_from: int
+    partial: Partial | None
+    processes: int
+    seconds: float
+
+    @property
+    def phase(self) -> str:
+        """Where it hit, in words."""
+        if self.partial is None:
+            return f"after the commit of step {self.resumes_from}, and no save was under way"
+        there = f"{len(self.partial.files)} of its files were there, {self.partial.nbytes} bytes"
+        return f"in the middle of the save of step {self.partial.step}: {there}"
+
+
+@dataclass(frozen=True, slots=True)
+class KillPlan:
+    """When to strike.
+
+    Args:
+        moment: What kind of moment.
+        step: Step N: nothing is killed before it is committed.
+        last: The last step of the run; when that is committed it is too late.
+        span: Seconds from the commit of step N to the end, as the uninterrupted run took them; for ``random``.
+        rng: Draws the moment.
+    """
+
+    moment: Moment
+    step: int
+    last: int
+    span: float
+    rng: random.Random
+
+    def strike(self, command: Command, watch: Watch, tick: Callable[[], None], attempt: int = 0) -> Kill | None:
+        """Wait for the moment, and kill every process.
+
+        Args:
+            command: The run.
+            watch: Looks at its steps.
+            tick: Called while waiting; raises where the time is over.
+            attempt: How often it was missed before: the later ones strike earlier.
+
+        Returns:
+            What it hit; None where the run came to its end, or to its last commit, or the save was over before.
+        """
+        committed = _wait(command, tick, lambda: max(watch.committed(), default=-1) >= self.step)
+        if committed:
+            command.get_ready()
+            committed = self._moment(command, watch, tick, attempt)
+        if not committed:
+            return None
+        seconds = command.seconds
+        processes = command.kill()
+        newest, partial = max(watch.committed(), default=-1), watch.partial()
+        if newest >= self.last or (self.moment == "during-save" and partial is None):
+            return None
+        return Kill(newest, partial, processes, seconds)
+
+    def _moment(self, command: Command, watch: Watch, tick: Callable[[], None], attempt: int) -> bool:
+        if self.moment == "step-commit":
+            return True
+        if self.moment == "during-save":
+            return _wait(command, tick, lambda: watch.partial(self.step) is not None)
+        at = time.monotonic() + self.rng.uniform(0, self.span) * _REDRAW**attempt
+        return _wait(command, tick, lambda: time.monotonic() >= at)
+
+
+def _wait(command: Command, tick: Callable[[], None], until: Callable[[], bool]) -> bool:
+    """Whether it became true while the command ran."""
+    while not command.ended():
+        if until():
+            return True
+        tick()
+        time.sleep(_PAUSE_S)
+    return False
+
+
+def span(root: Path, step: int, last: int) -> float:
+    """Seconds between two commits of a run, from the times of their manifests; 0 where the first was deleted since."""
+    times = []
+    for number in (step, last):
+        try:
+            times.append((root / f"global_step_{number}" / "manifest.json").stat().st_mtime)
+        except OSError:
+            return 0.0
+    return max(0.0, times[1] - times[0])

@@ -1,0 +1,185 @@
+"""A command with all the processes that it starts, however deep and in whatever session; none of them outlives the check."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.storage.paths import storage_error
+
+MARK = "MCORE_RLHF_CHECK_RUN"
+"""An environment variable that every process of a run inherits, by which it is found again. A process group would not do:
+torchrun gives each worker a session of its own (``torch/distributed/elastic/multiprocessing/subprocess_handler``, 2.13)."""
+
+LAST_LINES = 20
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    started: str
+    parent: int
+    alive: bool
+    marked: bool
+
+
+class Command:
+    """A command that is running. Use it in a ``with`` block: left in whatever way, all of its processes are ended.
+
+    Args:
+        words: The command line.
+        environment: Variables besides those of this process.
+        log: File for everything that it prints; appended to.
+
+    Raises:
+        UsageError: There is no such program, or it may not be run.
+        StorageError: The log cannot be written.
+    """
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.words, self.log = list(words), log
+        self.started = time.monotonic()
+        self._mark, self._known = secrets.token_hex(16), list[_Process]()
+        try:
+            output = log.open("ab")
+        except OSError as error:
+            raise storage_error(error, log, "write") from error
+        with output:
+            self._root = _start(self.words, {**os.environ, **environment, MARK: self._mark}, output.fileno())
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been running."""
+        return time.monotonic() - self.started
+
+    def ended(self) -> bool:
+        """Whether it has come to its end."""
+        return self._root.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code; minus the signal that ended it; None while it runs."""
+        return self._root.poll()
+
+    def kill(self) -> int:
+        """SIGKILL to every process, until none is left: what a power cut does.
+
+        Returns:
+            How many processes were killed.
+        """
+        killed, end = set[tuple[int, str]](), time.monotonic() + _PATIENCE_S
+        targets = [process for process in self._known if _started(process.pid) == process.started] or self._alive()
+        while targets or self._dying(killed):
+            for process in targets:  # the launcher first: it must not see a worker die, and stop the others gently
+                _kill(process.pid)
+                killed.add((process.pid, process.started))
+            self._root.poll()
+            if time.monotonic() > end:
+                break  # in a system call that cannot be interrupted: it ends when that returns
+            time.sleep(0.005)
+            targets = self._alive()
+        while self._root.poll() is None and time.monotonic() < end:
+            time.sleep(0.001)
+        return len(killed)
+
+    def _dying(self, killed: set[tuple[int, str]]) -> bool:
+        """Whether processes are still there that were told to end; those without mark and parent are not found otherwise."""
+        return any(process.alive and (process.pid, process.started) in killed for process in _processes(self._mark))
+
+    def get_ready(self) -> None:
+        """Find the processes now, so that :meth:`kill` strikes at once."""
+        self._known = self._alive()
+
+    def _alive(self) -> list[_Process]:
+        """All processes of this run, parents before their children."""
+        table = {process.pid: process for process in _processes(self._mark)}
+        ours = [table[self._root.pid]] if self._root.poll() is None and self._root.pid in table else []
+        ours += [process for process in table.values() if process.marked and process not in ours]
+        for process in ours:  # grows: children without the mark have thrown their environment away
+            ours += [child for child in table.values() if child.parent == process.pid and child not in ours]
+        return [process for process in ours if process.alive]
+
+    def last_lines(self, count: int = LAST_LINES) -> list[str]:
+        """The end of the log."""
+        with self.log.open(encoding="utf-8", errors="replace") as file:
+            return [line.rstrip() for line in deque(file, count)]
+
+    def failure(self, what: str) -> UsageError:
+        """The error that says how it ended, with the end of its log."""
+        lines = [f"  {line}" for line in self.last_lines()] or ["  (it printed nothing)"]
+        head = f"{what}\nThe last {len(lines)} lines that it printed:" if len(lines) > 1 else f"{what}\nIt printed:"
+        return UsageError("\n".join([head, *lines, f"All of it: {self.log}"]))
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+def _start(words: Sequence[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    except FileNotFoundError:
+        raise UsageError(f"{words[0]}: there is no such program\nCheck the command, and PATH.") from None
+    except OSError as error:
+        raise UsageError(f"{words[0]}: cannot be run: {error.strerror}") from None
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _processes(mark: str) -> list[_Process]:
+    """Every process of this machine that can be seen, from ``/proc`` (Linux, ``man 5 proc``)."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                stat = _stat(int(name))
+                found.append(_Process(int(name), stat[19], int(stat[1]), _runs(stat), _is_marked(int(name), mark)))
+            except (OSError, IndexError, ValueError):
+                continue  # it has ended meanwhile
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the third on: 0 state, 1 parent, 17 threads, 19 start (``man 5 proc``)."""
+    return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _runs(stat: Sequence[str]) -> bool:
+    """Whether any thread is left. Until the last one has gone, the process holds its files and their locks."""
+    state, threads = stat[0], int(stat[17])
+    return state not in "ZX" or threads > 1
+
+
+def _started(pid: int) -> str:
+    """When a process began, by which it is told from a later one with the same number; empty where there is none."""
+    try:
+        return _stat(pid)[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_marked(pid: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    except OSError:  # of another user, or gone
+        return False

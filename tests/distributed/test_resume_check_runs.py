@@ -1,0 +1,134 @@
+"""``resume-check`` as a whole: a right trainer passes; a wrong one, a blind check, and a command that fails do not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
+from mcore_rlhf.manager.resume_check import processes
+from mcore_rlhf.manager.resume_check.check import CheckOptions, ResumeCheck
+from mcore_rlhf.manager.resume_check.outcome import Outcome
+from mcore_rlhf.manager.resume_check.template import Template
+from tests.distributed import toy_trainer
+from tests.distributed.forked import starter
+
+pytestmark = pytest.mark.usefixtures("forked")
+PLACES = ["--dir", "{dir}", "--steps", "{steps}"]
+METRICS = ["--metrics", "{metrics}"]
+
+
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """What torch imports at the first step of an optimizer, two seconds' worth, is there before anything is forked."""
+    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).step()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, warm: None) -> None:
+    """Commands are the toy trainer's options."""
+    monkeypatch.setattr(processes, "_start", starter(toy_trainer.main))
+
+
+def checked(folder: Path, *words: str, options: CheckOptions | None = None) -> Outcome:
+    return ResumeCheck(Template([*PLACES, *METRICS, *words]), folder / "check", options or CheckOptions(3, 2)).run()
+
+
+def test_an_exact_trainer_passes(tmp_path: Path) -> None:
+    said: list[str] = []
+    outcome = ResumeCheck(Template([*PLACES, *METRICS]), tmp_path / "check", CheckOptions(3, 2), said.append).run()
+    (run,) = outcome.interrupted
+    assert (outcome.verdict, outcome.notes) == ("exact", [])
+    assert run.kill is not None
+    assert run.kill.resumes_from >= 3
+    assert run.comparison.states.files == 5
+    assert run.comparison.states.tally.compared > 100
+    assert run.comparison.metrics is not None
+    assert run.comparison.metrics.equal == run.comparison.metrics.lines >= 5
+    assert outcome.control is not None
+    assert outcome.control.broken is not None
+    assert "exp_avg" in outcome.control.broken.key
+    assert any("killed 1 processes" in line for line in said)
+    assert {path.name for path in (tmp_path / "check").glob("*.log")} == {
+        "A.log",
+        "B-killed.log",
+        "B-resumed.log",
+        "C.log",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "metric", "state"),
+    [
+        ("forgets-rng", "loss", "rng/rng_state.pt: ranks/0/torch"),
+        ("moves-cursor", "prompts", "data/data.pt: state"),
+        ("drops-kl", "kl_coef", "rlhf/rlhf_state.json: "),
+        ("forgets-optimizer", "loss", "actor/state.pt: optimizer/state/0/step"),
+    ],
+)
+def test_a_trainer_that_loses_something_is_caught_and_it_is_named(
+    tmp_path: Path, fault: str, metric: str, state: str
+) -> None:
+    outcome = checked(tmp_path, "--fault", fault, options=CheckOptions(3, 5))
+    (run,) = outcome.interrupted
+    assert (outcome.verdict, outcome.passed, outcome.notes) == ("different", False, [])
+    assert run.comparison.metrics is not None
+    named = [finding.key for finding in run.comparison.metrics.tally.findings]
+    assert run.kill is not None
+    assert any(key.endswith(f"/{metric}") for key in named), named
+    assert min(int(key.split("/")[0].split()[1]) for key in named) > run.kill.resumes_from
+    places = [f"{finding.where}: {finding.key}" for finding in run.comparison.states.tally.findings]
+    assert any(place.startswith(state) for place in places), places
+
+
+def test_a_trainer_that_begins_anew_makes_the_check_blind(tmp_path: Path) -> None:
+    outcome = checked(tmp_path, "--fault", "ignores-checkpoint")
+    assert outcome.equal  # it is deterministic: without the control, this would pass
+    assert (outcome.verdict, outcome.passed) == ("blind", False)
+    assert "run B went back to step 1" in outcome.notes[0]
+    assert "the check is blind" in outcome.notes[-1]
+
+
+def test_training_that_is_not_repeatable_is_told_from_a_wrong_resume(tmp_path: Path) -> None:
+    outcome = checked(tmp_path, "--fault", "unseeded")
+    assert outcome.verdict == "different"
+    assert "another run than A already at step" in outcome.notes[0]
+    assert "training is not repeatable" in outcome.notes[0]
+
+
+def test_without_metrics_the_states_alone_decide(tmp_path: Path) -> None:
+    outcome = ResumeCheck(Template([*PLACES, "--fault", "drops-kl"]), tmp_path / "check", CheckOptions(2, 2)).run()
+    assert outcome.verdict == "different"
+    assert outcome.interrupted[0].comparison.metrics is None
+
+
+def test_random_moments_are_drawn_from_the_seed_for_several_runs(tmp_path: Path, seed: int) -> None:
+    outcome = checked(tmp_path, options=CheckOptions(1, 6, "random", runs=2, seed=seed))
+    assert outcome.verdict == "exact", (seed, outcome)
+    assert [run.comparison.name for run in outcome.interrupted] == ["B", "B2"]
+
+
+def test_a_command_that_fails_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run B failed: exit code 1\nIt printed:") as caught:
+        checked(tmp_path, "--fault", "fails-on-resume")
+    assert "cannot read my own checkpoint" in str(caught.value)
+    assert str(tmp_path / "check" / "B-resumed.log") in str(caught.value)
+
+
+def test_a_run_that_saves_too_seldom_is_pointed_out(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"committed the steps 2, 4: none from 3 to 3"):
+        checked(tmp_path, "--save-interval", "2", options=CheckOptions(3, 1))
+    shutil.rmtree(tmp_path / "check")
+    with pytest.raises(NotACheckpoint, match="run A has not committed step 5; committed: 2, 4"):
+        checked(tmp_path, "--save-interval", "2")
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "check").mkdir()
+    (tmp_path / "check" / "thesis.tex").touch()
+    with pytest.raises(StorageError, match="is not empty"):
+        checked(tmp_path)
+    assert [path.name for path in (tmp_path / "check").iterdir()] == ["thesis.tex"]
