@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.demo.configs import Parallel
+from mcore_rlhf.demo.worker_reports import WorkerError
 from mcore_rlhf.manager import steps
 from tests.reference import integration_jobs
 from tests.reference.engine_lab import ADAM, SAME_ROWS
@@ -72,6 +74,17 @@ def test_a_folder_of_megatrons_own_is_loaded(saved: Trained, script: Script, lab
     assert ranks[0].loaded[0] == LOOK
     assert ranks[0].loaded[1] > 0
     assert all("random states: Megatron's own" in rank.printed[-1] for rank in ranks)
+
+
+def test_a_step_without_a_manifest_is_loaded_when_it_is_named(saved: Trained, script: Script, lab: Lab) -> None:
+    """As RLinf writes them: a folder for each role, Megatron's own in it."""
+    step = lab.new_root() / f"global_step_{LOOK}"
+    shutil.copytree(lab.train(SAME_ROWS, LAYOUT, ADAM).root, step / "actor")
+    resumed, _ = script(load=step)
+    same_from_there_on(saved, resumed)
+    # the same folder as the run's root: nothing is committed, and that is no fresh start
+    with pytest.raises(WorkerError, match=r"none of them can be resumed from(?s:.*)adopt"):
+        script(load=step.parent)
 
 
 @pytest.mark.parametrize("source", ["ours", "theirs"])

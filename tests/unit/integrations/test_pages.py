@@ -1,0 +1,199 @@
+"""The how-to pages about the manager hold: their Python runs, with stand-ins for other people's trainers, and their commands too."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mcore_rlhf.cli.app import app
+from mcore_rlhf.errors import NotACheckpoint
+from mcore_rlhf.integrations import megatron_lm
+from mcore_rlhf.manager import steps
+
+PROJECT = Path(__file__).resolve().parents[3]
+HOW_TO = PROJECT / "docs" / "how-to"
+GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
+PAGES = (
+    "use-in-megatron-lm.md", "save-and-resume-a-run.md", "save-before-a-deadline.md", "for-rlinf-users.md",
+    "for-verl-users.md", "for-openrlhf-users.md",
+)  # fmt: skip
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [body for found, body in _FENCE.findall((HOW_TO / page).read_text(encoding="utf-8")) if found == language]
+
+
+def run(page: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    names = {} if names is None else names
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    for block in blocks(page, "bash"):
+        yield from (shlex.split(line)[1:] for line in block.splitlines() if line.startswith("mcore-rlhf "))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Loader:
+    """A data loader of somebody else."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_python(page: str) -> None:
+    assert blocks(page, "python")
+    for block in blocks(page, "python"):
+        compile(block, page, "exec")
+
+
+def test_the_page_about_the_manager_runs_and_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    uninterrupted = run("save-and-resume-a-run.md")
+    assert [step.step for step in steps.committed(folder / "run" / "checkpoints")][-2:] == [4, 6]
+    shutil.rmtree(folder / "run" / "checkpoints" / "global_step_6")
+    resumed = run("save-and-resume-a-run.md")  # a new process would begin like this: with models and data anew
+    assert torch.equal(uninterrupted["policy"].weight, resumed["policy"].weight)
+    first, second = capsys.readouterr().out.split("loss ")[1:]
+    assert first == second
+    for command in commands("save-and-resume-a-run.md"):
+        assert CliRunner().invoke(app, command).exit_code == 0
+
+
+def test_the_page_about_signals_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    run("save-before-a-deadline.md")
+    out = capsys.readouterr().out
+    assert "stopped after step 7 because of: " in out
+    assert "SIGUSR1" in out
+    assert "committed: [7]" in out
+    assert re.search(r"saved because of: .*deadline", out)
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_page_about_megatron_lm_hands_over_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(megatron_lm, "install", lambda **named: given.append(named))
+    names = run("use-in-megatron-lm.md")
+    assert given[0] == {}
+    assert given[1]["state"] is names["state"]
+    assert given[1]["options"].keep is names["keep"]
+
+
+def test_the_commands_for_rlinf_users(folder: Path) -> None:
+    root = folder / "results" / "grpo-1.5b" / "checkpoints"
+    shutil.copytree(GOLDEN, root / "global_step_2" / "actor")
+    (root / "global_step_2" / "data").mkdir()
+    torch.save({"_num_yielded": 2}, root / "global_step_2" / "data" / "data.pt")
+    results = [CliRunner().invoke(app, command) for command in commands("for-rlinf-users.md")]
+    assert [result.exit_code for result in results] == [1, 0, 0, 0, 0], [result.output for result in results]
+    assert "foreign" in results[0].output
+    assert "adopted" in results[2].output
+    assert "TP4×PP1" in results[4].output
+    assert [step.step for step in steps.committed(root)] == [2]
+    assert [step.step for step in steps.committed(folder / "results" / "grpo-1.5b-tp4" / "checkpoints")] == [2]
+
+
+def test_the_blocks_for_rlinf_users_say_what_exists() -> None:
+    names = run("for-rlinf-users.md")
+    loader = names["LoaderState"]()
+    loader.load_state_dict({"at": 3})
+    assert loader.state_dict() == {"at": 3}
+    waited: list[tuple[str, int, Any]] = []
+
+    def role(name: str) -> SimpleNamespace:
+        def save(step: int, transaction: str, state: dict[str, int]) -> SimpleNamespace:
+            return SimpleNamespace(wait=lambda: waited.append((transaction, step, state)))
+
+        return SimpleNamespace(name=name, save=save)
+
+    runner = SimpleNamespace(actor=role("actor"), critic=role("critic"), global_steps=5, train_dataloader=Loader())
+    names["save_checkpoint"](runner)
+    assert len(waited) == 2
+    assert len({transaction for transaction, _, _ in waited}) == 1
+    assert waited[0][1:] == (5, {"at": 0})
+
+
+def test_the_page_for_verl_users(folder: Path) -> None:
+    names = run("for-verl-users.md")
+
+    def trainer() -> SimpleNamespace:
+        kl = SimpleNamespace(kl_coef=0.1, target_kl=6.0, horizon=10000)
+        config = SimpleNamespace(algorithm=SimpleNamespace(kl_ctrl=kl))
+        controller = SimpleNamespace(value=kl.kl_coef)
+        return SimpleNamespace(config=config, kl_ctrl_in_reward=controller, train_dataloader=Loader(), global_steps=20)
+
+    one, other = trainer(), trainer()
+    one.kl_ctrl_in_reward.value, one.train_dataloader.at = 0.137, 5
+    with names["beside_verl"](one, folder / "state") as manager:
+        names["save_beside"](manager, one)
+    with names["beside_verl"](other, folder / "state") as manager:
+        names["load_beside"](manager, other)
+        other.global_steps = 21
+        with pytest.raises(NotACheckpoint, match="does not exist"):
+            names["load_beside"](manager, other)
+    assert (other.kl_ctrl_in_reward.value, other.train_dataloader.at) == (0.137, 5)
+
+
+def test_what_the_page_for_verl_users_says_of_verls_own_steps(folder: Path) -> None:
+    (command,) = commands("for-verl-users.md")
+    step = folder / command[1] / "global_step_20"
+    (step / "actor" / "dist_ckpt").mkdir(parents=True)
+    (step / "actor" / "dist_ckpt" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (step / "data.pt").write_bytes(b"x")
+    listed = CliRunner().invoke(app, command)
+    assert listed.exit_code == 1
+    assert "partial" in listed.output
+    for refused in (["adopt", str(step)], ["inspect", str(step / "actor")]):
+        assert CliRunner().invoke(app, refused).exit_code == 2
+
+
+def test_the_page_for_openrlhf_users(folder: Path) -> None:
+    names = run("for-openrlhf-users.md")
+
+    def trainer() -> SimpleNamespace:
+        kl = SimpleNamespace(init_coef=0.1, target=6.0, horizon=10000)
+        args = SimpleNamespace(algo=SimpleNamespace(kl=kl))
+        return SimpleNamespace(args=args, experience_maker=SimpleNamespace(), prompts_dataloader=Loader())
+
+    one, other = trainer(), trainer()
+    with names["beside_openrlhf"](one, folder / "ckpt" / "_state") as manager:
+        one.kl_ctl.update(8.0, 64)
+        one.prompts_dataloader.at = 5
+        manager.save(20, blocking=True)
+    with names["beside_openrlhf"](other, folder / "ckpt" / "_state") as manager:
+        manager.load(20)
+    assert other.kl_ctl.value == one.kl_ctl.value == other.experience_maker.kl_ctl.value != 0.1
+    assert other.prompts_dataloader.at == 5
+    for command in commands("for-openrlhf-users.md"):
+        assert CliRunner().invoke(app, command).exit_code == 0
+    deepspeed = folder / "ckpt" / "_actor"
+    (deepspeed / "global_step20").mkdir(parents=True)
+    (deepspeed / "latest").write_text("global_step20")
+    (deepspeed / "global_step20" / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    assert CliRunner().invoke(app, ["inspect", str(deepspeed)]).exit_code == 2
