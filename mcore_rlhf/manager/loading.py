@@ -203,9 +203,13 @@ def _consistent(manifest: Manifest, roles: Iterable[str], where: Path) -> Manife
         Corrupt: It is not.
     """
     named = [part.get("role") for part in manifest.parts]
-    nameless = [role for role in roles if role not in named and any(file.startswith(f"{role}/") for file in manifest.files)]
+    nameless = [
+        role for role in roles if role not in named and any(file.startswith(f"{role}/") for file in manifest.files)
+    ]
     if nameless or not all(isinstance(name, str) for name in named):
-        raise Corrupt(f"{where}: is damaged: it has files of {', '.join(nameless) or 'a role'}, and names the roles {named}")
+        raise Corrupt(
+            f"{where}: is damaged: it has files of {', '.join(nameless) or 'a role'}, and names the roles {named}"
+        )
     return manifest
 
 

@@ -106,12 +106,19 @@ class Mailbox:
         Raises:
             Stopped: Somebody has, or the transaction has ended.
         """
-        failed = next(iter(sorted(self.folder.glob(f"{_FAILED}*"))), None) if self.folder.is_dir() else None
+        failed = self._failed()
         if failed is not None:
             who, text = failed.name.removeprefix(_FAILED), _read(failed) or "its log says why"
             raise Stopped(f"{who} could not save: {text}")
         if self.gone():
             raise Stopped("the save was given up by the coordinating rank; its log says why")
+
+    def _failed(self) -> Path | None:
+        try:
+            names = sorted(os.listdir(self.folder))
+        except OSError:  # it is being removed
+            return None
+        return next((self.folder / name for name in names if name.startswith(_FAILED)), None)
 
 
 def why_it_vanished(mailbox: Mailbox, error: BaseException) -> Stopped | None:

@@ -155,7 +155,9 @@ class Resumer:
             together(self.crew, f"loading {what}", load.prepare)
         except Exception as error:
             self._check(load, whole=True)
-            unread = isinstance(error, StorageError) or load.manifest is None  # on any one rank, and now perhaps it can be
+            unread = (
+                isinstance(error, StorageError) or load.manifest is None
+            )  # on any one rank, and now perhaps it can be
             if self.crew.world.any_flags([unread])[0]:
                 raise _Damaged(error) from error
             raise
@@ -165,7 +167,9 @@ class Resumer:
     def _check(self, load: StepLoad, whole: bool) -> None:
         world = self.crew.world
         try:
-            together(self.crew, f"checking {load.folder.name}", partial(load.check_bytes, world.rank, world.size, whole))
+            together(
+                self.crew, f"checking {load.folder.name}", partial(load.check_bytes, world.rank, world.size, whole)
+            )
         except Exception as error:
             raise _Damaged(error) from error
 

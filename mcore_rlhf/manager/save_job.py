@@ -61,7 +61,7 @@ class SaveJob:
             error = self._told(failure)
             if not isinstance(error, Stopped):
                 self.transaction.mailbox.fail(f"rank {self.crew.me}", error)
-            self.transaction.abort()
+            self.transaction.abort(str(error) if self.crew.is_split else "")
             self.reporter.say("failed", self.transaction.step, str(error).partition("\n")[0])
             if error is failure:
                 raise

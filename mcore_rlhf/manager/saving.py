@@ -62,8 +62,8 @@ class Saver:
         try:
             together(self.crew, f"saving step {step}", partial(self._open, opened, step))
             snapshot = together(self.crew, f"saving step {step}", partial(self._snapshot, opened, blocking))
-        except BaseException:
-            opened.abort()
+        except BaseException as error:
+            opened.abort(str(error) if self.crew.is_split else "")
             raise
         now = time.monotonic()
         stall, copying = now - started, now - copied_at

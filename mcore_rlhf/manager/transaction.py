@@ -22,6 +22,7 @@ from .mailbox import Mailbox, Stopped
 from .steps import MANIFEST, step_folder
 
 PARTS = ".parts"
+_WORD = ".given-up-"
 
 __all__ = ["Committed", "Part", "Transaction", "new_transaction"]
 
@@ -108,6 +109,10 @@ class Transaction:
         """Where ranks leave messages until the commit."""
         return Mailbox(self.folder / PARTS, self.timeout, self._ended)
 
+    @property
+    def _word(self) -> Path:
+        return self.root / f"{_WORD}{self.id}"
+
     def _ended(self) -> bool:
         """The coordinator has cleaned up, or published; the folder was there before, see :meth:`join`."""
         return self._publication is None and not self.folder.is_dir()
@@ -124,6 +129,8 @@ class Transaction:
         Raises:
             StorageError: It cannot be made.
         """
+        for old in self.root.glob(f"{_WORD}*"):
+            old.unlink(missing_ok=True)
         publication = Publication(self.target, True, self.fsync, replaceable, MANIFEST, self.id)
         publication.__enter__()
         self._publication = publication
@@ -139,9 +146,14 @@ class Transaction:
 
         Raises:
             Incomplete: It has not, in time.
+            Stopped: It has given up already.
         """
         end = time.monotonic() + self.timeout
         while not (self.folder / PARTS).is_dir():
+            if self._word.exists():
+                raise Stopped(
+                    f"the save was given up by the coordinating rank: {self._word.read_text(encoding='utf-8')}"
+                )
             if time.monotonic() > end:
                 raise Incomplete(
                     f"{self.folder}: the coordinating rank did not start the save within {self.timeout:g} s"
@@ -187,10 +199,17 @@ class Transaction:
                     f"{path}: {found}; its writer reported {entry.nbytes}\nDo all ranks see one file system?"
                 )
 
-    def abort(self) -> None:
-        """Give up, on the coordinator: everything written is removed."""
+    def abort(self, word: str = "") -> None:
+        """Give up, on the coordinator: everything written is removed.
+
+        Args:
+            word: What to leave behind for a world that has not even joined; it is removed by the next :meth:`open`.
+        """
         if self._publication is not None:
             publication, self._publication = self._publication, None
+            with suppress(OSError):
+                if word:
+                    self._word.write_text(word, encoding="utf-8")
             with suppress(CheckpointError):
                 publication.__exit__(None, None, None)
 
@@ -210,7 +229,5 @@ class Transaction:
                     return
                 raise
             if time.monotonic() > end:
-                raise Incomplete(
-                    f"{self.target}: was not committed within {patience:g} s\nLook at the log of rank 0."
-                )
+                raise Incomplete(f"{self.target}: was not committed within {patience:g} s\nLook at the log of rank 0.")
             time.sleep(0.01)

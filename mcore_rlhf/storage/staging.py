@@ -19,7 +19,8 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,11 @@ class Places:
     def staging(self) -> Path:
         """The folder being written."""
         return self._beside("partial")
+
+    @property
+    def doomed(self) -> Path:
+        """The folder that was being written, while it is removed."""
+        return self.staging.with_name(f"{self.staging.name}~")
 
     @property
     def old(self) -> Path:
@@ -98,7 +104,7 @@ class Lock:
             self.release()  # an empty lock would pass for that of another host
             raise storage_error(error, path, "create") from error
         _try_lock(self._fd)  # without flock on this file system, nobody else will think that we are dead either
-        os.register_at_fork(after_in_child=_letting_go(self))
+        _HELD.add(self)
 
     def release(self) -> None:
         """Remove the file and let go."""
@@ -113,15 +119,16 @@ class Lock:
             self._fd = -1
 
 
-def _letting_go(lock: Lock) -> Callable[[], None]:
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
     """A forked child, such as a data loader's worker, may outlive the writer and must not pass for it."""
-    held = weakref.ref(lock)
+    for lock in list(_HELD):
+        lock.let_go()
 
-    def let_go() -> None:
-        if (lock := held()) is not None:
-            lock.let_go()
 
-    return let_go
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _try_lock(fd: int) -> bool:
@@ -177,13 +184,22 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
             yield f"put {places.target} back: its replacement was interrupted"
         else:  # somebody made a new target meanwhile: both are kept
             yield f"kept {places.old}: {places.target} was made anew by someone else"
-    if places.staging.exists():
-        _remove_tree(places.staging)
+    if places.staging.exists() or places.doomed.exists():
+        _remove_staging(places)
         yield f"removed {places.staging}: it was left half-written"
 
 
+def _remove_staging(places: Places) -> None:
+    """By another name: other ranks that still write there see at once that it was given up, and add nothing to it."""
+    _remove_tree(places.doomed)
+    with suppress(OSError):
+        os.rename(places.staging, places.doomed)
+    _remove_tree(places.doomed)
+    _remove_tree(places.staging)
+
+
 def _remove_tree(folder: Path) -> None:
-    """Other ranks may still write into it for a moment, until they see that it was given up."""
+    """On a network file system, what others have open goes when they close it."""
     for pause in (*_PAUSES, None):
         try:
             shutil.rmtree(folder)

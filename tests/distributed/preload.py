@@ -1,0 +1,16 @@
+"""What the resident workers import before they are forked; they do not wait for the disk, whose patience is not under test."""
+
+from __future__ import annotations
+
+import os
+
+import mcore_rlhf.manager.checkpoint_manager
+import mcore_rlhf.manager.sampler
+import mcore_rlhf.manager.state  # noqa: F401
+
+
+def _at_once(fd: int) -> None:
+    os.fstat(fd)
+
+
+os.fsync = _at_once

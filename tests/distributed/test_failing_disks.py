@@ -1,0 +1,77 @@
+"""A disk that refuses on one rank: all ranks hear of it, at the next call; nothing is lost, and the next save works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.root import RootLock
+from tests.distributed import jobs
+
+
+def hidden(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if name.startswith(".") and name != ".mcore_rlhf.lock")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=["ENOSPC", "EIO", "EACCES"])
+def test_in_the_background(pool: WorkerPool, tmp_path: Path, victim: int, number: int) -> None:
+    results = pool.run(jobs.fail_in_the_background, tmp_path, victim, number, 1, world_size=3, timeout=60)
+    for rank, (save, wait, again, saved) in enumerate(results):
+        assert save == ("", ""), "the save itself returns before anything is written"
+        assert wait[0] == "StorageError", f"rank {rank}: {wait}"
+        assert os.strerror(number) in wait[1]
+        assert ".global_step_2.partial-" in wait[1]
+        assert again == saved == ("", ""), "an error is raised once, and the next save works"
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("at", ["save", "wait", "close", "load"])
+def test_the_next_call_raises(pool: WorkerPool, tmp_path: Path, at: str) -> None:
+    for kind, text in pool.run(jobs.fail_until_close, tmp_path, at, world_size=2, timeout=60):
+        assert kind == "StorageError"
+        assert os.strerror(errno.EIO) in text
+    assert steps.committed(tmp_path) == []
+
+
+def test_a_full_disk(pool: WorkerPool, small_disk: Path) -> None:
+    """The real thing: room for one of the two files."""
+    for full, after in pool.run(jobs.fill_the_disk, small_disk, 300_000, world_size=3, timeout=60):
+        assert full[0] == "StorageError"
+        assert "No space left" in full[1]
+        assert "Free some space" in full[1]
+        assert after == ("", "")
+    assert hidden(small_disk) == []
+
+
+def test_a_read_only_root(pool: WorkerPool, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=20)
+    for kind, text in pool.run(jobs.start, small_disk, world_size=2, timeout=30):
+        assert kind == "StorageError"
+        assert str(small_disk) in text
+        assert "ead-only" in text
+
+
+def test_another_run_on_the_root(pool: WorkerPool, tmp_path: Path) -> None:
+    lock = RootLock(tmp_path)
+    try:
+        for kind, text in pool.run(jobs.start, tmp_path, world_size=3, timeout=30):
+            assert kind == "StorageError"
+            assert f"another run saves here: process {os.getpid()} on {socket.gethostname()}" in text
+    finally:
+        lock.release()
+    assert pool.run(jobs.start, tmp_path, world_size=3, timeout=30) == [("", "")] * 3
+
+
+def test_a_root_that_is_a_file(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("not a folder")
+    for kind, text in pool.run(jobs.start, tmp_path / "root", world_size=2, timeout=30):
+        assert kind == "StorageError"
+        assert str(tmp_path / "root") in text

@@ -1,0 +1,71 @@
+"""No deadlock: a rank that does not come, dies or raises is named on the others, in time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.demo.workers import WorkerError, WorkerPool
+from mcore_rlhf.manager import steps
+from tests.distributed import jobs
+
+
+@pytest.mark.parametrize(("call", "absent"), [("save", 0), ("save", 1), ("load", 1), ("wait", 1), ("maybe_save", 1)])
+def test_a_rank_that_does_not_come(pool: WorkerPool, tmp_path: Path, call: str, absent: int) -> None:
+    results = pool.run(jobs.one_does_not_save, tmp_path, absent, call, world_size=3, timeout=40)
+    for rank, ((kind, text), seconds) in enumerate(results):
+        if rank != absent:
+            assert kind == "Incomplete", text
+            assert f"rank {rank} on " in text
+            assert seconds < 2.5, "the rank was waited for longer than the time-out"
+            assert "Look at the logs" in text
+            if call in ("save", "load"):
+                assert {"save": "save step 1", "load": "load"}[call] in text
+                if rank == 0:
+                    assert str(absent) in text.partition("within")[2], "rank 0 names who is missing"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_in_the_background(pool: WorkerPool, tmp_path: Path, victim: int) -> None:
+    with pytest.raises(WorkerError) as failure:
+        pool.run(jobs.one_dies_in_the_background, tmp_path, victim, world_size=3, timeout=30)
+    assert failure.value.rank == victim, str(failure.value)
+    assert [step.step for step in steps.committed(tmp_path)] == [1]
+    told = pool.run(jobs.values_of, tmp_path, world_size=3, timeout=30)
+    assert [step for step, _ in told] == [1, 1, 1], "the next start goes on from the step before"
+    assert [name for name in os.listdir(tmp_path) if ".partial-" in name or ".lock-" in name] == []
+
+
+def test_the_survivors_say_who_died(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError):
+        pool.run(jobs.one_dies_in_the_background, tmp_path, 1, world_size=3, timeout=30)
+    told = {rank: (tmp_path / f"told-{rank}").read_text() for rank in (0, 2) if (tmp_path / f"told-{rank}").exists()}
+    assert "1" in told[0]
+    assert "did not deliver its part" in told[0]
+
+
+@pytest.mark.parametrize("kind", ["own", "runtime", "local"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["live", "prepare_load"])
+def test_an_engine_that_raises(pool: WorkerPool, tmp_path: Path, where: str, victim: int, kind: str) -> None:
+    results = pool.run(jobs.engine_raises, tmp_path, where, victim, kind, world_size=3, timeout=40)
+    for rank, (told, sound) in enumerate(results):
+        assert told[0][0] == {"own": "CheckpointError", "runtime": "RuntimeError", "local": "LocalError"}[kind] or (
+            rank != victim and told[0][0] == "CheckpointError"
+        )
+        assert "cause" in told[0][1]
+        if rank != victim:
+            assert f"rank {victim}" in told[0][1]
+        assert told[1:] == [("", ""), ("", "")], "the next save and load work"
+        assert sound, "what failed changed nothing, and what was loaded is right"
+
+
+def test_ranks_that_save_different_steps(pool: WorkerPool, tmp_path: Path) -> None:
+    for different, after in pool.run(jobs.different_steps, tmp_path, world_size=2, timeout=40):
+        assert different[0] == "UsageError"
+        assert "step 5" in different[1]
+        assert "step 6" in different[1]
+        assert after == ("", "")
+    assert [step.step for step in steps.committed(tmp_path)] == [7]

@@ -1,0 +1,97 @@
+"""Several worlds, each a ``torch.distributed`` world of its own, that save one step together."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
+from mcore_rlhf.manager.crew import Worlds
+from tests.distributed.jobs import engine, failing_writes, options, outcome
+
+SIZES = {"actor": 2, "critic": 1}
+
+
+def apart(folder: Path) -> str:
+    """Leave the common world for one of two, which know nothing of each other; returns its name."""
+    number = dist.get_rank()
+    dist.barrier()
+    time.sleep(0.2)  # nobody may still be connecting to, or hearing from, a rank that leaves
+    dist.destroy_process_group()
+    names = [(name, rank) for name, size in SIZES.items() for rank in range(size)]
+    name, rank = names[number]
+    store = dist.FileStore(str(folder / f"{name}.store"), SIZES[name])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZES[name], timeout=timedelta(seconds=30))
+    return name
+
+
+def manager(root: Path, name: str, live: Any, **more: Any) -> CheckpointManager:
+    return CheckpointManager(root, {name: live}, options=options(worlds=Worlds(name, SIZES), **more))
+
+
+def save_together(folder: Path) -> list[float]:
+    """Steps 1 and 2 are saved; returns the random numbers that come after."""
+    name = apart(folder)
+    torch.manual_seed(len(name) * 10 + dist.get_rank())
+    live = engine(1)
+    with manager(folder / "root", name, live) as saving:
+        saving.save(1, transaction="first")
+        live.reset(2)
+        saving.save(2, transaction="second")
+        saving.wait()
+    return torch.rand(2).tolist()
+
+
+def load_together(folder: Path) -> dict[str, Any]:
+    name = apart(folder)
+    live = engine(60)
+    with manager(folder / "root", name, live) as loading:
+        found = loading.load()
+    assert found is not None
+    whole = {seed: all(torch.equal(live.values[n], v) for n, v in engine(seed).values.items()) for seed in (1, 2)}
+    report = [text for _, text in found.report.lines]
+    return {
+        "step": found.step,
+        "seed": [seed for seed in whole if whole[seed]],
+        "rng": torch.rand(2).tolist(),
+        "report": report,
+    }
+
+
+def one_world_fails(folder: Path, victim: str) -> list[tuple[str, str]]:
+    """The disk refuses what one world writes."""
+    name = apart(folder)
+    live = engine(1)
+    told = []
+    with manager(folder / "root", name, live) as saving:
+        saving.save(1, transaction="first", blocking=True)
+        live.reset(2)
+        with failing_writes(errno.EIO, folder / "root", 1 if name == victim else 10**9):
+            saving.save(2, transaction="second")
+            told.append(outcome(saving.wait))
+        live.reset(3)
+        told.append(outcome(lambda: saving.save(3, transaction="third", blocking=True)))
+    return told
+
+
+def one_world_does_not_save(folder: Path, absent: str) -> tuple[str, str]:
+    name = apart(folder)
+    with manager(folder / "root", name, engine(1), timeout=1.0) as saving:
+        calls: dict[bool, Callable[[], object]] = {
+            True: saving.wait,
+            False: lambda: saving.save(1, transaction="first", blocking=True),
+        }
+        return outcome(calls[name == absent])
+
+
+def without_an_identity(folder: Path) -> tuple[str, str]:
+    name = apart(folder)
+    with manager(folder / "root", name, engine(1)) as saving:
+        return outcome(lambda: saving.save(1))

@@ -1,0 +1,182 @@
+"""Who may write into a root, what a start finds and cleans up there, and which step is which."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+
+QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk's own patience is not under test."""
+    monkeypatch.setattr(os, "fsync", os.fstat)
+
+
+def model(value: float = 0.0) -> torch.nn.Linear:
+    made = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        made.weight.fill_(value)
+    return made
+
+
+def saved(root: Path, *numbers: int, offset: float = 0.0) -> None:
+    for number in numbers:
+        with CheckpointManager(root, model(number + offset), options=QUIET) as manager:
+            manager.save(number)
+
+
+def loaded(root: Path, which: str | int = "auto") -> tuple[int | None, float]:
+    live = model(-1.0)
+    with CheckpointManager(root, live, options=QUIET) as manager:
+        found = manager.load(which)
+    return found.step if found else None, live.weight[0, 0].item()
+
+
+@pytest.mark.parametrize("text", ["1", "7", "release", "", "\0\xff", "2\n2\n"])
+def test_a_tracker_is_never_believed(tmp_path: Path, text: str) -> None:
+    saved(tmp_path, 1, 2)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text, encoding="latin-1")
+    assert loaded(tmp_path) == (2, 2.0)
+
+
+def test_without_a_tracker(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert loaded(tmp_path) == (1, 1.0)
+
+
+def test_a_tracker_that_cannot_be_written_does_not_fail_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    saved(tmp_path, 1)
+    assert loaded(tmp_path) == (1, 1.0)
+    assert "after the commit" in caplog.text
+    assert not [name for name in os.listdir(tmp_path) if ".tmp-" in name]
+
+
+def test_two_runs_on_one_root(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, model(), options=QUIET) as first:
+        with pytest.raises(StorageError, match="another run saves here") as refused:
+            CheckpointManager(tmp_path, model(), options=QUIET)
+        assert f"process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
+        assert "output_dir" in str(refused.value)
+        first.save(1)
+    assert loaded(tmp_path) == (1, 0.0)
+
+
+def test_one_run_writes_while_another_only_reads(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with CheckpointManager(tmp_path, model(), options=QUIET) as writing:
+        before = sorted(os.listdir(tmp_path))
+        live = model()
+        with CheckpointManager(tmp_path, live, options=ManagerOptions(read_only=True, catch_signals=False)) as reading:
+            assert reading.load() is not None
+            with pytest.raises(UsageError, match="only reads"):
+                reading.save(2)
+        assert sorted(os.listdir(tmp_path)) == before
+        writing.save(2)
+
+
+def test_a_refused_start_keeps_nothing(tmp_path: Path) -> None:
+    """The root is free again at once, although the object that failed to be made may live on in a traceback."""
+    (tmp_path / "global_step_1").mkdir()
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mcore_rlhf.manager.checkpoint_manager.clean_up", lambda root: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as failure:
+            CheckpointManager(tmp_path, model(), options=QUIET)
+        kept.append(failure)
+    saved(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == [".mcore_rlhf.lock", "global_step_1", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_lock_of_a_run_that_wrote_nonsense(tmp_path: Path) -> None:
+    (tmp_path / ".mcore_rlhf.lock").write_text("nonsense")
+    saved(tmp_path, 1)
+    assert json.loads((tmp_path / ".mcore_rlhf.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_clock_that_goes_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are ordered by their numbers; neither names nor times of change matter."""
+    clock = [2e9]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "time_ns", lambda: int(clock[0] * 1e9))
+    for number in (1, 2, 3):
+        saved(tmp_path, number)
+        os.utime(tmp_path / f"global_step_{number}", (clock[0], clock[0]))
+        clock[0] -= 1e8
+    assert loaded(tmp_path) == (3, 3.0)
+    saved(tmp_path, 3, offset=0.5)  # replaced by a transaction whose id sorts before the old one's
+    assert loaded(tmp_path) == (3, 3.5)
+    assert [step.step for step in steps.committed(tmp_path)] == [1, 2, 3]
+
+
+def test_an_older_step_is_saved_later(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 3)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert loaded(tmp_path) == (5, 5.0)
+
+
+def test_a_step_is_saved_again(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / "global_step_2" / "actor" / "state.pt").unlink()  # a damaged one may be replaced as well
+    saved(tmp_path, 2, offset=0.5)
+    assert loaded(tmp_path) == (2, 2.5)
+    saved(tmp_path, 2, offset=0.25)
+    assert loaded(tmp_path) == (2, 2.25)
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".mcore_rlhf.lock"]
+
+
+@pytest.mark.parametrize(
+    "file", ["actor/latest_checkpointed_iteration.txt", "latest", "mp_rank_00_model_states.pt", "thesis.txt"]
+)
+def test_what_is_not_ours_is_never_replaced(tmp_path: Path, file: str) -> None:
+    path = tmp_path / "global_step_2" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("another program's")
+    saved(tmp_path, 1)
+    with CheckpointManager(tmp_path, model(), options=QUIET) as manager:
+        with pytest.raises(StorageError, match="global_step_2: exists") as refused:
+            manager.save(2)
+        assert "does not look like a checkpoint" in str(refused.value)
+        manager.save(3)
+    assert path.read_text() == "another program's"
+    assert [step.step for step in steps.committed(tmp_path)] == [1, 3]
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".mcore_rlhf.lock"]
+
+
+def test_an_empty_folder_is_no_step(tmp_path: Path) -> None:
+    (tmp_path / "global_step_2").mkdir(parents=True)
+    saved(tmp_path, 2)
+    assert loaded(tmp_path) == (2, 2.0)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3", None])
+def test_what_is_no_step(tmp_path: Path, step: object) -> None:
+    with CheckpointManager(tmp_path, model(), options=QUIET) as manager:
+        with pytest.raises(UsageError, match="whole number"):
+            manager.save(step)  # type: ignore[arg-type]
+        manager.save(0)
+    assert loaded(tmp_path)[0] == 0
+
+
+def test_after_close(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, model(), options=QUIET)
+    manager.close()
+    manager.close()
+    with pytest.raises(UsageError, match="closed"):
+        manager.save(1)
