@@ -107,6 +107,14 @@ class PreparedLoad(Protocol):
         """What is kept, derived, changed and lost."""
         ...
 
+    @property
+    def rng(self) -> Mapping[str, object] | None:
+        """Random states that the model's own files hold for this rank, under the manager's names; None where there are none.
+
+        They are used where a step has no random states of every rank, such as another trainer's.
+        """
+        ...
+
     def apply(self) -> None:
         """Overwrite the live model. Called on all ranks, or on none."""
         ...

@@ -113,6 +113,7 @@ class _Load:
     parts: Sequence[str]
     report: Report
     files: Sequence[Path] = field(init=False)
+    rng: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         self.files = (self.pt.root / self.pt.file,)

@@ -15,7 +15,6 @@ import torch
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions, Resumed
 from mcore_rlhf.manager.components import Data
 from mcore_rlhf.manager.retention import KeepEvery, KeepLast, Retention
-from mcore_rlhf.manager.rng import FILE as RNG_FILE
 from mcore_rlhf.manager.rng import captured, put_back
 from mcore_rlhf.manager.state import RlhfState
 
@@ -169,8 +168,6 @@ class Session:
         if not goes_on or args.no_load_rng or engine.loaded_args.get("no_save_rng"):
             put_back(before, engine)
             lines = [*_without_rng(lines), "random states: those of this run"]
-        elif not (resumed.path / RNG_FILE).is_file():
-            lines = [*_without_rng(lines), engine.restore_megatrons_rng()]
         training.set_checkpoint_version(engine.further("checkpoint_version", 3.0))
         iteration = engine.loaded_iteration if goes_on else 0
         self._take_counters(engine, iteration)

@@ -140,14 +140,23 @@ class StepLoad:
     def _prepare_rng(self) -> None:
         path = self.folder / RNG_FILE
         if not path.is_file():
-            self.report.add(
-                Fate.LOST, "random states: the step has none of every rank; those of this run are left as they are"
-            )
+            self._rng = self._models_rng()
             return
         pt = read_pt(path.parent, path.name)
         keeper = self._keeper()
         self._rng = keeper.chosen(pt.materialize(pt.tree), str(path), self.step, self.report)
         self._files.append(path)
+
+    def _models_rng(self) -> RngState | None:
+        """Another trainer's step: what its model files hold, as far as they hold any."""
+        held = next((prepared.rng for prepared in self._models.values() if prepared.rng is not None), None)
+        if held is None:
+            text = "random states: the step has none of every rank; those of this run are left as they are"
+            self.report.add(Fate.LOST, text)
+            return None
+        text = "random states: the step has none of every rank; those of the model's own files are taken"
+        self.report.add(Fate.DERIVED, f"{text}: data-parallel ranks share one")
+        return dict(held)
 
     def _keeper(self) -> RngKeeper:
         layout = self.crew.layout(self.parts.layout)

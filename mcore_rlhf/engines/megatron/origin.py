@@ -25,6 +25,7 @@ class Origin:
         report: What is kept, derived, changed and lost.
         scalars: Values that a plain optimizer keeps per parameter.
         opaque: By model chunk: values of the state dict that are no tensors.
+        rng: Random states that this rank's own file holds, under the manager's names; None where it holds none.
     """
 
     root: Path
@@ -36,3 +37,4 @@ class Origin:
     report: Report
     scalars: Mapping[str, object] = field(default_factory=dict)
     opaque: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+    rng: Mapping[str, object] | None = None

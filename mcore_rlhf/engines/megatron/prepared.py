@@ -92,6 +92,11 @@ class PreparedMegatronLoad:
         """What is kept, derived, changed and lost."""
         return self.origin.report
 
+    @property
+    def rng(self) -> Mapping[str, object] | None:
+        """Random states that this rank's own file holds: Megatron stores those of the first data-parallel rank."""
+        return self.origin.rng
+
     def check(self) -> None:
         """Find everything that could go wrong.
 

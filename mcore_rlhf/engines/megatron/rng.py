@@ -14,16 +14,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.formats.megatron.folders import FileRank
-from mcore_rlhf.formats.megatron.rng import RngMaker, RngState
-
-_NAMES = {
-    "python": "random_rng_state",
-    "numpy": "np_rng_state",
-    "torch": "torch_rng_state",
-    "cuda": "cuda_rng_state",
-    "tracker": "rng_tracker_states",
-}
-"""The manager's names, and Megatron's."""
+from mcore_rlhf.formats.megatron.rng import NAMES, RngMaker, RngState
 
 
 def tracker_states() -> dict[str, torch.Tensor]:
@@ -62,9 +53,9 @@ def derived_state(first: Mapping[str, object], step: int, at: FileRank, dp_rank:
         at: This rank.
         dp_rank: Its data-parallel rank in runs whose data-parallel ranks draw differently, otherwise 0.
     """
-    saved = {_NAMES[name]: value for name, value in first.items() if name in _NAMES and value is not None}
+    saved = {NAMES[name]: value for name, value in first.items() if name in NAMES and value is not None}
     made = RngMaker(saved, step, seed=0).derived(at, dp_rank)
-    return {name: made[theirs] for name, theirs in _NAMES.items()}
+    return {name: made[theirs] for name, theirs in NAMES.items()}
 
 
 def _tensor(state: object) -> torch.Tensor:

@@ -18,6 +18,7 @@ from mcore_rlhf.formats.base import TrainingState
 from mcore_rlhf.formats.megatron.arguments import Arguments
 from mcore_rlhf.formats.megatron.folders import FileRank, Located, file_ranks, model_file
 from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
+from mcore_rlhf.formats.megatron.rng import NAMES
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.formats.megatron.state import training_state
 from mcore_rlhf.formats.report import Fate, Report
@@ -107,7 +108,17 @@ class OwnFiles:
             report,
             reading.scalars,
             opaque,
+            self._rng(),
         )
+
+    def _rng(self) -> Mapping[str, object] | None:
+        """What Megatron-LM restores, whatever the data-parallel rank: the first entry, unless every rank began anew."""
+        stored = self.shards[0].top.get("rng_state")
+        if not isinstance(stored, list) or not stored or self.args.flag("data_parallel_random_init"):
+            return None
+        first = self.shards[0].pt.materialize(stored[0])
+        complete = isinstance(first, dict) and all(name in first for name in NAMES.values())
+        return {ours: first[theirs] for ours, theirs in NAMES.items()} if complete else None
 
     def _stored(self, reading: OptimizerReading) -> Mapping[tuple[int, str, str], StoredTensor]:
         """By (chunk, name, state), where a local tensor lies; an fp32 parameter is its own master."""

@@ -28,6 +28,15 @@ _PHILOX_NBYTES = 16
 
 RngState = dict[str, object]
 
+NAMES = {
+    "python": "random_rng_state",
+    "numpy": "np_rng_state",
+    "torch": "torch_rng_state",
+    "cuda": "cuda_rng_state",
+    "tracker": "rng_tracker_states",
+}
+"""The manager's names for a rank's random states, and Megatron's."""
+
 
 @dataclass(frozen=True, slots=True)
 class RngMaker:

@@ -49,9 +49,6 @@ class ScriptEngine(TorchEngine):
     def further(self, name: str, default: Any) -> Any:
         return self.counters.loaded.get("further", {}).get(name, default)
 
-    def restore_megatrons_rng(self) -> str:
-        return "random states: Megatron's own"
-
     def rng_states(self) -> dict[str, torch.Tensor]:
         return {}
 
