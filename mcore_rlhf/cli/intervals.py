@@ -127,7 +127,9 @@ def explanation(costs: Costs, optimum: Estimate) -> list[str]:
         lines.append("That is the end of the run: a failure is too rare to be worth a save before it.")
     if costs.stall > costs.mtbf_seconds / 10:
         lines.append("Saves take long for such frequent failures: all these formulas are first approximations there.")
-    if costs.step_nbytes:
+    if not costs.step_nbytes:
+        lines.append("Give --size, or --root, for the disk use.")
+    else:
         kept = "all steps are kept" if costs.keep_last is None else f"{count(costs.keep_last, 'step')} are kept"
         lines.append(
             f"The disk holds {size(optimum.disk_nbytes)} where {kept}, and {size(costs.step_nbytes)} more during a save."
@@ -144,15 +146,12 @@ def _print(costs: Costs, measured: Measured | None, every: int | None) -> None:
         out.print(f"  {name}: {duration(seconds)}, {count(interval.in_steps(costs, seconds), 'step')}")
     if measured is not None:
         out.print(f"  measured from {count(measured.steps, 'step')}: medians")
-    print_table(
-        out,
-        [Column("every", True), Column("saves", True), Column("saving", True), Column("lost", True), Column("overhead", True),
-         Column("disk", True)],
-        [_row(row) for row in interval.around(costs, *([every] if every else []))],
-    )  # fmt: skip
+    titles = ("every", "saves", "saving", "lost", "overhead", *(("disk",) if costs.step_nbytes else ()))
+    rows = (_row(row)[: len(titles)] for row in interval.around(costs, *([every] if every else [])))
+    print_table(out, [Column(title, True) for title in titles], rows)
 
 
 def _row(row: Estimate) -> tuple[str, ...]:
-    disk = size(row.disk_nbytes) if row.disk_nbytes else ""
+    disk = size(row.disk_nbytes)
     saves, overhead = f"{row.saves:,.1f}", f"{row.overhead:.2%}"
     return str(row.every), saves, duration(row.saving_seconds), duration(row.lost_seconds), overhead, disk

@@ -9,13 +9,15 @@ from typing import Literal, cast
 
 import typer
 
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import Corrupt, Problems, UsageError
 from mcore_rlhf.manager import retention, steps
 from mcore_rlhf.manager.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 
 from .output import Column, Facts, console, emit_json, print_table
+from .progress import shown_progress
 from .steps import require_root
 from .units import count, parse_size, size
+from .whole import check_manifest
 
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max)(?::(?P<k>[1-9][0-9]*))?)?")
 
@@ -46,7 +48,9 @@ def _best(text: str) -> KeepBest:
     return KeepBest(match["metric"], mode, int(match["k"] or 1))
 
 
-def run(root: Path, policy: Retention, include_damaged: bool, dry_run: bool, json: bool) -> None:
+def run(
+    root: Path, policy: Retention, include_damaged: bool, dry_run: bool, json: bool, *, verified: bool = True
+) -> None:
     """Delete, and say what was.
 
     Args:
@@ -55,12 +59,16 @@ def run(root: Path, policy: Retention, include_damaged: bool, dry_run: bool, jso
         include_damaged: Whether damaged and partial steps go as well.
         dry_run: Whether to delete nothing.
         json: For machines.
+        verified: Whether nothing goes before every byte of the newest step that stays was verified.
 
     Raises:
+        Corrupt: That step is damaged; nothing was deleted.
         typer.Exit: With code 1, where something could not be deleted.
     """
     require_root(root)
     _require_metrics(root, policy)
+    if verified and not dry_run and retention.plan_deletions(root, policy, include_damaged=include_damaged):
+        _verify_newest(root)
     cleaned = [] if dry_run else retention.clean_up(root)
     planned = retention.plan_deletions(root, policy, include_damaged=include_damaged)
     deleted = planned if dry_run else retention.apply(root, planned)
@@ -85,6 +93,27 @@ def _require_metrics(root: Path, policy: Retention) -> None:
             raise UsageError(
                 f"{root}: no committed step has the metric {rule.metric!r}; known: {', '.join(known) or 'none'}"
             )
+
+
+def _verify_newest(root: Path) -> None:
+    """Sizes alone say that it is committed; the steps that would go may be the only ones that can be read.
+
+    Raises:
+        Corrupt: A byte of it is not what was written.
+    """
+    newest = steps.newest(root)
+    if newest is None:
+        return
+    with shown_progress() as progress:
+        found = check_manifest(newest.path, steps.read_manifest(newest.path), progress)
+    if found:
+        raise Corrupt(
+            f"{newest.path}: the newest step that stays is damaged; nothing was deleted\n"
+            f"{Problems(found).describe()}\n"
+            f"Look at all of it with: mcore-rlhf verify {newest.path}\n"
+            f"Put it aside with: mcore-rlhf steps {root} --quarantine {newest.step} --reason damaged\n"
+            "Then prune again. --no-verify deletes without looking."
+        )
 
 
 def _facts(

@@ -44,9 +44,7 @@ def print_step_verdict(facts: Facts) -> None:
     out = console()
     word = "intact" if facts["intact"] else "damaged"
     out.print(f"{facts['path']}: step {facts['step']}, {word}")
-    if facts["manifest"] is not None:
-        what = "sizes" if facts["depth"] == "quick" else "CRC-32"
-        out.print(f"  manifest  {what} of {count(facts['manifest']['files'], 'file')}: {_problem_count(facts)}")
+    out.print(f"  files  {_looked_at(facts)}: {_problem_count(facts)}")
     print_problems(out, facts["problems"])
     for role, verdict in facts["models"].items():
         found = verdict["checkpoint"]
@@ -57,8 +55,16 @@ def print_step_verdict(facts: Facts) -> None:
         print_problems(out, verdict["problems"])
 
 
+def _looked_at(facts: Facts) -> str:
+    beside = "those beside the models opened"
+    if facts["manifest"] is None:
+        return f"no manifest, {beside}"
+    what = "sizes" if facts["depth"] == "quick" else "CRC-32"
+    return f"{what} of {count(facts['manifest']['files'], 'file')} of the manifest, {beside}"
+
+
 def _problem_count(facts: Facts) -> str:
-    return count(len(facts["problems"]), "problem") if facts["problems"] else "as listed"
+    return count(len(facts["problems"]), "problem") if facts["problems"] else "no problem"
 
 
 def print_step_comparison(facts: Facts) -> None:

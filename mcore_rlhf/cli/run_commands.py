@@ -55,18 +55,28 @@ def prune(
         bool, typer.Option("--include-damaged", help="Delete damaged and partial steps as well.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not read the newest step that stays before deleting others.")
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Delete the steps that no --keep rule wants. Steps and their exports go together.
 
     Never deleted: the newest committed step and anything newer, steps in quarantine, steps of other trainers, and what is
-    being written.
+    being written. Before anything goes, every byte of the newest step that stays is verified.
 
     Example: mcore-rlhf prune runs/grpo/checkpoints --keep-last 3 --keep-best reward:max:2 --max-size 500GB --dry-run
     """
     from .pruning import rules, run
 
-    run(root, rules(keep_last, keep_every, keep_best or [], max_size), include_damaged, dry_run, json)
+    run(
+        root,
+        rules(keep_last, keep_every, keep_best or [], max_size),
+        include_damaged,
+        dry_run,
+        json,
+        verified=not no_verify,
+    )
 
 
 def interval(

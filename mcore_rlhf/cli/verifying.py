@@ -8,11 +8,12 @@ from pathlib import Path
 import typer
 
 from mcore_rlhf.formats.base import ReadOptions
-from mcore_rlhf.manager.whole_step import WholeStep
+from mcore_rlhf.manager.step_values import holds_values
+from mcore_rlhf.manager.whole_step import WholeStep, whole_step
 from mcore_rlhf.verify.checkpoint import Depth, Verdict, verify
 
 from .describe import source_facts
-from .meaning import meaning
+from .meaning import Single, meaning
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
 
@@ -31,6 +32,8 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
         typer.Exit: With code 1, where something is wrong.
     """
     meant = meaning(path, options)
+    if isinstance(meant, Single):
+        meant = _with_values(meant)
     if isinstance(meant, WholeStep):
         from .whole import verify_step
 
@@ -46,6 +49,12 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
     if not facts["intact"]:
         raise typer.Exit(1)
     return None
+
+
+def _with_values(single: Single) -> Single | WholeStep:
+    """A step of one model counts as that model, unless there is more in it, which must be intact as well."""
+    step = whole_step(single.path, single.options.step) if single.options.role is None else None
+    return step if step is not None and any(map(holds_values, step.others)) else single
 
 
 def verify_facts(path: Path, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:

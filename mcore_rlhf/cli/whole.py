@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 
+from mcore_rlhf.errors import Problem
 from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.step_names import MANIFEST
+from mcore_rlhf.manager.step_values import check_values
 from mcore_rlhf.manager.whole_step import WholeStep
-from mcore_rlhf.storage.manifest import check
+from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance
 
@@ -20,8 +23,6 @@ from .inspecting import inspect_facts
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
 from .verifying import verify_facts
-
-_STATE_FILE = "rlhf/rlhf_state.json"
 
 
 def inspect_step(step: WholeStep, options: ReadOptions, json: bool) -> None:
@@ -52,12 +53,23 @@ def step_facts(step: WholeStep) -> Facts:
         "manifest": manifest
         and {
             "time": manifest.provenance.get("time"),
-            "metrics": manifest.report.get("metrics", {}),
+            "metrics": _metrics(manifest),
             "files": len(manifest.files),
             "bytes": sum(entry.nbytes for entry in manifest.files.values()),
             "lossless": manifest.lossless,
         },
     }
+
+
+def _metrics(manifest: Manifest) -> dict[str, float]:
+    """Those that are numbers; a manifest has ``nan``, ``inf`` and ``-inf`` as text."""
+    found = manifest.report.get("metrics")
+    items = found.items() if isinstance(found, Mapping) else ()
+    return {str(name): float(value) if isinstance(value, str) else value for name, value in items if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return value in ("nan", "inf", "-inf") if isinstance(value, str) else isinstance(value, int | float)
 
 
 def verify_step(step: WholeStep, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:
@@ -79,27 +91,35 @@ def verify_step(step: WholeStep, options: ReadOptions, depth: Depth, workers: in
 
 
 def verify_step_facts(step: WholeStep, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
-    """Verify every file of the manifest, then every model.
+    """Verify every file of the manifest, open every file beside the models, then verify every model.
 
-    Keys: those of :func:`step_facts`; ``intact``; ``problems`` of the manifest's files; ``models`` by role, as ``verify`` of one
-    model says it.
+    Keys: those of :func:`step_facts`; ``intact``; ``problems`` of the manifest's files and of those beside the models;
+    ``models`` by role, as ``verify`` of one model says it.
     """
-    facts, problems = step_facts(step), []
-    if step.manifest is not None:
-        progress.stage(
-            f"verifying {step.folder / MANIFEST}", sum(entry.nbytes for entry in step.manifest.files.values())
-        )
-        quick = depth is Depth.QUICK
-        found = check(
-            step.folder, step.manifest, sizes_only=quick, progress=lambda _, nbytes: progress.advance(nbytes)
-        ).found
-        problems = [{"kind": item.kind.__name__, "message": item.message, "advice": item.advice} for item in found]
+    found = check_manifest(step.folder, step.manifest, progress, depth is Depth.QUICK) if step.manifest else []
+    found += _unfit_values(step, options, depth, found)
+    problems = [{"kind": item.kind.__name__, "message": item.message, "advice": item.advice} for item in found]
     models = {
         role: verify_facts(folder, _for(options, role), depth, workers, progress)
         for role, folder in step.models.items()
     }
     intact = not problems and all(verdict["intact"] for verdict in models.values())
-    return {**facts, "intact": intact, "depth": depth.value, "problems": problems, "models": models}
+    return {**step_facts(step), "intact": intact, "depth": depth.value, "problems": problems, "models": models}
+
+
+def check_manifest(folder: Path, manifest: Manifest, progress: Progress, sizes_only: bool = False) -> list[Problem]:
+    """Compare a step with its manifest, byte by byte, and show how far that is."""
+    progress.stage(f"verifying {folder / MANIFEST}", sum(entry.nbytes for entry in manifest.files.values()))
+    advance = progress.advance
+    return check(folder, manifest, sizes_only=sizes_only, progress=lambda _, nbytes: advance(nbytes)).found
+
+
+def _unfit_values(step: WholeStep, options: ReadOptions, depth: Depth, damaged: list[Problem]) -> list[Problem]:
+    """What is wrong with the files beside the models, but for those of which that is known already."""
+    known = [problem.message for problem in damaged]
+    files = [name for name in step.others if not any(text.startswith(f"{step.folder / name}: ") for text in known)]
+    records = step.manifest is None and depth is not Depth.QUICK
+    return check_values(step.folder, files, options.stubs, records=records).found
 
 
 def compare_steps(a: WholeStep, b: WholeStep, options: ReadOptions, tolerance: Tolerance, json: bool) -> None:

@@ -6,9 +6,8 @@ Source of the layout that is met most: RLinf ``rlinf/runners/reasoning_runner.py
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.registry import detect
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
 from mcore_rlhf.storage.paths import cannot_open, inside
-from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.publish import sync_tree
 from mcore_rlhf.storage.staging import new_transaction
 from mcore_rlhf.verify.checkpoint import Depth, verify
@@ -25,10 +23,10 @@ from mcore_rlhf.verify.checkpoint import Depth, verify
 from . import steps
 from .atomic import write_text
 from .quarantine import NOTE
+from .step_values import FOLDERS, check_values, holds_values
 from .steps import MANIFEST
 
 Progress = Callable[[int], None]
-_STATE_FOLDERS = ("data", "rlhf", "rng")
 _Signature = dict[str, tuple[int, int]]
 """Length and time of change of every file, to notice a step that is still being written."""
 
@@ -74,7 +72,7 @@ def adopt(folder: Path, how: Adoption | None = None) -> Manifest:
         raise Corrupt(f"{folder}: has a manifest already, but {_why(folder)}\nOnly a step without one can be adopted.")
     before = _signature(folder)
     parts = _verified_models(folder, step, how)
-    _check_states(folder, before, how.options.stubs)
+    check_values(folder, [*filter(holds_values, before)], how.options.stubs).raise_if_any()
     files = {name: FileEntry(nbytes, crc_of_file(folder / name, how.progress)) for name, (nbytes, _) in before.items()}
     if _signature(folder) != before:
         raise Incomplete(
@@ -163,7 +161,7 @@ def _models(folder: Path) -> list[tuple[str, Path]]:
     """
     if _is_known(folder):
         return [("actor", folder)]
-    children = [child for child in sorted(folder.iterdir()) if child.is_dir() and child.name not in _STATE_FOLDERS]
+    children = [child for child in sorted(folder.iterdir()) if child.is_dir() and child.name not in FOLDERS]
     unknown = [child for child in children if steps.looks_foreign(child) and not _is_known(child)]
     if unknown:
         detect(unknown[0])  # raises, and says which formats are known
@@ -196,32 +194,3 @@ def _verified(role: str, place: Path, step: int, how: Adoption, problems: Proble
             "The two must agree, or training would go on at the wrong step; rename the folder if its name is wrong.",
         )
     return {"role": role, "format": source.format, "parallel": str(source.parallel)}
-
-
-def _check_states(folder: Path, files: Collection[str], stubs: tuple[str, ...]) -> None:
-    """Check what is not a model: sampler, RLHF state, RNG.
-
-    Raises:
-        CheckpointError: One of the files is damaged, or would run code.
-    """
-    problems = Problems()
-    for name in files:
-        if name.partition("/")[0] not in _STATE_FOLDERS:
-            continue
-        try:
-            _check_state(folder, name, stubs)
-        except CheckpointError as error:
-            problems.add_error(error)
-    problems.raise_if_any()
-
-
-def _check_state(folder: Path, name: str, stubs: tuple[str, ...]) -> None:
-    if name.endswith(".pt"):
-        directory = read_pt(folder, name, stubs=stubs).directory
-        for member in directory.members:
-            directory.read(member)  # checks its CRC
-    elif name.endswith(".json"):
-        try:
-            json.loads((folder / name).read_bytes())
-        except ValueError as error:
-            raise Corrupt(f"{folder / name}: is not valid JSON: {error}") from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.formats.report import Report
 
 from .components import Components, Data, Role, components
@@ -77,6 +78,7 @@ class CheckpointManager:
         self._decisions = Decisions(self.world, self.options)
         self._saver = Saver(self.root, self.parts, self.crew, self.options, self.reporter, self._decisions.clock)
         self._lock: RootLock | None = None
+        self._saving = threading.Lock()
         self._closed = False
         if not self.options.read_only:
             self._open()
@@ -120,7 +122,12 @@ class CheckpointManager:
             CheckpointError: This save, or the one before it, failed; on every rank. Older steps are untouched.
         """
         self._check_usable(step)
-        self._saver.save(step, metrics, self._blocking(blocking), transaction)
+        if not self._saving.acquire(blocking=False):
+            raise UsageError("save() is called from two threads at once; one thread saves, on every rank")
+        try:
+            self._saver.save(step, _numbers(metrics or {}), self._blocking(blocking), transaction)
+        finally:
+            self._saving.release()
 
     def _blocking(self, asked: bool | None) -> bool:
         return not self.options.asynchronous if asked is None else asked
@@ -136,6 +143,7 @@ class CheckpointManager:
         Returns:
             Why it was saved; None where it was not. After a signal the save is complete, and :attr:`stopping` is true.
         """
+        self._check_open()
         decided = self._decisions.at(step, last)
         self.stopping = self.stopping or decided.stop
         if decided.reason is not None:
@@ -162,12 +170,14 @@ class CheckpointManager:
         Raises:
             CheckpointError: It does not exist, is damaged, or does not fit the run; the live state is as before. On every rank.
         """
+        self._check_open()
         self.world.meet("load")
         self.wait()
         resumer = Resumer(self.root, self.parts, self.crew, self.options, self.reporter, optimizer)
         found = resumer.load(Resume.parse(which), must_exist)
         if found is None:
             return None
+        self._saver.resumed_from = found.step if found.folder.parent == self.root else None
         return Resumed(found.step, found.folder, found.report)
 
     def wait(self) -> None:
@@ -217,10 +227,31 @@ class CheckpointManager:
             self._lock.release()
 
     def _check_usable(self, step: int) -> None:
-        if self._closed or self.options.read_only:
-            raise UsageError("this manager is closed, or only reads")
+        self._check_open()
+        if self.options.read_only:
+            raise UsageError("this manager only reads: it was made with read_only=True")
         if type(step) is not int or step < 0:
             raise UsageError(f"step should be a whole number from 0 on, found {step!r}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this manager is closed; make a new one")
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as plain numbers, whatever counts as one: a tensor of one element, NumPy's.
+
+    Raises:
+        UsageError: Some are no numbers; all of them are named.
+    """
+    found, problems = {}, Problems()
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            problems.add(UsageError, f"metrics: {name} should be a number, found {type(value).__name__} {value!r:.40}")
+    problems.raise_if_any()
+    return found
 
 
 __all__ = ["CheckpointManager", "ManagerOptions", "Resumed"]

@@ -18,7 +18,7 @@ from .sampler import PromptSampler
 from .state import RlhfState
 from .step_names import RESERVED
 
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_ROLE = re.compile(r"(?!iter_|mp_rank_|global_step_)[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
 
 Role: TypeAlias = "Engine | torch.nn.Module | Stateful"
 Data: TypeAlias = "PromptSampler | Carried | Stateful"
@@ -68,6 +68,8 @@ def components(roles: Mapping[str, Role] | Role, data: Data | None, state: RlhfS
         UsageError: A role's name cannot be a folder, or something cannot be saved.
     """
     named = roles if isinstance(roles, Mapping) else {"actor": roles}
+    if not named:
+        raise UsageError("no roles: give at least one model, such as {'actor': engine}")
     engines = {role: _engine(role, model) for role, model in named.items()}
     return Components(engines, _carried(data), state)
 

@@ -18,6 +18,7 @@ from . import steps
 from .atomic import write_text
 from .rng import FILE as RNG_FILE
 from .save_job import TRACKER
+from .step_values import check_values
 from .whole_step import WholeStep
 
 
@@ -53,11 +54,12 @@ def prepare_step(source: WholeStep, options: ConvertOptions) -> StepJob:
     """Plan the conversion of every model; nothing is written.
 
     Raises:
-        CheckpointError: A model cannot be converted; all problems of all roles together.
+        CheckpointError: A model cannot be converted, or a file beside them is damaged or would run code when it is loaded;
+            all problems of all of them together.
     """
     if not source.models:
         raise Unsupported(f"{source.folder}: none of its models is in a format that can be converted")
-    problems, jobs = Problems(), {}
+    problems, jobs = _unfit_values(source, options.read.stubs), {}
     for role, folder in source.models.items():
         try:
             jobs[role] = prepare(folder, replace(options, read=replace(options.read, role=role, step=None)))
@@ -67,6 +69,11 @@ def prepare_step(source: WholeStep, options: ConvertOptions) -> StepJob:
     job = StepJob(source, jobs, source.others)
     _note(job)
     return job
+
+
+def _unfit_values(source: WholeStep, stubs: tuple[str, ...]) -> Problems:
+    """What may not be carried: a new manifest would vouch for it."""
+    return check_values(source.folder, source.others, stubs, records=source.manifest is None)
 
 
 def _note(job: StepJob) -> None:

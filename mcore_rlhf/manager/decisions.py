@@ -33,7 +33,7 @@ class Decisions:
 
     def __init__(self, world: World, options: ManagerOptions) -> None:
         self.clock = SaveClock(options.deadline or Deadline.of_job())
-        self._world, self._catch = world, options.catch_signals
+        self._world, self._catch = world, options.catch_signals and not options.read_only
         self._policy = _with_defaults(options.save)
         self._signals = SignalFlag()
 
@@ -60,6 +60,7 @@ class Decisions:
 
     def _agreed_signal(self) -> int:
         numbers = self._signals.signals
+        self._signals.noticed = self._signals.received != 0
         flags = self._world.any_flags([self._signals.received == number for number in numbers])
         return next((int(number) for number, flag in zip(numbers, flags, strict=True) if flag), 0)
 

@@ -22,6 +22,7 @@ from .crew import Crew
 from .rng import FILE as RNG_FILE
 from .rng import Policy, RngKeeper, RngState
 from .snapshot import DATA_FILE, STATE_FILE
+from .state import tensor_file_stems
 from .steps import MANIFEST
 
 T = TypeVar("T")
@@ -66,16 +67,21 @@ class StepLoad:
         problems = Problems()
         self._note_roles(problems)
         for role in self.parts.roles:
-            self._collect(problems, partial(self._prepare_role, role))
+            self._collect(problems, partial(self._prepare_role, role), f"{role}: ")
         for prepare in (self._prepare_state, self._prepare_data, self._prepare_rng):
             self._collect(problems, prepare)
         problems.raise_if_any()
 
-    def _collect(self, problems: Problems, action: Callable[[], None]) -> None:
+    def _collect(self, problems: Problems, action: Callable[[], None], whose: str = "") -> None:
         try:
             action()
         except CheckpointError as error:
-            problems.add_error(error)
+            problems.add(type(error), f"{whose}{error}")
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the files that this rank reads from, as far as they are still there."""
+        return sum(file.stat().st_size for file in dict.fromkeys(self._files) if file.is_file())
 
     def role_folder(self, role: str) -> Path:
         """Where a role's files are: a single model may also lie in the folder itself."""
@@ -114,12 +120,15 @@ class StepLoad:
                 Fate.LOST, "RLHF state: the step has none; counters, KL coefficient and statistics start anew"
             )
             return
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"{path}: is damaged: not UTF-8 text: {error}") from error
         tensors = {}
-        for file in sorted(path.parent.glob("*.pt")):
-            pt = read_pt(path.parent, file.name)
-            tensors[file.stem] = pt.materialize(pt.tree)
-            self._files.append(file)
+        for stem in tensor_file_stems(text, str(path)):
+            pt = read_pt(path.parent, f"{stem}.pt")
+            tensors[stem] = pt.materialize(pt.tree)
+            self._files.append(path.parent / f"{stem}.pt")
         self.parts.state.check_load(text, tensors, str(path))
         self._state = text, tensors
         self._files.append(path)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mcore_rlhf.errors import Corrupt, NotACheckpoint, StorageError
+from mcore_rlhf.errors import Corrupt, NotACheckpoint, StorageError, Unsupported
 from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.storage.manifest import check
 
 from . import steps
+from .branches import left_behind
 from .components import Components
 from .crew import Crew
 from .events import LOG, Reporter
@@ -94,13 +96,18 @@ class Resumer:
         """
         if resume.kind == "none":
             return None
+        started = time.monotonic()
         candidates = self._agreed(resume)
-        for candidate in candidates:
-            prepared = self._prepared(candidate, skip=resume.kind == "auto")
+        tried: list[_Candidate] = []
+        while todo := [candidate for candidate in candidates if candidate not in tried]:
+            tried.append(todo[0])
+            prepared = self._prepared(todo[0], skip=resume.kind == "auto")
             if prepared is not None:
-                self._apply(prepared)
+                self._apply(prepared, started)
                 return prepared
-        if must_exist or candidates:
+            if len(todo) == 1 and resume.kind == "auto":  # another run may meanwhile have replaced what was listed
+                candidates = self._agreed(resume)
+        if must_exist or tried:
             raise self._nothing_intact()
         if self.crew.world.rank == 0:
             self.reporter.say("load", None, f"nothing to resume in {self.root}: starting from the beginning")
@@ -124,7 +131,12 @@ class Resumer:
             return [_named(resume.path, self.root)]
         listed = steps.listed(self.root)
         found = list(self._newest_first(listed))
-        if not found and any(step.state == "damaged" and not step.quarantined for step in listed):
+        visible = [step for step in listed if step.path.name == steps.step_folder(self.root, step.step).name]
+        newest = found[0].step if found else -1
+        for step in visible:
+            if step.step > newest and step.state == "damaged" and not step.quarantined:
+                _refuse_newer_release(step)
+        if not found and any(step.state != "committed" and step.nbytes and not step.quarantined for step in visible):
             raise self._nothing_intact()  # beginning anew would overwrite what can perhaps be mended
         return found
 
@@ -173,25 +185,40 @@ class Resumer:
         except Exception as error:
             raise _Damaged(error) from error
 
-    def _apply(self, load: StepLoad) -> None:
+    def _apply(self, load: StepLoad, started: float) -> None:
         together(self.crew, "restoring the data and the RLHF state", load.apply_small)
         together(self.crew, "restoring the models", load.apply)
-        self._tell(load)
+        self._tell(load, time.monotonic() - started)
 
-    def _tell(self, load: StepLoad) -> None:
+    def _tell(self, load: StepLoad, seconds: float) -> None:
         if self.crew.world.rank != 0:
             return
         for fate, text in load.report.lines:
             LOG.log(30 if fate is Fate.LOST else 20, "rank=0 step=%d event=load %s: %s", load.step, fate.value, text)
-        self.reporter.say("load", load.step, f"resumed from {load.folder.name}; next step {load.step + 1}")
-        newer = (
-            [step.step for step in steps.committed(self.root) if step.step > load.step] if self.root.is_dir() else []
-        )
-        if newer and load.folder.parent == self.root:
+        self.reporter.say(
+            "load", load.step, f"resumed from {load.folder.name}; next step {load.step + 1}",
+            seconds=seconds, bytes=load.nbytes, gb_per_s=load.nbytes / max(seconds, 1e-9) / 1e9,
+        )  # fmt: skip
+        newer = left_behind(self.root, load.step, ()) if self.root.is_dir() else []
+        if newer and load.folder.parent == self.root and not self.options.read_only:
             LOG.warning(
-                "rank=0 step=%d: newer steps are there (%s), and resume: auto will take them; quarantine them (mcore-rlhf steps "
-                "--quarantine) if this run replaces them", load.step, ", ".join(map(str, newer)),
+                "rank=0 step=%d: newer steps are there (%s); the first save of this run puts them in quarantine, so that "
+                "nothing resumes from what it leaves behind", load.step, ", ".join(map(str, newer)),
             )  # fmt: skip
+
+
+def _refuse_newer_release(step: Step) -> None:
+    """A step that a newer release wrote is not damaged: going on from an older one would leave it behind unasked.
+
+    Raises:
+        Unsupported: It is one.
+    """
+    if steps.is_of_newer_release(step.path):
+        raise Unsupported(
+            f"{step.path}: {step.why}\n"
+            f"Resume with that release; or quarantine the step (mcore-rlhf steps {step.path.parent} --quarantine {step.step}), or "
+            "name an older one."
+        )
 
 
 def _named(folder: Path, root: Path) -> _Candidate:

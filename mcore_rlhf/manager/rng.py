@@ -112,7 +112,7 @@ class RngKeeper:
             CheckpointError: The file is not what it should be.
         """
         ranks, layout = _checked(tree, where)
-        if len(ranks) == self.size and self.layout in layout.split(WORLDS):
+        if len(ranks) == self.size and any(_same_ranks(part, self.layout) for part in layout.split(WORLDS)):
             report.add(Fate.KEPT, "random states of every rank")
             return dict(ranks[self.rank])
         change = f"saved at {layout} on {len(ranks)} ranks, now {self.layout} on {self.size}"
@@ -132,6 +132,20 @@ class RngKeeper:
         """Put the chosen state back."""
         if state is not None:
             put_back(state, self.framework)
+
+
+def _same_ranks(saved: str, live: str) -> bool:
+    """Whether the models that both have are cut alike: a role that came or went moves no rank."""
+    (saved_world, saved_cuts), (live_world, live_cuts) = _cuts(saved), _cuts(live)
+    common = saved_cuts.keys() & live_cuts.keys()
+    return saved_world == live_world and bool(common) and all(saved_cuts[role] == live_cuts[role] for role in common)
+
+
+def _cuts(layout: str) -> tuple[str, dict[str, str]]:
+    """The world's name, empty where there is one only, and how every role is cut."""
+    world, colon, rest = layout.partition(": ")
+    cuts = (part.rpartition(" ") for part in (rest if colon else layout).split(", "))
+    return world if colon else "", {role: cut for role, _, cut in cuts}
 
 
 def _checked(tree: object, where: str) -> tuple[list[RngState], str]:

@@ -12,6 +12,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageEr
 
 from . import retention, steps
 from .background import Background
+from .branches import leave_behind, move_aside
 from .components import Components
 from .crew import Crew
 from .events import Reporter
@@ -37,6 +38,8 @@ class Saver:
         options: The manager's.
         reporter: Hears of what is done.
         clock: Measures saves for the policies.
+        own: Steps that this run has committed, on the rank that commits.
+        resumed_from: The step of the root that was loaded; it is kept while the run goes on.
     """
 
     root: Path
@@ -45,6 +48,8 @@ class Saver:
     options: ManagerOptions
     reporter: Reporter
     clock: SaveClock
+    own: set[int] = field(default_factory=set)
+    resumed_from: int | None = None
     _staging: HostStaging = field(default_factory=HostStaging)
     _background: Background = field(init=False)
 
@@ -138,8 +143,16 @@ class Saver:
         if step != prepared.step:
             raise UsageError(f"rank 0 saves step {prepared.step}, and {self.crew.world.name} saves step {step}")
         if self.crew.coordinates:
+            self._make_way(prepared)
             for line in prepared.open(_replaceable):
                 self.reporter.say("clean", step, line)
+
+    def _make_way(self, prepared: Transaction) -> None:
+        """What lies where the step goes, and is none of ours, would end the run: it is renamed, and nothing is lost."""
+        aside = move_aside(prepared.target, prepared.id)
+        if aside is not None:
+            text = f"{prepared.target.name} has no manifest that this release can read; it was kept as {aside.name}"
+            self.reporter.say("skip", prepared.step, text)
 
     def _see(self, opened: Transaction) -> None:
         """Wait until a slow file system shows the folder; from then on, a folder that is not there is one that was removed."""
@@ -160,11 +173,17 @@ class Saver:
     def _after(self, step: int) -> None:
         """What the coordinator does behind training once a step is committed."""
         folder = steps.step_folder(self.root, step)
+        self.own.add(step)
+        for number in leave_behind(self.root, step, self.own):
+            self.reporter.say(
+                "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"
+            )
         for export in self.options.exports:
             if export.wants(step):
                 self.reporter.say("export", step, str(export.run(folder)))
         if self.options.keep is not None:
-            for gone in retention.apply(self.root, retention.plan_deletions(self.root, self.options.keep, {step})):
+            protected = {step} if self.resumed_from is None else {step, self.resumed_from}
+            for gone in retention.apply(self.root, retention.plan_deletions(self.root, self.options.keep, protected)):
                 self.reporter.say("delete", gone.step, gone.reason, bytes=gone.nbytes)
 
 

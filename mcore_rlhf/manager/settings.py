@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from mcore_rlhf.errors import Problems, UsageError
+
 from .crew import Worlds
 from .events import Hook
 from .export import Export
@@ -36,6 +38,9 @@ class ManagerOptions:
         tensorboard: Folder for scalars, or None.
         read_only: Whether this run only loads: nothing is locked, made or cleaned up.
         worlds: Other ``torch.distributed`` worlds that save with this one.
+
+    Raises:
+        UsageError: Something has a value that it cannot have; all of it is named.
     """
 
     save: SavePolicy = field(default_factory=AnyOf)
@@ -54,3 +59,21 @@ class ManagerOptions:
     tensorboard: Path | None = None
     read_only: bool = False
     worlds: Worlds | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
+        if not self.timeout > 0:
+            problems.add(UsageError, f"timeout: expected a positive number of seconds, found {self.timeout!r}")
+        keep: object = self.keep
+        if keep is not None and not isinstance(keep, Retention):
+            problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
+        if not callable(getattr(self.save, "wants", None)):
+            problems.add(UsageError, f"save: expected a policy, such as EverySteps(10), found {self.save!r}")
+        problems.raise_if_any()
+
+
+_CHOICES = {"on_busy": ("wait", "refuse"), "rng": ("derive", "refuse", "ignore"), "check": ("bytes", "sizes")}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 from mcore_rlhf.errors import UsageError
 
 Handler = Callable[[int, FrameType | None], object]
+_IMPATIENT_S = 5.0
+"""A scheduler and torchrun may each pass on the same signal: what comes so soon is taken for the first one's echo."""
 
 
 class SignalFlag:
@@ -17,6 +21,9 @@ class SignalFlag:
 
     Handlers that were there before are still called, but whatever they raise is held back: an exception in the middle
     of a collective would leave the other ranks waiting. :attr:`held_back` keeps it.
+
+    A run that never looks can still be ended: a further signal, some seconds later, does what it would have done without
+    us, unless :attr:`noticed` says that the first one is being obeyed.
 
     Args:
         signals: Which signals; by default SIGTERM (schedulers, torchrun) and SIGUSR1 (``sbatch --signal``).
@@ -26,7 +33,10 @@ class SignalFlag:
         self.signals = tuple(signals)
         self.received = 0
         """Number of the first signal that came; 0 where none did."""
+        self.noticed = False
+        """Whether somebody has seen the signal, and will end the run."""
         self.held_back: list[BaseException] = []
+        self._received_at = 0.0
         self._before: dict[int, Handler | int | None] = {}
 
     def install(self) -> SignalFlag:
@@ -58,10 +68,15 @@ class SignalFlag:
 
     def clear(self) -> None:
         """Forget the signal that came."""
-        self.received = 0
+        self.received, self.noticed = 0, False
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
+        if self.received and not self.noticed and time.monotonic() - self._received_at > _IMPATIENT_S:
+            self.restore()
+            os.kill(os.getpid(), number)
+            return
+        if not self.received:
+            self.received, self._received_at = number, time.monotonic()
         before = self._before.get(number)
         if not callable(before):
             return

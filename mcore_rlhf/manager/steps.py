@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
-from mcore_rlhf.storage.manifest import Manifest, check
+from mcore_rlhf.storage.manifest import Manifest, check, is_newer
 from mcore_rlhf.storage.paths import storage_error
 
 from .quarantine import quarantine as quarantine
@@ -120,6 +120,11 @@ def is_committed(folder: Path) -> bool:
         return not _problem(folder, read_manifest(folder), number)
     except Exception:  # whatever is wrong with it, it is not committed
         return False
+
+
+def is_of_newer_release(folder: Path) -> bool:
+    """Whether a step has a manifest that this release is too old for: whatever it holds, it is not damaged."""
+    return is_newer(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:

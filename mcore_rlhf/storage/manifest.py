@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import time
@@ -21,6 +22,9 @@ from .paths import cannot_open, inside
 
 FORMAT = "mcore_rlhf"
 VERSION = 1
+CHECKSUM = "crc32"
+"""Key of the manifest's checksum of itself; one without it is read, and not checked."""
+
 _PIECE_NBYTES = 1 << 20
 
 Progress = Callable[[str, int], None]
@@ -63,7 +67,11 @@ class Manifest:
     report: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The manifest as text; keys and files always in the same order."""
+        """The manifest as text; keys and files always in the same order.
+
+        It is JSON that any reader takes, and never fails: infinities and NaN become ``"inf"``, ``"-inf"`` and ``"nan"``, and
+        what JSON does not know becomes its text.
+        """
         files = {path: {"bytes": entry.nbytes, "crc32": entry.crc32} for path, entry in sorted(self.files.items())}
         content = {
             "format": FORMAT,
@@ -76,7 +84,9 @@ class Manifest:
             "provenance": dict(self.provenance),
             "report": dict(self.report),
         }
-        return json.dumps(content, indent=1) + "\n"
+        plain = _plain(content)
+        assert isinstance(plain, dict)
+        return json.dumps({**plain, CHECKSUM: _own_crc(plain)}, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
@@ -90,18 +100,20 @@ class Manifest:
             NotACheckpoint: It is JSON, but not a manifest of ours.
             Unsupported: A newer version wrote it, or it has fields that are not known; they are named.
             Incomplete: Fields are missing; they are named.
-            Corrupt: It is not JSON, or a field has the wrong type.
+            Corrupt: It is not JSON, it is not what its own checksum says, or a field has the wrong type.
         """
         try:
             content = json.loads(text)
-        except ValueError as error:
+            _check_own(content, where)
+        except (ValueError, RecursionError) as error:
             raise Corrupt(f"{where}: the manifest is not valid JSON: {error}.\nUse an older step.") from error
         _check_fields(content, where)
         try:
             files = {str(path): _entry(entry) for path, entry in content["files"].items()}
             parts = tuple({**part} for part in content["parts"])
             kept = {name: content[name] for name in ("step", "transaction", "lossless")}
-            return cls(files, parts=parts, provenance={**content["provenance"]}, report={**content["report"]}, **kept)
+            report = {**content.get("report", {})}
+            return cls(files, parts=parts, provenance={**content["provenance"]}, report=report, **kept)
         except (TypeError, KeyError, AttributeError) as error:
             raise Corrupt(f"{where}: a field of the manifest has the wrong form: {error!r}.") from error
 
@@ -121,6 +133,41 @@ class Manifest:
         return cls.from_json(text, str(path))
 
 
+def _own_crc(content: Mapping[str, object]) -> int:
+    """CRC-32 of a manifest's content without its checksum: of compact JSON with sorted keys."""
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    return crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check_own(content: object, where: str) -> None:
+    if not isinstance(content, dict) or CHECKSUM not in content:
+        return  # written by hand, or by another program
+    found = _own_crc(content)
+    if found != content[CHECKSUM]:
+        raise Corrupt(f"{where}: the manifest is damaged: its CRC-32 is {found}, it says {content[CHECKSUM]!r}")
+
+
+def is_newer(path: Path) -> bool:
+    """Whether a manifest is sound, and of a version that this release cannot read."""
+    try:
+        content = json.loads(path.read_bytes())
+        _check_own(content, str(path))
+    except (OSError, ValueError, RecursionError, Corrupt):
+        return False
+    version = content.get("version") if isinstance(content, dict) and content.get("format") == FORMAT else None
+    return type(version) is int and version > VERSION
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
 def _check_fields(content: Any, where: str) -> None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise NotACheckpoint(f'{where}: not a manifest of {FORMAT} (it has no "format": "{FORMAT}").')
@@ -130,8 +177,8 @@ def _check_fields(content: Any, where: str) -> None:
             f"{where}: version {version!r} of the manifest; this release reads up to {VERSION}.\n"
             f"Upgrade: pip install --upgrade {FORMAT}"
         )
-    known = {"format", "version", *(item.name for item in fields(Manifest))}
-    unknown, missing = sorted(content.keys() - known), sorted(known - content.keys())
+    known = {"format", "version", CHECKSUM, *(item.name for item in fields(Manifest))}
+    unknown, missing = sorted(content.keys() - known), sorted(known - {CHECKSUM, "report"} - content.keys())
     if unknown:
         raise Unsupported(f"{where}: the manifest has fields that are not known: {', '.join(unknown)}.")
     if missing:

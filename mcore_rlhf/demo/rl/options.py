@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from mcore_rlhf.demo.rl.mistakes import mistakes
 from mcore_rlhf.demo.rl.settings import Algorithm, Settings
 from mcore_rlhf.demo.rl.task import VOCABULARY, Reversal
 from mcore_rlhf.errors import UsageError
@@ -80,6 +81,11 @@ class Options:
         return self.output_dir / self.experiment_name / "checkpoints"
 
     @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises."""
+        return 5
+
+    @property
     def settings(self) -> Settings:
         """What the algorithm is told."""
         own = {name: getattr(self, name) for name in ("algorithm", "prompts_per_step", "group_size", "seed")}
@@ -133,7 +139,7 @@ class Options:
             global_batch_size=settings.samples_per_step,
             lr=self.lr,
             min_lr=self.lr / 20,
-            lr_warmup_iters=5,
+            lr_warmup_iters=self.warmup_steps,
             train_iters=self.lr_decay_steps,
             weight_decay=0.01,
             seed=self.seed,
@@ -158,7 +164,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         parser.set_defaults(**options_of(given.config))
         given = parser.parse_args(arguments)
     names = (each.name for each in fields(Options))
-    return Options(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+    found = Options(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+    found = replace(found, vpp=None) if found.vpp == 1 else found
+    if wrong := list(mistakes(found)):
+        parser.error("\n".join(wrong))
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

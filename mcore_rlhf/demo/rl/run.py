@@ -15,11 +15,13 @@ from megatron.core import parallel_state
 from mcore_rlhf.demo.rl.checkpoints import open_manager, resume
 from mcore_rlhf.demo.rl.digests import digest, optimizer_digest
 from mcore_rlhf.demo.rl.metrics import MetricsLog, Value
+from mcore_rlhf.demo.rl.mistakes import in_own_words
 from mcore_rlhf.demo.rl.models import Models, build_models
 from mcore_rlhf.demo.rl.options import Options
 from mcore_rlhf.demo.rl.settings import Settings
 from mcore_rlhf.demo.rl.task import Reversal
 from mcore_rlhf.demo.rl.trainer import RLTrainer, StepResult
+from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
 from mcore_rlhf.manager.prompts import Prompt
 from mcore_rlhf.manager.sampler import PromptSampler
@@ -74,7 +76,7 @@ class Run:
             manager = open_manager(self.options, self.models, self.sampler, self.state)
             if manager is not None:
                 stack.enter_context(manager)
-                resume(manager, self.options, self.models, self.state)
+                self._resume(manager)
             log = self._open_log(stack)
             look(self)
             while self.state.iteration < self.options.steps and not (manager is not None and manager.stopping):
@@ -84,6 +86,12 @@ class Run:
                 look(self)
                 self._save(manager, lines[-1])
         return lines
+
+    def _resume(self, manager: CheckpointManager) -> None:
+        try:
+            resume(manager, self.options, self.models, self.state)
+        except CheckpointError as error:
+            raise in_own_words(error) from error
 
     def _open_log(self, stack: ExitStack) -> MetricsLog | None:
         if self.options.metrics is None or dist.get_rank() != 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 VALUES: tuple[tuple[str, str, str], ...] = (
     ("manifest.json", "transaction", "the identity of a commit"),
+    ("manifest.json", "crc32", "of the manifest as a whole"),
     ("manifest.json", "provenance/time", "a time of day"),
     ("manifest.json", "report/*seconds", "how long something took"),
     ("manifest.json", "files/*/crc32", "of the file as a whole; its content is compared value by value"),

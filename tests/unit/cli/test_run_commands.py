@@ -156,6 +156,51 @@ def test_a_step_that_cannot_be_deleted_is_reported(cli: Cli, root: Path, monkeyp
     assert "not deleted: 10" in outcome.stdout
 
 
+def _spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+
+
+def test_nothing_is_pruned_before_the_newest_step_is_verified(cli: Cli, root: Path) -> None:
+    _spoil(root / "global_step_50" / "critic" / "weights.bin")
+    before = sorted(root.rglob("*"))
+    outcome = cli("prune", root, "--keep-last", 1)
+    assert (outcome.code, outcome.stdout) == (1, "")
+    assert "global_step_50: the newest step that stays is damaged; nothing was deleted" in outcome.stderr
+    assert "critic/weights.bin: is damaged: CRC-32" in outcome.stderr
+    assert f"mcore-rlhf steps {root} --quarantine 50" in outcome.stderr
+    assert sorted(root.rglob("*")) == before
+    assert cli("prune", root, "--keep-last", 1, "--dry-run").code == 0
+    assert cli("steps", root, "--quarantine", 50, "--reason", "damaged").code == 0
+    outcome = cli("prune", root, "--keep-last", 1, "--json")
+    assert (outcome.code, outcome.json["kept"]) == (0, [30, 40, 50])
+
+
+def test_prune_can_be_told_not_to_verify(cli: Cli, root: Path) -> None:
+    _spoil(root / "global_step_50" / "critic" / "weights.bin")
+    outcome = cli("prune", root, "--keep-last", 1, "--no-verify")
+    assert outcome.code == 0
+    assert "verifying" not in outcome.stderr
+    assert "kept: 30, 50" in outcome.stdout
+
+
+def test_nothing_is_read_where_nothing_goes(cli: Cli, root: Path) -> None:
+    _spoil(root / "global_step_50" / "critic" / "weights.bin")
+    assert cli("prune", root, "--keep-last", 9).code == 0
+
+
+def test_interval_says_what_the_disk_use_needs(cli: Cli) -> None:
+    options = ["--step-seconds", 45, "--save-seconds", 60, "--mtbf-hours", 8]
+    without, with_size = cli("interval", *options), cli("interval", *options, "--size", "1GB", "--steps", 1000)
+    assert "Give --size, or --root, for the disk use." in without.stdout
+    assert "overhead disk" not in without.words()
+    assert "--size" not in with_size.stdout
+    assert "overhead disk" in with_size.words()
+    best = cli("interval", *options, "--size", "1GB", "--steps", 1000, "--json").json["best"]
+    assert best["disk_nbytes"] == pytest.approx(1000 / best["every"] * 1e9, rel=0.05)
+
+
 def test_interval_explains_itself(cli: Cli) -> None:
     options = ["--step-seconds", 45, "--save-seconds", 60, "--mtbf-hours", 8, "--size", "1.2TB", "--keep-last", 3]
     outcome = cli("interval", *options, "--every", 500)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +103,110 @@ def test_a_flipped_byte_anywhere_is_found_and_not_converted(cli: Cli, root: Path
     assert any(name in problem["message"] for problem in verdict.json["problems"])
     assert cli("convert", root, tmp_path / "new", "--tp", "1", "--pp", "1").code == 1
     assert not (tmp_path / "new" / "global_step_2").exists()
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest without its checksum of itself, as if it had been written by hand."""
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return {key: value for key, value in content.items() if key != "crc32"}
+
+
+def _relisted(folder: Path, name: str) -> None:
+    """Let the manifest vouch for a file as it is now."""
+    manifest = _manifest(folder)
+    data = (folder / name).read_bytes()
+    manifest["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+class Shell:
+    """Runs a command when it is unpickled carelessly."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("false",)
+
+
+def _torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+SPOILED = {
+    "torn": ("data/data.pt", _torn, "Incomplete"),
+    "no json": ("rlhf/rlhf_state.json", lambda path: path.write_text("{not json"), "Corrupt"),
+    "deep json": ("rlhf/rlhf_state.json", lambda path: path.write_text("[" * 100_000), "Corrupt"),
+    "runs code": ("data/data.pt", lambda path: torch.save({"state": Shell()}, path), "Untrusted"),
+}
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["manifest", "no manifest"])
+@pytest.mark.parametrize("case", SPOILED)
+def test_what_cannot_be_loaded_is_found_and_not_carried(
+    cli: Cli, root: Path, tmp_path: Path, case: str, listed: bool
+) -> None:
+    name, spoil, kind = SPOILED[case]
+    folder = root / "global_step_2"
+    spoil(folder / name)
+    if listed:
+        _relisted(folder, name)
+    else:
+        (folder / "manifest.json").unlink()
+    verdict = cli("verify", folder, "--json")
+    assert (verdict.code, verdict.json["intact"]) == (1, False)
+    assert [problem["kind"] for problem in verdict.json["problems"]] == [kind]
+    assert name in verdict.json["problems"][0]["message"]
+    assert all(model["intact"] for model in verdict.json["models"].values())
+    assert name in cli("verify", folder, "--quick").stdout
+    outcome = cli("convert", folder, tmp_path / "new", "--tp", "1", "--pp", "1")
+    assert outcome.code == 1
+    assert name in outcome.stderr
+    assert not list((tmp_path / "new").glob("global_step_*"))
+
+
+def test_without_a_manifest_every_record_is_verified(cli: Cli, root: Path, tmp_path: Path) -> None:
+    folder = root / "global_step_2"
+    (folder / "manifest.json").unlink()
+    (folder / "rng").mkdir()
+    torch.save({"states": torch.arange(1 << 14)}, folder / "rng" / "rng_state.pt")
+    assert cli("verify", folder).code == 0
+    flip_a_bit(folder / "rng" / "rng_state.pt")
+    verdict = cli("verify", folder, "--json")
+    assert (verdict.code, len(verdict.json["problems"])) == (1, 1)
+    assert "rng_state.pt" in verdict.json["problems"][0]["message"]
+    assert cli("verify", folder, "--quick").code == 0
+    assert cli("convert", folder, tmp_path / "new", "--tp", "1", "--pp", "1").code == 1
+
+
+def test_a_step_of_one_model_is_verified_with_what_is_beside_it(cli: Cli, root: Path) -> None:
+    folder = root / "global_step_2"
+    (folder / "manifest.json").unlink()
+    shutil.rmtree(folder / "critic")
+    assert cli("verify", folder, "--json").json["problems"] == []
+    _torn(folder / "data" / "data.pt")
+    assert "data.pt" in cli("verify", folder, "--json").json["problems"][0]["message"]
+
+
+def test_a_damaged_file_is_one_problem(cli: Cli, root: Path) -> None:
+    path = root / "global_step_2" / "rlhf" / "rlhf_state.json"
+    path.write_text("x" * path.stat().st_size)
+    (problem,) = cli("verify", root, "--json").json["problems"]
+    assert "CRC-32" in problem["message"]
+
+
+def test_a_manifest_nested_too_deep_is_damage(cli: Cli, root: Path) -> None:
+    (root / "global_step_2" / "manifest.json").write_text("[" * 100_000)
+    outcome = cli("verify", root / "global_step_2")
+    assert outcome.code == 1
+    assert "manifest.json: the manifest is not valid JSON" in outcome.stderr
+    assert "bug" not in outcome.stderr
+
+
+def test_metrics_that_are_no_numbers_are_shown(cli: Cli, root: Path) -> None:
+    folder = root / "global_step_2"
+    manifest = _manifest(folder)
+    manifest["report"]["metrics"] = {"kl": "nan", "best": "-inf", "odd": ["x"], "text": "x", "reward": 0.5}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "kl nan, best -inf, reward 0.5" in cli("inspect", root).stdout
+    assert cli("inspect", root, "--json").json["manifest"]["metrics"] == {"kl": "nan", "best": "-inf", "reward": 0.5}
 
 
 def test_a_damaged_step_is_named(cli: Cli, root: Path) -> None:

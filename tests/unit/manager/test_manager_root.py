@@ -6,14 +6,16 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.errors import NotACheckpoint, StorageError, Unsupported, UsageError
 from mcore_rlhf.manager import steps
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.retention import KeepLast, Retention
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -125,10 +127,58 @@ def test_a_clock_that_goes_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [step.step for step in steps.committed(tmp_path)] == [1, 2, 3]
 
 
-def test_an_older_step_is_saved_later(tmp_path: Path) -> None:
+def test_an_older_step_is_saved_later_by_another_run(tmp_path: Path) -> None:
     saved(tmp_path, 5, 3)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
-    assert loaded(tmp_path) == (5, 5.0)
+    assert loaded(tmp_path) == (3, 3.0)
+
+
+def test_a_run_that_begins_anew_leaves_the_newer_steps_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of the old run is lost, nothing resumes from it, and no rule counts it."""
+    saved(tmp_path, 2, 4, 6, 8)
+    keep = replace(QUIET, keep=Retention([KeepLast(1)]))
+    with CheckpointManager(tmp_path, model(0.5), options=keep) as manager:
+        manager.save(1)
+        manager.save(3)
+    assert {step.step: step.state for step in steps.listed(tmp_path)} == dict.fromkeys((2, 3, 4, 6, 8), "committed")
+    assert [step.step for step in steps.committed(tmp_path)] == [3]
+    assert "left behind by a run that saved step 1" in {s.step: s.quarantined for s in steps.listed(tmp_path)}[8]
+    assert loaded(tmp_path) == (3, 0.5)
+
+
+def test_the_step_that_was_resumed_from_stays(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4, 6)
+    keep = replace(QUIET, keep=Retention([KeepLast(1)]))
+    with CheckpointManager(tmp_path, model(), options=keep) as manager:
+        assert manager.load(4) is not None
+        manager.save(5)
+    assert [step.step for step in steps.committed(tmp_path)] == [4, 5]
+
+
+def test_a_step_of_a_newer_release_is_neither_passed_over_nor_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    manifest = tmp_path / "global_step_2" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["crc32"]  # as the newer release would have computed it
+    manifest.write_text(json.dumps({**content, "version": 99}))
+    with CheckpointManager(tmp_path, model(), options=QUIET) as manager:
+        with pytest.raises(Unsupported, match="version 99"):
+            manager.load("auto")
+        assert manager.load(1) is not None
+        manager.save(2)
+    (aside,) = tmp_path.glob("global_step_2.found-*")
+    assert json.loads((aside / "manifest.json").read_text())["version"] == 99
+
+
+def test_steps_without_manifests_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    for number in (1, 2):
+        (tmp_path / f"global_step_{number}" / "manifest.json").unlink()
+    with (
+        CheckpointManager(tmp_path, model(), options=QUIET) as manager,
+        pytest.raises(NotACheckpoint, match="no committed step"),
+    ):
+        manager.load("auto")
 
 
 def test_a_step_is_saved_again(tmp_path: Path) -> None:
@@ -144,18 +194,15 @@ def test_a_step_is_saved_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file", ["actor/latest_checkpointed_iteration.txt", "latest", "mp_rank_00_model_states.pt", "thesis.txt"]
 )
-def test_what_is_not_ours_is_never_replaced(tmp_path: Path, file: str) -> None:
+def test_what_is_not_ours_makes_way_and_is_kept(tmp_path: Path, file: str) -> None:
     path = tmp_path / "global_step_2" / file
     path.parent.mkdir(parents=True)
     path.write_text("another program's")
     saved(tmp_path, 1)
-    with CheckpointManager(tmp_path, model(), options=QUIET) as manager:
-        with pytest.raises(StorageError, match="global_step_2: exists") as refused:
-            manager.save(2)
-        assert "does not look like a checkpoint" in str(refused.value)
-        manager.save(3)
-    assert path.read_text() == "another program's"
-    assert [step.step for step in steps.committed(tmp_path)] == [1, 3]
+    saved(tmp_path, 2, 3)
+    (aside,) = tmp_path.glob("global_step_2.found-*")
+    assert (aside / file).read_text() == "another program's"
+    assert [step.step for step in steps.committed(tmp_path)] == [1, 2, 3]
     assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".mcore_rlhf.lock"]
 
 

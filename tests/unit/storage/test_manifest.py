@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def test_the_text_has_the_documented_fields_in_a_fixed_order() -> None:
     assert first.to_json() == second.to_json()
     content = json.loads(first.to_json())
     assert list(content) == [
-        "format", "version", "step", "transaction", "parts", "files", "lossless", "provenance", "report",
+        "format", "version", "step", "transaction", "parts", "files", "lossless", "provenance", "report", "crc32",
     ]  # fmt: skip
     assert (content["format"], content["version"]) == ("mcore_rlhf", 1)
     assert content["files"] == {"a": {"bytes": 1, "crc32": 2}, "b": {"bytes": 2, "crc32": 3}}
@@ -45,7 +46,28 @@ def test_the_text_has_the_documented_fields_in_a_fixed_order() -> None:
 
 def _changed(**changes: Any) -> str:
     content = json.loads(Manifest({"a": FileEntry(1, 2)}).to_json()) | changes
+    del content["crc32"]  # as if it had been written so
     return json.dumps({key: value for key, value in content.items() if value != "REMOVED"})
+
+
+def test_any_flipped_bit_of_a_manifest_is_found() -> None:
+    """Except in blanks, which mean nothing."""
+    manifest = Manifest({"a": FileEntry(1, 2)}, step=3, provenance={"time": "now"}, report={"metrics": {"reward": 0.5}})
+    text = manifest.to_json().encode()
+    for position in range(len(text)):
+        for bit in range(8):
+            damaged = bytearray(text)
+            damaged[position] ^= 1 << bit
+            try:
+                found = Manifest.from_json(bytes(damaged), "m")
+            except CheckpointError:
+                continue
+            assert found == manifest, damaged
+
+
+def test_a_manifest_without_a_checksum_of_its_own_is_read() -> None:
+    assert Manifest.from_json(_changed(), "m") == Manifest({"a": FileEntry(1, 2)})
+    assert Manifest.from_json(_changed(report="REMOVED"), "m") == Manifest({"a": FileEntry(1, 2)})
 
 
 BAD = {
@@ -124,3 +146,40 @@ def test_provenance_names_versions() -> None:
     assert found["torch"][0].isdigit()
     assert found["git"] == "abc"
     assert found.keys() >= {"mcore_rlhf", "torch", "python", "time"}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_deeply_nested_manifest_is_damaged(text: str) -> None:
+    with pytest.raises(Corrupt, match="m: the manifest is not valid JSON"):
+        Manifest.from_json(text, "m")
+
+
+def _no_constant(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_what_json_has_no_number_for_becomes_text() -> None:
+    odd = {"nan": math.nan, "up": [math.inf], "down": ({"x": -math.inf},), "other": Path("p"), "half": 0.5, "one": True}
+    text = Manifest(
+        {}, parts=[{"role": "a", "x": math.nan}], provenance={"n": math.inf}, report={"metrics": odd}
+    ).to_json()
+    content = json.loads(text, parse_constant=_no_constant)
+    assert content["report"]["metrics"] == {
+        "nan": "nan", "up": ["inf"], "down": [{"x": "-inf"}], "other": "p", "half": 0.5, "one": True,
+    }  # fmt: skip
+    assert content["provenance"] == {"n": "inf"}
+    assert content["parts"] == [{"role": "a", "x": "nan"}]
+    assert Manifest.from_json(text, "m").to_json() == text
+
+
+def test_numbers_that_older_releases_wrote_are_read() -> None:
+    text = _changed(report={"metrics": {"reward": math.nan}})
+    assert "NaN" in text
+    assert math.isnan(Manifest.from_json(text, "m").report["metrics"]["reward"])
+
+
+@pytest.mark.parametrize("depth", range(970, 1000))
+def test_no_depth_is_too_much_for_the_checksum_alone(depth: int) -> None:
+    """What can just be read may be too deep to be written again."""
+    with pytest.raises(CheckpointError):
+        Manifest.from_json('{"crc32": 0, "x": ' + "[" * depth + "]" * depth + "}", "m")
