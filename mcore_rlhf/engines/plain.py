@@ -5,37 +5,31 @@ Everything lies in one file, ``state.pt``, as ``torch.save`` would write it; ``t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, UsageError
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.ptfile import PtFile, read_pt
 
 from .base import LiveFile, LiveState, LoadRequest, PreparedLoad
-from .copying import fill
 from .live import LiveTree
+from .model_load import ModelLoad, compare_model
+from .optimizer_load import OptimizerLoad, OwnLoad, StockLoad
+from .optimizer_match import matched
+from .optimizer_record import RECORD, SavedOptimizer, described, is_stock
+from .stateful import Stateful as Stateful
+from .undoing import Undo
+from .writable import copied, refuse_unsavable
 
 FILE = "state.pt"
 _DDP_PREFIX = "module."
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that says what it holds, and takes it back: a scheduler, a scaler, a whole trainer."""
-
-    def state_dict(self) -> dict[str, object]:
-        """What it holds."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, object], /) -> object:
-        """Take it back."""
-        ...
 
 
 class TorchEngine:
@@ -45,7 +39,11 @@ class TorchEngine:
         module: The model, or None; DDP's wrapper is looked through.
         optimizer: Any ``torch.optim.Optimizer``, or None.
         scheduler: Any learning-rate scheduler, or None.
-        others: Further things with ``state_dict``, by name: a gradient scaler, a tokenizer's counters.
+        others: Further things with ``state_dict``, by name: a gradient scaler, a tokenizer's counters. They and the
+            scheduler are loaded before the model's tensors change, and copied first, to be put back if one refuses.
+
+    Raises:
+        UsageError: One of the others has the name of a part of the file: model, optimizer.
     """
 
     def __init__(
@@ -55,6 +53,8 @@ class TorchEngine:
         scheduler: Stateful | None = None,
         **others: Stateful,
     ) -> None:
+        if taken := sorted({"model", "optimizer", RECORD} & others.keys()):
+            raise UsageError(f"TorchEngine: {', '.join(taken)} cannot be the name of a further part; choose another")
         self.module = _unwrapped(module)
         self.optimizer = optimizer
         self.others: dict[str, Stateful] = {**({"scheduler": scheduler} if scheduler is not None else {}), **others}
@@ -66,12 +66,20 @@ class TorchEngine:
         return f"DP{len(self.ranks)}"
 
     def live(self, step: int) -> LiveState:
-        """Describe what is to be saved: all on rank 0, nothing on the others."""
+        """Describe what is to be saved: all on rank 0, nothing on the others.
+
+        Raises:
+            Unsupported: Tensors have no bytes to save: meta, sparse or lazy ones; all are named.
+        """
         del step
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
             return LiveState("torch", self.layout, ())
+        parts = self._parts()
+        refuse_unsavable(parts)
         live = LiveTree(FILE)
-        tree = {name: live.placed(part) for name, part in self._parts().items()}
+        tree: dict[str, object] = {name: live.placed(part) for name, part in parts.items()}
+        if self.optimizer is not None:
+            tree[RECORD] = described(self.optimizer, self.module)
         return LiveState("torch", self.layout, (LiveFile(FILE, self.ranks[:1], tuple(live.segments), tree),))
 
     def _parts(self) -> dict[str, object]:
@@ -86,7 +94,7 @@ class TorchEngine:
         """Open ``state.pt`` and compare it with what is live.
 
         Raises:
-            CheckpointError: It is missing, damaged, or another model's; all differences are listed.
+            CheckpointError: It is missing, damaged, or another model's or optimizer's; all differences are listed.
         """
         pt = read_pt(request.folder, FILE)
         where = str(request.folder / FILE)
@@ -97,13 +105,32 @@ class TorchEngine:
         for name in wanted:
             if name not in pt.tree:
                 problems.add(Incomplete, f"{where}: has no {name!r}; it has {', '.join(map(str, pt.tree))}")
-        if self.module is not None and isinstance(pt.tree.get("model"), dict):
-            _compare(pt.tree["model"], self.module.state_dict(), where, problems)
+        if self.module is not None and "model" in pt.tree:
+            compare_model(self.module, pt.tree["model"], where, problems)
+        optimizer = self._prepare_optimizer(pt, where, problems, report) if request.optimizer else None
         problems.raise_if_any()
-        for name in sorted(set(map(str, pt.tree)) - set(wanted)):
+        for name in sorted(set(map(str, pt.tree)) - {*wanted, RECORD}):
             report.add(Fate.NOTE, f"{name}: is in the checkpoint, and not loaded")
         report.add(Fate.KEPT, ", ".join(wanted))
-        return _Load(self, pt, wanted, report)
+        return _Load(self, pt, wanted, report, optimizer)
+
+    def _prepare_optimizer(self, pt: PtFile, where: str, problems: Problems, report: Report) -> OptimizerLoad | None:
+        if self.optimizer is None or "optimizer" not in pt.tree:
+            return None
+        stored = pt.tree["optimizer"]
+        if not is_stock(self.optimizer):
+            return OwnLoad(self.optimizer, pt, stored)
+        try:
+            saved = SavedOptimizer.parse(stored, pt.tree.get(RECORD), where)
+        except LayoutMismatch as error:
+            problems.add_error(error)
+            return None
+        order = matched(self.optimizer, self.module, saved, where, problems)
+        if any(indices != sorted(indices) for indices in order):
+            report.add(
+                Fate.DERIVED, "optimizer: its parameters are in another order than in the checkpoint; taken by name"
+            )
+        return StockLoad(self.optimizer, pt, saved, order)
 
 
 @dataclass(slots=True)
@@ -112,6 +139,7 @@ class _Load:
     pt: PtFile
     parts: Sequence[str]
     report: Report
+    optimizer: OptimizerLoad | None
     files: Sequence[Path] = field(init=False)
     rng: Mapping[str, object] | None = None
 
@@ -119,66 +147,52 @@ class _Load:
         self.files = (self.pt.root / self.pt.file,)
 
     def apply(self) -> None:
-        """Overwrite the live module, in place, then hand the optimizer and the rest their states."""
-        engine, tree = self.engine, self.pt.tree
-        if "model" in self.parts and engine.module is not None:
-            fill(self.pt.root, tree["model"], engine.module.state_dict())
-            extra = {name: value for name, value in tree["model"].items() if not isinstance(value, StoredTensor)}
-            if extra:
-                engine.module.load_state_dict(self.pt.materialize(extra), strict=False)
-        if "optimizer" in self.parts and engine.optimizer is not None:
-            self._load_optimizer(engine.optimizer, tree["optimizer"])
-        for name in self.parts:
-            if name in engine.others:
-                engine.others[name].load_state_dict(self.pt.materialize(tree[name]))
+        """First all that may refuse, which is put back if it does; then the tensors, in place.
 
-    def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, object]) -> None:
-        """Into the existing state tensors where they are all there; otherwise torch makes new ones."""
-        live = optimizer.state_dict()
-        if _same_tensors(saved["state"], live["state"]) and live["state"]:
-            groups = self.pt.materialize(saved["param_groups"])
-            optimizer.load_state_dict({"state": live["state"], "param_groups": groups})
-            for index, values in _mapping(saved["state"]).items():
-                fill(self.pt.root, _mapping(values), optimizer.state_dict()["state"][index])
-        else:
-            optimizer.load_state_dict(self.pt.materialize(dict(saved)))
-
-
-def _compare(stored: Mapping[str, object], live: Mapping[str, object], where: str, problems: Problems) -> None:
-    for name, target in live.items():
-        place = stored.get(name)
-        if name not in stored:
-            problems.add(LayoutMismatch, f"{where}: {name} is missing; the model has it with shape {_shape(target)}")
-        elif isinstance(place, StoredTensor) and place.shape != _shape(target):
-            problems.add(LayoutMismatch, f"{where}: {name} has shape {place.shape}, the model's has {_shape(target)}")
-        elif isinstance(place, StoredTensor) and isinstance(target, torch.Tensor):
-            _compare_dtype(name, place, target, where, problems)
-    for name in stored:
-        if name not in live:
-            problems.add(LayoutMismatch, f"{where}: {name} {_shape(stored[name])} is not a parameter of the model")
+        Raises:
+            CheckpointError: A part refused its state; everything is as it was.
+            StorageError: The file cannot be read any more.
+        """
+        module = self.engine.module  # one of no layers is false
+        model = ModelLoad(module, self.pt) if module is not None and "model" in self.parts else None
+        others = {name: self.pt.materialize(self.pt.tree[name]) for name in self.parts if name in self.engine.others}
+        with _saying("optimizer", self.files[0]):
+            if self.optimizer is not None:
+                self.optimizer.read()
+        with Undo() as undo:
+            if self.optimizer is not None:
+                with _saying("optimizer", self.files[0]):
+                    self.optimizer.install(undo)
+            for name, state in others.items():
+                with _saying(name, self.files[0]):
+                    _hand(self.engine.others[name], state, undo)
+            if model is not None:
+                with _saying("model", self.files[0]):
+                    model.install(undo)
+        if model is not None:
+            model.fill()
+        if self.optimizer is not None:
+            self.optimizer.fill()
 
 
-def _compare_dtype(name: str, place: StoredTensor, target: torch.Tensor, where: str, problems: Problems) -> None:
-    if place.record.dtype.name != str(target.dtype).removeprefix("torch."):
-        problems.add(LayoutMismatch, f"{where}: {name} is {place.record.dtype.name}, the model's is {target.dtype}")
+def _hand(other: Stateful, state: dict[str, object], undo: Undo) -> None:
+    undo.note(partial(other.load_state_dict, copied(other.state_dict())))
+    other.load_state_dict(state)
 
 
-def _shape(value: object) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
-
-
-def _same_tensors(stored: object, live: object) -> bool:
-    """Whether two nests of optimizer states have the same keys, and tensors of the same shapes and types."""
-    if isinstance(stored, dict) and isinstance(live, dict):
-        return stored.keys() == live.keys() and all(_same_tensors(stored[key], live[key]) for key in stored)
-    if isinstance(stored, StoredTensor) and isinstance(live, torch.Tensor):
-        return stored.shape == tuple(live.shape) and f"torch.{stored.record.dtype.name}" == str(live.dtype)
-    return False
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    assert isinstance(value, Mapping)
-    return value
+@contextmanager
+def _saying(part: str, file: Path) -> Iterator[None]:
+    """Others' code may raise anything; the user is to hear whose state it was, and that nothing has changed."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{file}: {part} refused its state: {type(error).__name__}: {error}\n"
+            "What had been loaded of this model was put back. Build this part as it was when it was saved, or load the "
+            "weights alone: load(optimizer=False)."
+        ) from error
 
 
 def _unwrapped(module: torch.nn.Module | None) -> torch.nn.Module | None:

@@ -68,8 +68,8 @@ def components(roles: Mapping[str, Role] | Role, data: Data | None, state: RlhfS
         UsageError: A role's name cannot be a folder, or something cannot be saved.
     """
     named = roles if isinstance(roles, Mapping) else {"actor": roles}
-    if not named:
-        raise UsageError("no roles: give at least one model, such as {'actor': engine}")
+    if not named and data is None and state is None:
+        raise UsageError("no roles, no data and no state: there is nothing to save; give a model, such as {'actor': engine}")
     engines = {role: _engine(role, model) for role, model in named.items()}
     return Components(engines, _carried(data), state)
 

@@ -117,3 +117,16 @@ def test_a_part_that_is_not_there(tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint):
         trained(1).prepare_load(LoadRequest(tmp_path, "actor"))
+
+
+def test_a_load_can_be_applied_again(tmp_path: Path) -> None:
+    source, target = trained(5), trained(2)
+    prepared = target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor"))
+    for _ in range(2):
+        prepared.apply()
+        assert equal(state(source), state(target))
+
+
+def test_a_model_of_no_layers(tmp_path: Path) -> None:
+    torch.save({"model": {}}, tmp_path / FILE)
+    TorchEngine(torch.nn.Sequential()).prepare_load(LoadRequest(tmp_path, "actor")).apply()

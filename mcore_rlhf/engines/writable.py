@@ -1,0 +1,100 @@
+"""Which live tensors can be saved, and which can be overwritten where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import copy, deepcopy
+from typing import TypeVar
+
+import torch
+
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+
+T = TypeVar("T")
+
+
+def no_bytes(tensor: torch.Tensor) -> str:
+    """Why a tensor has no bytes of its own that could be saved; empty where it has."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet (a lazy module's)"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if tensor.layout is not torch.strided:
+        return f"is not dense ({str(tensor.layout).removeprefix('torch.')})"
+    if tensor.is_quantized:
+        return "is quantized"
+    return "is a DTensor, a part of another" if hasattr(tensor, "device_mesh") else ""
+
+
+def not_writable(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be overwritten in place; empty where it can."""
+    if why := no_bytes(tensor):
+        return why
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "is expanded: several of its elements are one in memory"
+    return "was made in inference mode" if tensor.is_inference() and not torch.is_inference_mode_enabled() else ""
+
+
+def refuse_unsavable(parts: Mapping[str, object]) -> None:
+    """See that everything of a nest can be saved.
+
+    Args:
+        parts: Name → nest of dictionaries, lists and tuples.
+
+    Raises:
+        Unsupported: Some tensors cannot; all are named.
+    """
+    problems = Problems()
+    for name, tensor in _tensors(parts, ""):
+        if why := no_bytes(tensor):
+            problems.add(
+                Unsupported, f"{name} {why}; it cannot be saved", "Save when the model has all its weights in memory."
+            )
+    problems.raise_if_any()
+
+
+def refuse_unwritable(live: Mapping[str, object], where: str, problems: Problems) -> None:
+    """Note the tensors of a module that a checkpoint cannot be copied into.
+
+    Args:
+        live: Name → tensor; other values are passed over.
+        where: The file that is loaded.
+        problems: Takes one note per tensor.
+    """
+    for name, tensor in live.items():
+        if isinstance(tensor, torch.Tensor) and (why := not_writable(tensor)):
+            advice = "Give the model tensors of its own before loading: tensor.clone(), module.to_empty(device=...)."
+            problems.add(LayoutMismatch, f"{where}: the model's {name} {why}; it cannot be loaded into", advice)
+
+
+def copied(value: T) -> T:
+    """A copy of a nest of containers in which no tensor shares memory with the live one."""
+    return _copied(value)  # type: ignore[return-value]
+
+
+def _copied(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        # A shallow copy first: subclasses keep their type, their order and, for modules, their ``_metadata``.
+        again = copy(value)
+        again.update((key, _copied(item)) for key, item in value.items())
+        return again
+    if type(value) in (list, tuple):
+        assert isinstance(value, list | tuple)
+        return type(value)(_copied(item) for item in value)
+    try:
+        return deepcopy(value)
+    except Exception:  # what cannot be copied is put back as it is
+        return value
+
+
+def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{name}[{index}]")
