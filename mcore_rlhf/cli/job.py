@@ -94,6 +94,7 @@ class ConversionJob(BaseModel):
     rng: Literal["keep", "derive", "drop"] | None = None
     vocab_size: Degree | None = None
     padded_vocab_size: Degree | None = None
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
 
     trust_replicas: bool = False
     workers: Degree = Field(default_factory=default_workers)

@@ -113,6 +113,11 @@ PaddedVocabSize = Annotated[
     _option("--padded-vocab-size", help="Rows of the embedding. [default: Megatron's own rule]", metavar="N", min=1),
 ]
 
+ZeroStage = Annotated[
+    int | None,
+    _option("--zero-stage", help="ZeRO stage of a DeepSpeed target. [default: the source's]", metavar="0-3", min=0, max=3),
+]
+
 # How a conversion runs
 Config = Annotated[
     Path | None,
