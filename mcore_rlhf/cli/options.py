@@ -115,7 +115,9 @@ PaddedVocabSize = Annotated[
 
 ZeroStage = Annotated[
     int | None,
-    _option("--zero-stage", help="ZeRO stage of a DeepSpeed target. [default: the source's]", metavar="0-3", min=0, max=3),
+    _option(
+        "--zero-stage", help="ZeRO stage of a DeepSpeed target. [default: the source's]", metavar="0-3", min=0, max=3
+    ),
 ]
 
 # How a conversion runs

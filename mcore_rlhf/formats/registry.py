@@ -8,9 +8,11 @@ from pathlib import Path
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
 
 from .base import Format, ReadOptions, Source
+from .deepspeed import FORMAT as DEEPSPEED
 from .megatron import FORMAT as MEGATRON
+from .universal import FORMAT as UNIVERSAL
 
-FORMATS: tuple[Format, ...] = (MEGATRON,)
+FORMATS: tuple[Format, ...] = (MEGATRON, UNIVERSAL, DEEPSPEED)
 
 
 def format_named(name: str) -> Format:

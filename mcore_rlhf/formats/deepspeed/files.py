@@ -18,7 +18,9 @@ _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_EXPERT = re.compile(
+    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
 _MOST = 20
 _AGAIN = "Copy the checkpoint again from where it came from, or use an older tag."
 
@@ -143,7 +145,9 @@ def _of_step(root: Path, step: int, tags: list[str]) -> str:
     chosen = [tag for tag in tags if (match := re.search(r"(\d+)$", tag)) and int(match[1]) == step]
     if len(chosen) != 1:
         found = "several tags end" if chosen else "no tag ends"
-        raise NotACheckpoint(f"{root}: {found} in {step}; found {', '.join(tags[:_MOST])}\nGive the tag's folder itself.")
+        raise NotACheckpoint(
+            f"{root}: {found} in {step}; found {', '.join(tags[:_MOST])}\nGive the tag's folder itself."
+        )
     return chosen[0]
 
 
@@ -168,7 +172,9 @@ def _sorted_out(root: Path, tag: str) -> TagFiles:
 
 def _refuse_mixture(files: TagFiles, prefixes: dict[str, str], experts: list[str]) -> None:
     if experts:
-        raise Unsupported(f"{files.folder}: holds expert-parallel files ({experts[0]}); DeepSpeed-MoE is not supported yet")
+        raise Unsupported(
+            f"{files.folder}: holds expert-parallel files ({experts[0]}); DeepSpeed-MoE is not supported yet"
+        )
     problems = Problems()
     advice = "Files of two runs are mixed in one tag: keep those of one."
     if len(prefixes) > 1:
