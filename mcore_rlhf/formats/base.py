@@ -139,6 +139,7 @@ class WriteOptions:
         padded_vocab_size: Rows of the written embedding.
         rules: The user's own rules for parameters.
         zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
+        unused_patterns: Whether patterns of ``universal_checkpoint_info`` may match no parameter.
     """
 
     tp: int | None = None
@@ -156,6 +157,7 @@ class WriteOptions:
     padded_vocab_size: int | None = None
     rules: Rules = field(default_factory=Rules)
     zero_stage: int | None = None
+    unused_patterns: bool = False
 
 
 class Written(Protocol):
