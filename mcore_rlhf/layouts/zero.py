@@ -75,19 +75,29 @@ class FlatGroup:
         """How many elements at the end of a rank's partition are padding."""
         return min(self.length(), max(0, (rank + 1) * self.length() - self.numel))
 
+    def run(self, index: int, rank: int) -> Run | None:
+        """What one rank holds of one parameter, or None.
+
+        Args:
+            index: The parameter's number in the group.
+            rank: The rank.
+        """
+        first, low = self.offsets[index], rank * self.length()
+        start = max(first, low)
+        stop = min(first + self.numels[index], low + self.length())
+        return Run(rank, start - first, start - low, stop - start) if start < stop else None
+
     def runs(self, index: int) -> Iterator[Run]:
         """Where one parameter lies, in order.
 
         Args:
             index: Its number in the group.
         """
-        first, part = self.offsets[index], self.length()
-        at, end = first, first + self.numels[index]
-        while at < end:
-            rank = at // part
-            stop = min(end, (rank + 1) * part)
-            yield Run(rank, at - first, at - rank * part, stop - at)
-            at = stop
+        first, numel = self.offsets[index], self.numels[index]
+        for rank in range(first // self.length(), -(-(first + numel) // self.length())) if numel else ():
+            run = self.run(index, rank)
+            if run is not None:
+                yield run
 
     def indices(self, rank: int) -> range:
         """The parameters of which a rank holds elements."""
@@ -118,12 +128,24 @@ class SlicedGroup:
         """Elements of one rank's part, the padding of every slice included."""
         return self.offsets[-1]
 
+    def padding(self, rank: int) -> int:
+        """Always 0: the padding of slices is between them, and is stored."""
+        return 0
+
+    def run(self, index: int, rank: int) -> Run | None:
+        """What one rank holds of one parameter, or None; see :meth:`FlatGroup.run`."""
+        numel = self.numels[index]
+        start = rank * slice_numel(numel, self.dp)
+        held = min(slice_numel(numel, self.dp), numel - start)
+        return Run(rank, start, self.offsets[index], held) if held > 0 else None
+
     def runs(self, index: int) -> Iterator[Run]:
         """Where one parameter lies, in order; see :meth:`FlatGroup.runs`."""
-        numel = self.numels[index]
-        q = slice_numel(numel, self.dp)
-        for rank in range(-(-numel // q) if q else 0):
-            yield Run(rank, rank * q, self.offsets[index], min(q, numel - rank * q))
+        for rank in range(self.dp):
+            run = self.run(index, rank)
+            if run is None:
+                return
+            yield run
 
     def indices(self, rank: int) -> range:
         """The parameters of which a rank has a slice, be it padding only."""

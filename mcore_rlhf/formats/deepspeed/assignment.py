@@ -79,6 +79,23 @@ def assign(
     )
 
 
+def check_named(
+    pt: PtFile, slots: Sequence[Sequence[Slot]], names: Sequence[Sequence[str]], module: ModuleReading
+) -> None:
+    """Whether names that a file gives fit its states.
+
+    Raises:
+        LayoutMismatch: The module has no such parameter, or one of another shape.
+    """
+    for group, listed in zip(slots, names, strict=True):
+        for slot, name in zip(group, listed, strict=True):
+            shape = module.tensors[name].shape if name in module.tensors else None
+            if shape is None or slot.shape not in (shape, None):
+                raise LayoutMismatch(
+                    f"{pt.directory.path}: the optimizer's state of {name} has shape {slot.shape}, the module's {shape}"
+                )
+
+
 def _items(module: ModuleReading, decays: Sequence[object], rules: Rules) -> list[_Item]:
     found = []
     for name, tensor in module.tensors.items():

@@ -117,11 +117,14 @@ def place_chunks(place: Place, layout: LocalLayout) -> Iterator[Chunk]:
 
 def _cut_chunks(cut: Cut, layout: LocalLayout) -> Iterator[Chunk]:
     strides = row_major(layout.shape)
-    for run in cut.group.runs(cut.index):
-        part = cut.parts.get(run.rank)
-        for local in flat_boxes(layout.shape, run.start, run.start + run.numel) if part is not None else ():
+    for rank, part in cut.parts.items():
+        run = cut.group.run(cut.index, rank)
+        if run is None:
+            continue
+        origin = part.start + run.at - run.start
+        for local in flat_boxes(layout.shape, run.start, run.start + run.numel):
             for box, offset in _in_pieces(layout, local):
-                yield Chunk(box, part.record, part.start + run.at + dot(offset, strides) - run.start, strides)
+                yield Chunk(box, part.record, origin + dot(offset, strides), strides)
 
 
 def _in_pieces(layout: LocalLayout, local: Box) -> Iterator[tuple[Box, Shape]]:

@@ -146,7 +146,7 @@ def _check_length(
 ) -> None:
     """A part has its whole length, or is lean: without the padding at its end."""
     whole = reading.geometry.length()
-    lean = whole - reading.geometry.padding(rank) if isinstance(reading.geometry, FlatGroup) else whole
+    lean = whole - reading.geometry.padding(rank)
     if value.shape[0] not in (whole, lean):
         wanted = f"{whole}" if whole == lean else f"{lean} or, with padding, {whole}"
         problems.add(

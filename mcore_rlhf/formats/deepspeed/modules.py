@@ -47,6 +47,7 @@ class ModuleReading:
         shared: ``{alias: owner}``.
         buffers: Names of persistent buffers.
         opaque: Values that are no tensors (``_extra_state``).
+        layers: Keys of a ``PipelineModule``'s layer files, with their global names.
     """
 
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class ModuleReading:
     shared: dict[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
     opaque: dict[str, object] = field(default_factory=dict)
+    layers: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
 def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
@@ -65,7 +67,7 @@ def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
     top = opened.top(0, mp_rank)
     reading = ModuleReading(buffers=tuple(top.get("buffer_names") or ()))
     shapes = {name: tuple(map(int, shape)) for group in top.get("param_shapes") or () for name, shape in group.items()}
-    module = dict(_keys(opened, mp_rank, shapes))
+    module = dict(_keys(opened, mp_rank, shapes, reading))
     reading.order = list(module)
     reading.shared = {**_stored_aliases(opened, module), **_seen_aliases(module)}
     for name, value in module.items():
@@ -79,7 +81,9 @@ def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
     return reading
 
 
-def _keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Any]]:
+def _keys(
+    opened: Opened, mp_rank: int, shapes: Mapping[str, Shape], reading: ModuleReading
+) -> Iterator[tuple[str, Any]]:
     """The state dict under global names."""
     module = opened.top(0, mp_rank)["module"]
     if module is not None:
@@ -90,10 +94,12 @@ def _keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> Iterator
         raise Incomplete(
             f"{where}: 'module' is None, as in a PipelineModule, but there are no layer_XX-model_states.pt files"
         )
-    yield from _layer_keys(opened, mp_rank, shapes)
+    for layer, key, name, value in _layer_keys(opened, mp_rank, shapes):
+        reading.layers.setdefault(layer, {})[key] = name
+        yield name, value
 
 
-def _layer_keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Any]]:
+def _layer_keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[int, str, str, Any]]:
     """The layers of a pipeline stage: those that it trains something of, and, on the first stage that could, all others."""
     tp_rank = mp_rank % opened.tp
     stages = [_names_of(opened, stage * opened.tp + tp_rank) for stage in range(opened.pp)]
@@ -107,7 +113,7 @@ def _layer_keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> It
                 if name in mine or (
                     name not in shapes and (layer in _layers(mine) or (first and layer not in claimed))
                 ):
-                    yield name, value
+                    yield layer, key, name, value
 
 
 def _names_of(opened: Opened, mp_rank: int) -> set[str]:

@@ -116,7 +116,7 @@ def _degree(pt: PtFile, top: Mapping[str, Any], key: str) -> int:
 
 def _has_optimizer_files(files: TagFiles, first: PtFile, top: Mapping[str, Any]) -> bool:
     """Whether the run wrote any: stage 0 did not, and says so by having no ``param_shapes``."""
-    if files.optim or top.get("param_shapes") is None:
+    if files.optim or top.get("param_shapes") is None or top.get("optimizer") is not None:
         return bool(files.optim)
     raise Incomplete(
         f"{files.folder}: {first.file} says that ZeRO partitioned the optimizer, but there is no …_optim_states.pt file\n"
@@ -173,7 +173,8 @@ def _stage(opened: Opened) -> int:
     if opened.files.sliced:
         return 3
     if not opened.files.optim:
-        return _configured_stage(opened) if opened.first.get("param_shapes") is not None else 0
+        plain = opened.first.get("optimizer") is not None or opened.first.get("param_shapes") is None
+        return 0 if plain else _configured_stage(opened)
     if not opened.optim:
         return _configured_stage(opened)
     stage = stage_number(opened.optimizer(0, 0).get("zero_stage", 1))  # BF16_Optimizer, which is stage 1, stores none

@@ -18,7 +18,7 @@ from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .assignment import Slot, assign
+from .assignment import Slot, assign, check_named
 from .catalog import Cut, Place
 from .modules import ModuleReading
 from .values import same
@@ -81,12 +81,29 @@ def _read_numbered(
             if masters is not None:
                 state[MASTER] = masters[number][place]
     slots = [[Slot(_shape_of(state), state.get(MASTER)) for state in group] for group in stored]
-    reading.members = assign(pt, slots, module, [fields.get("weight_decay") for fields in reading.fields], rules)
+    named = _named(pt, groups)
+    if named is not None:
+        check_named(pt, slots, named, module)
+    reading.members = named or assign(pt, slots, module, [f.get("weight_decay") for f in reading.fields], rules)
     for group_states, names in zip(stored, reading.members, strict=True):
         scalars: dict[str, object] = {}
         for name, state in zip(names, group_states, strict=True):
             _take(pt, name, state, module, reading, scalars)
         reading.scalars.append(scalars)
+
+
+def _named(pt: PtFile, groups: list[Any]) -> list[tuple[str, ...]] | None:
+    """The names of every group's parameters where something stores them.
+
+    DeepSpeed does not; torch does for an optimizer that was made with ``named_parameters()``; and this program writes
+    ``param_shapes`` at every stage.
+    """
+    shapes = pt.tree.get("param_shapes")
+    if isinstance(shapes, list) and [len(group) for group in shapes] == [len(group["params"]) for group in groups]:
+        return [tuple(group) for group in shapes]
+    if groups and all(len(group.get("param_names") or ()) == len(group["params"]) > 0 for group in groups):
+        return [tuple(group["param_names"]) for group in groups]
+    return None
 
 
 def _shape_of(state: Mapping[str, Any]) -> Shape | None:
@@ -134,7 +151,10 @@ def _read_fused(
 
 
 def _flat_members(pt: PtFile, lengths: list[int], module: ModuleReading) -> list[tuple[str, ...]]:
-    numels = {n: prod(t.shape) for n, t in module.tensors.items() if n not in module.buffers and prod(t.shape)}
+    named = pt.tree.get("param_shapes")
+    if isinstance(named, list) and len(named) == len(lengths):
+        return [tuple(group) for group in named]
+    numels = {n: prod(t.shape) for n, t in module.tensors.items() if n not in module.buffers and 0 not in t.shape}
     matrices = tuple(name for name in numels if len(module.tensors[name].shape) >= 2)
     vectors = tuple(name for name in numels if len(module.tensors[name].shape) < 2)
     for split in ([tuple(numels)], [matrices, vectors], [vectors, matrices]):
