@@ -102,6 +102,12 @@ class Blueprint:
     states: tuple[str, ...]
     source: Catalog
     holders: Mapping[str, Mapping[int, Holder]] | None = None
+    _available: frozenset[TensorName] = frozenset()
+    _dtypes: dict[str, DType] = field(default_factory=dict)
+    _flat: dict[int, list[NewGroup]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._available = frozenset(self.source)
 
     def layout_of(self, spec: ParamSpec, mp_rank: int) -> LocalLayout | None:
         """The part of a tensor that a model-parallel rank has, or None."""
@@ -121,11 +127,11 @@ class Blueprint:
         return [[local[n] for n in group.params if n in local and local[n].numel] for group in self.groups]
 
     def flat_groups(self, mp_rank: int) -> list[NewGroup]:
-        """The flat groups of a rank."""
-        found: list[NewGroup] = []
-        for number, members in enumerate(self.params_of(mp_rank)):
-            found.extend(self._cut(number, members))
-        return found
+        """The flat groups of a rank; worked out once, since every data-parallel rank's file asks."""
+        if mp_rank not in self._flat:
+            cut = (self._cut(number, members) for number, members in enumerate(self.params_of(mp_rank)))
+            self._flat[mp_rank] = [group for groups in cut for group in groups]
+        return self._flat[mp_rank]
 
     def _cut(self, number: int, members: list[Member]) -> list[NewGroup]:
         choices = self.choices
@@ -144,18 +150,18 @@ class Blueprint:
         return [NewGroup(number, tuple(ordered), FlatGroup(numels, choices.dp, alignment_gaps(numels, multiple)))]
 
     def has(self, spec: ParamSpec, state: str) -> bool:
-        """Whether the source has a state of a parameter."""
-        return self.source.get(TensorName(self.role, spec.name, state)) is not None
+        """Whether the source has a state of a parameter; its masters can always be made."""
+        return state == MASTER or TensorName(self.role, spec.name, state) in self._available
 
-    def state_dtype(self, members: Sequence[Member], state: str) -> DType:
+    def state_dtype(self, state: str) -> DType:
         """The element type of a state, as the source stores it."""
         if state == MASTER:
             return FLOAT32
-        for member in members:
-            entry = self.source.get(TensorName(self.role, member.spec.name, state))
-            if entry is not None:
-                return entry.dtype
-        return FLOAT32
+        if state not in self._dtypes:
+            name = next(name for name in self.source if name.state == state)
+            entry = self.source.get(name)
+            self._dtypes[state] = entry.dtype if entry is not None else FLOAT32
+        return self._dtypes[state]
 
 
 def flat_part(
@@ -172,7 +178,7 @@ def flat_part(
         lean: Whether the padding at its end is left out.
     """
     length = group.geometry.length() - (group.geometry.padding(rank) if lean else 0)
-    stored = records.tensor(blueprint.state_dtype(group.members, state), (length,))
+    stored = records.tensor(blueprint.state_dtype(state), (length,))
     for index in group.geometry.indices(rank):
         member = group.members[index]
         if blueprint.has(member.spec, state):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from mcore_rlhf.core.dtype import FLOATING, FLOAT32
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
@@ -20,9 +20,10 @@ from mcore_rlhf.storage.ptwriter import PtWriter
 from .choices import Choices, choose
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
 from .layout import Blueprint, Records
+from .optimizer_trees import Tree
 from .reader import DeepSpeedNative
 from .state import other_values
-from .trees import Tree, Trees
+from .trees import Trees
 from .view import TargetView
 
 _Tree = Callable[[Records], Tree]
