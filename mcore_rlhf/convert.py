@@ -140,7 +140,8 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
 
     Args:
         source: A root, an iteration, or a step with roles.
-        target: The root that the target's framework would be given to load; must not exist.
+        target: The root that the target's framework would be given to load; must not exist. A universal checkpoint may also
+            go into a DeepSpeed run that is there: see :mod:`.into_run`.
         options: How.
         progress: Hears how far it is.
 
@@ -150,6 +151,10 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     Raises:
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
+    from .into_run import convert_into_run, is_run  # it is made of what is in here
+
+    if options.to == "universal" and is_run(target):
+        return convert_into_run(source, target, options, progress)
     refuse_overlap(source, target)
     publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:

@@ -109,49 +109,83 @@ def _address(view: memoryview) -> int:
 
 
 @dataclass(slots=True)
+class _Use:
+    """A mapped file, and how many of its views have yet to be released."""
+
+    mapped: MappedFile
+    views: int = 0
+
+
+@dataclass(slots=True)
 class MappedFiles:
-    """The files of a checkpoint, each mapped when it is first needed. May be used from several threads.
+    """The files of a checkpoint, each mapped when it is needed. May be used from several threads.
+
+    A checkpoint can have more files than a process may have open: those that nobody looks at are closed again, the one that was
+    not needed for longest first.
 
     Args:
         root: The checkpoint's folder.
+        limit: Files that stay open.
     """
 
     root: Path
-    _open: dict[str, MappedFile] = field(default_factory=dict)
+    limit: int = 128
+    _open: dict[str, _Use] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, file: str) -> MappedFile:
-        """The mapped file.
+        """The mapped file, which stays open until :meth:`close`."""
+        return self._take(file).mapped
+
+    def view(self, file: str, byte_offset: int, nbytes: int) -> memoryview:
+        """See :meth:`MappedFile.view`. The file stays open until the view is released.
 
         Args:
             file: Path relative to the root, with ``/``.
+            byte_offset, nbytes: Which bytes.
 
         Raises:
             Untrusted: The path leads out of the root.
             NotACheckpoint: There is no such file.
             StorageError: It cannot be read.
         """
-        found = self._open.get(file)
-        if found is not None:
-            return found
-        with self._lock:
-            if file not in self._open:
-                self._open[file] = MappedFile(inside(self.root, file))
-            return self._open[file]
-
-    def view(self, file: str, byte_offset: int, nbytes: int) -> memoryview:
-        """See :meth:`MappedFile.view`."""
-        return self.open(file).view(byte_offset, nbytes)
+        use = self._take(file)
+        try:
+            return use.mapped.view(byte_offset, nbytes)
+        except BaseException:
+            self._give_back(file)
+            raise
 
     def release(self, file: str, byte_offset: int, nbytes: int) -> None:
         """See :meth:`MappedFile.release`."""
-        self.open(file).release(byte_offset, nbytes)
+        use = self._open.get(file)
+        if use is not None:
+            use.mapped.release(byte_offset, nbytes)
+            self._give_back(file)
+
+    def _take(self, file: str) -> _Use:
+        with self._lock:
+            use = self._open.pop(file, None) or _Use(MappedFile(inside(self.root, file)))
+            self._open[file] = use  # at the end: used last
+            use.views += 1
+            self._close_idle()
+            return use
+
+    def _give_back(self, file: str) -> None:
+        with self._lock:
+            use = self._open.get(file)
+            if use is not None and use.views:
+                use.views -= 1
+
+    def _close_idle(self) -> None:
+        for file in [file for file, use in self._open.items() if not use.views][: max(0, len(self._open) - self.limit)]:
+            self._open.pop(file).mapped.close()
 
     def close(self) -> None:
         """Close all files."""
         with self._lock:
-            for mapped in self._open.values():
-                mapped.close()
+            for use in self._open.values():
+                use.mapped.close()
             self._open.clear()
 
     def __enter__(self) -> MappedFiles:
