@@ -71,7 +71,7 @@ class Trees:
             "frozen_param_fragments": fragments if stage >= 2 else None,
             "lr_scheduler": copy.deepcopy(self.state.scheduler),
             "data_sampler": None, "random_ltd": None, "skipped_steps": 0,
-            "global_steps": self.state.iteration,
+            "global_steps": self.state.iteration, "global_samples": other.get("global_samples", 0),
             "dp_world_size": self.choices.dp, "mp_world_size": self.choices.mp,
             "checkpoint_parallel_dimensions": {"pp_degree": self.choices.pp, "tp_degree": self.choices.tp},
             "ds_config": self.config(), "ds_version": VERSION,
