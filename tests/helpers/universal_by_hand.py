@@ -39,7 +39,9 @@ def write(
         if step is not None:
             torch.save(torch.tensor(step), folder / "zero" / name / "step.pt")
     listed = groups or [{**FIELDS, "weight_decay": 0.1, "params": [0]}]
-    torch.save({"ds_version": "0.19.8", "clip_grad": 1.0, "param_groups": listed}, folder / "zero" / "optimizer_state.pt")
+    torch.save(
+        {"ds_version": "0.19.8", "clip_grad": 1.0, "param_groups": listed}, folder / "zero" / "optimizer_state.pt"
+    )
     model = {"dp_world_size": 1, "mp_world_size": 1, "global_steps": 7, "global_samples": 56, "skipped_steps": 1}
     torch.save({**model, "lr_scheduler": None, "module": {}, **(top or {})}, folder / "mp_rank_00_model_states.pt")
     (root / "latest_universal").write_text(f"{folder.name}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import cast
 
@@ -115,7 +116,7 @@ class _Reading:
                 )
                 notes.add(Fate.LOST, f"{name}: {what}")
                 continue
-            self._check_shape(name, shape, problems)
+            self._check_shape(name, problems)
             weights[name] = self._weights(name, shape, name in trained)
             vocabulary = bool(self._keys(name).get(VOCAB_TENSOR))
             specs.append(
@@ -128,27 +129,35 @@ class _Reading:
         files = self.zero.params.get(name)
         return files.keys if files is not None else {}
 
+    def _listed(self, name: str) -> Shape | None:
+        """The shape in ``param_shapes``: the whole one where there is no tensor parallelism."""
+        listed = next((group[name] for group in self.states.group_shapes if name in group), None)
+        return listed if listed is not None else self.states.frozen_shapes.get(name)
+
     def _shape(self, name: str) -> Shape | None:
         """The logical shape: a flat file of the stage 3 flavour does not have it, ``param_shapes`` do."""
         if name in self.states.buffers:
             return next((tensor.shape for tensor in self.states.tensors(name)), None)
         files = self.zero.params.get(name)
-        listed = next(
-            (group[name] for group in self.states.group_shapes if name in group), self.states.frozen_shapes.get(name)
-        )
         if files is None:
             stored = [tensor.shape for tensor in self.states.tensors(name) if 0 not in tensor.shape]
-            return listed if self.states.fragments(name) else next(iter(stored), None)
-        flat = files.keys == {} and len(files.stored_shape) == 1 and self.states.parallel.tp == 1
-        return listed if flat and listed is not None else files.stored_shape
+            return self._listed(name) if self.states.fragments(name) else next(iter(stored), None)
+        listed = self._listed(name)
+        return listed if listed is not None and self._is_flat(files) else files.stored_shape
 
-    def _check_shape(self, name: str, shape: Shape, problems: Problems) -> None:
-        files = self.zero.params.get(name)
-        if files is not None and name not in self.states.buffers and _numel(files.stored_shape) != _numel(shape):
+    def _is_flat(self, files: ParamFiles) -> bool:
+        return files.keys == {} and len(files.stored_shape) == 1 and self.states.parallel.tp == 1
+
+    def _check_shape(self, name: str, problems: Problems) -> None:
+        """Without tensor parallelism, and without the padding of a vocabulary, the files have the model's shapes."""
+        files, listed = self.zero.params.get(name), self._listed(name)
+        if files is None or listed is None or self.states.parallel.tp > 1 or files.keys.get(VOCAB_TENSOR):
+            return
+        if files.stored_shape not in (listed, (prod(listed),)):
             problems.add(
                 LayoutMismatch,
-                f"{self.located.folder / ZERO / name / FP32}.pt: expected {_numel(shape)} elements for the shape {shape} in "
-                f"param_shapes, found {_numel(files.stored_shape)}",
+                f"{self.located.folder / ZERO / name / FP32}.pt: expected the shape {listed} of param_shapes, or "
+                f"{prod(listed)} elements, found {files.stored_shape}",
             )
 
     def _weights(self, name: str, shape: Shape, trained: bool) -> Weights:
@@ -201,13 +210,6 @@ class _Reading:
             keys,
             pipeline,
         )
-
-
-def _numel(shape: Shape) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def _layers(names: list[str]) -> int:

@@ -47,7 +47,11 @@ def test_the_tracker_names_it(pairs: dict[str, tuple[Path, Path]], name: str) ->
 def test_parameters_files_are_equal(pairs: dict[str, tuple[Path, Path]], name: str) -> None:
     """Every tensor, key, type and the order of keys, in every file that both have."""
     theirs, ours = pairs[name]
-    both = [file for file in sorted(_files(theirs) & _files(ours)) if file.startswith("zero/") and "optimizer_state" not in file]
+    both = [
+        file
+        for file in sorted(_files(theirs) & _files(ours))
+        if file.startswith("zero/") and "optimizer_state" not in file
+    ]
     assert len(both) > 90
     for file in both:
         assert same(plain_load(theirs / file), plain_load(ours / file)) == [], file
@@ -89,7 +93,9 @@ def test_which_files_only_one_of_us_writes(pairs: dict[str, tuple[Path, Path]], 
         dropped = [*aliases, *integers] if module is not None else []
         assert _files(theirs) - _files(ours) == {f"zero/{param}/fp32.pt" for param in dropped}
         ranks = len(list(theirs.glob("mp_rank_*")))
-        assert _files(ours) - _files(theirs) == {f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks)}
+        assert _files(ours) - _files(theirs) == {
+            f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks)
+        }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,11 +126,18 @@ def test_stage_3_reads_what_all_groups_agree_on(pairs: dict[str, tuple[Path, Pat
 def test_client_state_and_counters_are_equal(pairs: dict[str, tuple[Path, Path]], name: str) -> None:
     theirs, ours = pairs[name]
     for path in sorted(theirs.glob("mp_rank_*_model_states.pt")):
-        old, new, stage3 = plain_load(path), plain_load(ours / path.name), plain_load(ours / f"zero_pp_rank_0_{path.name}")
+        old, new, stage3 = (
+            plain_load(path),
+            plain_load(ours / path.name),
+            plain_load(ours / f"zero_pp_rank_0_{path.name}"),
+        )
         assert list(old) == list(new) == list(stage3)
         own = {"module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
         for made in (new, stage3):
-            assert same({k: v for k, v in old.items() if k not in own}, {k: v for k, v in made.items() if k not in own}) == []
+            assert (
+                same({k: v for k, v in old.items() if k not in own}, {k: v for k, v in made.items() if k not in own})
+                == []
+            )
 
 
 @pytest.mark.parametrize("name", ["z1_bf16acc32_untied_dp2", "z1_fp32_tied_dp2", "z2_bf16_ac_dp2"])

@@ -57,7 +57,9 @@ def test_the_module_has_weights_buffers_and_aliases_in_its_order() -> None:
     native = source.native
     assert isinstance(native, ZeroState)
     assert native.shared == {"actor.lm_head.weight": "actor.model.embed_tokens.weight"}
-    assert "actor.lm_head.weight" not in {spec.name for spec in source.model.params}  # though there is a folder of that name
+    assert "actor.lm_head.weight" not in {
+        spec.name for spec in source.model.params
+    }  # though there is a folder of that name
     assert native.order[:3] == ("actor.model.scale_buf", "actor.model.step_buf", "actor.model.embed_tokens.weight")
     assert tensor_of(source, "actor.model.step_buf", PARAM).tolist() == 5
     weight = source.model.get("critic.value_head.bias")
@@ -70,7 +72,10 @@ def test_the_module_has_weights_buffers_and_aliases_in_its_order() -> None:
 def test_what_is_no_tensor_comes_along() -> None:
     state = _open("z2_bf16_ac_dp2").state
     assert (state.iteration, state.scheduler) == (3, {"last_batch_iteration": 2})
-    assert (state.other["ppo_iteration"], state.other["nested"]) == (21, {"samples": [1, 2, 3], "name": "x", "means": (0.5, -1.25)})
+    assert (state.other["ppo_iteration"], state.other["nested"]) == (
+        21,
+        {"samples": [1, 2, 3], "name": "x", "means": (0.5, -1.25)},
+    )
     assert isinstance(state.other["rng_state"], torch.Tensor)
     assert state.args["zero_optimization"] == {"stage": 2}
     assert "module" not in state.other
@@ -78,7 +83,9 @@ def test_what_is_no_tensor_comes_along() -> None:
 
 def test_the_stage_3_flavour_has_flat_files_and_frozen_slices() -> None:
     source = _open("z3_bf16_frozen_dp2")
-    assert source.catalog.get(TensorName("actor", "lm_head.weight", PARAM)) is None  # stage 3 keeps no weights of what it trains
+    assert (
+        source.catalog.get(TensorName("actor", "lm_head.weight", PARAM)) is None
+    )  # stage 3 keeps no weights of what it trains
     entry = source.catalog.get(TensorName("actor", "lm_head.weight", MASTER))
     assert entry is not None
     assert entry.global_shape == (67, 20)
@@ -94,7 +101,9 @@ def test_the_stage_3_flavour_has_flat_files_and_frozen_slices() -> None:
 def test_tensor_parallel_ranks_have_whole_masters() -> None:
     source = _open("autotp2_z1_bf16_dp1")
     assert str(source.parallel) == "TP2×PP1×DP1"
-    assert source.catalog.get(TensorName("actor", "model.layers.0.self_attn.q_proj.weight", PARAM)) is None  # cut in two
+    assert (
+        source.catalog.get(TensorName("actor", "model.layers.0.self_attn.q_proj.weight", PARAM)) is None
+    )  # cut in two
     assert tensor_of(source, "model.layers.0.self_attn.q_proj.weight", MASTER).shape == (20, 20)
     norm = source.catalog.get(TensorName("actor", "model.norm.weight", PARAM))
     assert norm is not None
@@ -123,7 +132,9 @@ def test_the_smallest_that_deepspeed_loads(tmp_path: Path) -> None:
     assert source.state.other["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize(("states", "step"), [(("momentum_buffer",), None), (("exp_avg",), 7), (("mu", "nu", "ema"), 7.0)])
+@pytest.mark.parametrize(
+    ("states", "step"), [(("momentum_buffer",), None), (("exp_avg",), 7), (("mu", "nu", "ema"), 7.0)]
+)
 def test_any_optimizers_states(tmp_path: Path, states: tuple[str, ...], step: float | None) -> None:
     made = {"w": {state: torch.full((2, 2), float(i)) for i, state in enumerate(("fp32", *states))}}
     write(tmp_path, made, step=step)
