@@ -88,7 +88,9 @@ def _merge_sliced(merged: Merged, osds: list[dict[str, Any]]) -> None:
         merged.settings.append(_settings(group))
         merged.groups.append([name for sub in group["params"] for name in merged.top["param_shapes"][sub]])
     for sub, shapes in enumerate(merged.top["param_shapes"]):
-        of_rank = [{**i["state"][sub], MASTER: osd["fp32_flat_groups"][sub]} for i, osd in zip(inner, osds, strict=True)]
+        of_rank = [
+            {**i["state"][sub], MASTER: osd["fp32_flat_groups"][sub]} for i, osd in zip(inner, osds, strict=True)
+        ]
         offset = 0
         for name, shape in shapes.items():
             q = -(-prod(shape) // len(osds))

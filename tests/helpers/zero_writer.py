@@ -105,7 +105,10 @@ def _flat(recipe: Recipe, rank: int) -> dict[str, Any]:
         part = -(-total // (2 * recipe.dp)) * 2
         low, high = rank * part, (rank + 1) * part
         pad = min(part, max(0, high - total))
-        cut = {key: torch.cat([flat, torch.zeros(part * recipe.dp - total)])[low:high].clone() for key, flat in flats.items()}
+        cut = {
+            key: torch.cat([flat, torch.zeros(part * recipe.dp - total)])[low:high].clone()
+            for key, flat in flats.items()
+        }
         masters.append(cut[MASTER] if recipe.bf16_optimizer else cut[MASTER][: part - pad].clone())
         lean = part - pad if recipe.elastic else part
         states.append({**({} if recipe.elastic else recipe.scalars), **{k: cut[k][:lean].clone() for k in recipe.keys}})
@@ -129,7 +132,10 @@ def _flat(recipe: Recipe, rank: int) -> dict[str, Any]:
 def _sliced(recipe: Recipe, rank: int) -> dict[str, Any]:
     masters, states = [], []
     for group in recipe.groups:
-        cut = {key: torch.cat([_slice(recipe.tensors[n, key], rank, recipe.dp) for n in group]) for key in (MASTER, *recipe.keys)}
+        cut = {
+            key: torch.cat([_slice(recipe.tensors[n, key], rank, recipe.dp) for n in group])
+            for key in (MASTER, *recipe.keys)
+        }
         masters.append(cut.pop(MASTER))
         states.append({**recipe.scalars, **cut})
     groups = [{"lr": 0.1 + i, "weight_decay": 0.1 * i, "params": [i]} for i in range(len(states))]
@@ -150,8 +156,12 @@ def _model(recipe: Recipe, rank: int) -> dict[str, Any]:
     fragments: dict[str, torch.Tensor] = dict(recipe.frozen)
     if recipe.stage == 3:
         fragments = {name: _slice(value, rank, recipe.dp) for name, value in recipe.frozen.items()}
-        module = OrderedDict((n, v if n in recipe.buffers else torch.empty(0, dtype=v.dtype)) for n, v in module.items())
-    shapes = [OrderedDict((n, recipe.tensors[n, MASTER].shape) for n in _order(recipe, group)) for group in recipe.groups]
+        module = OrderedDict(
+            (n, v if n in recipe.buffers else torch.empty(0, dtype=v.dtype)) for n, v in module.items()
+        )
+    shapes = [
+        OrderedDict((n, recipe.tensors[n, MASTER].shape) for n in _order(recipe, group)) for group in recipe.groups
+    ]
     late = recipe.stage >= 2
     zero = {"stage": recipe.stage, "round_robin_gradients": recipe.round_robin, "parameter_alignment": recipe.align > 1}
     return {
@@ -164,7 +174,9 @@ def _model(recipe: Recipe, rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def whole_tensors(shapes: dict[str, tuple[int, ...]], keys: tuple[str, ...], seed: int = 0) -> dict[tuple[str, str], torch.Tensor]:
+def whole_tensors(
+    shapes: dict[str, tuple[int, ...]], keys: tuple[str, ...], seed: int = 0
+) -> dict[tuple[str, str], torch.Tensor]:
     """Masters and states of random values."""
     generator = torch.Generator().manual_seed(seed)
     return {
