@@ -64,10 +64,11 @@ def consolidate(
     Raises:
         CheckpointError: Something is wrong; nothing was published.
     """
-    refuse_overlap(path, target)
+    source = open_tag(path, tag, options.stubs)
+    for folder in {file.path.partition("/")[0] for file in source.files}:
+        refuse_overlap(source.root / folder, target)  # beside it, in the run's own folder, is where people want it
     publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:
-        source = open_tag(path, tag, options.stubs)
         parts = parts_of(source, options.exclude_frozen)
         shards = list(shards_of(parts, options))
         check_space(target.parent, sum(shard.nbytes for shard in shards))

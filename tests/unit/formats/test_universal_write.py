@@ -54,7 +54,14 @@ def _say(native: Path, **info: Any) -> None:
 
 def test_patterns_become_keys(native: Path, tmp_path: Path) -> None:
     """As in ``merge_tp_slices``: row parallel ones are joined along dimension 1, replicated ones not at all."""
-    _say(native, **{ROW: [r".*\.(o_proj|down_proj)\.weight"], REPLICATED: [r".*norm\.(weight|bias)"], HALVES: [r".*\.gate_proj\.weight"]})
+    _say(
+        native,
+        **{
+            ROW: [r".*\.(o_proj|down_proj)\.weight"],
+            REPLICATED: [r".*norm\.(weight|bias)"],
+            HALVES: [r".*\.gate_proj\.weight"],
+        },
+    )
     _convert(native, tmp_path / "out")
     zero = _zero(tmp_path / "out")
     for param, keys in {
@@ -70,7 +77,9 @@ def test_patterns_become_keys(native: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "rows"), [(None, 61), (50, 50), (99, 67)])
-def test_padding_of_a_vocabulary_is_cut_in_every_state(native: Path, tmp_path: Path, given: int | None, rows: int) -> None:
+def test_padding_of_a_vocabulary_is_cut_in_every_state(
+    native: Path, tmp_path: Path, given: int | None, rows: int
+) -> None:
     _say(native, **{VOCABULARY: [r"model\.embed_tokens\.weight"], "original_vocab_size": 61})
     _convert(native, tmp_path / "out", vocab_size=given)
     expected = torch.load(GOLDENS / "deepspeed" / "z1_fp32_tied_dp2" / "expected.pt", weights_only=True)["state"]
@@ -100,7 +109,9 @@ def test_patterns_that_match_twice(native: Path, tmp_path: Path, kind: str) -> N
 
 
 def test_layouts_that_cannot_be_written_are_refused() -> None:
-    sub = TensorParallelKeys({"parameter_with_sub_params": [{"patterns": ["qkv"], "shape": (3, -1), "partition_dim": 0}]}, {})
+    sub = TensorParallelKeys(
+        {"parameter_with_sub_params": [{"patterns": ["qkv"], "shape": (3, -1), "partition_dim": 0}]}, {}
+    )
     with pytest.raises(Unsupported, match="sub-parameters"):
         sub.of_param("qkv.weight")
     assert sub.of_param("dense.weight") == {"cat_dim": 0}
@@ -119,22 +130,42 @@ def test_a_universal_sources_keys_are_kept(tmp_path: Path) -> None:
     source = write(tmp_path / "a", {"w": adam(4, 3)}, keys=keys)
     _convert(source, tmp_path / "b")
     for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        assert same(plain_load(source / "zero" / "w" / f"{state}.pt"), plain_load(_zero(tmp_path / "b") / "w" / f"{state}.pt")) == []
+        assert (
+            same(
+                plain_load(source / "zero" / "w" / f"{state}.pt"),
+                plain_load(_zero(tmp_path / "b") / "w" / f"{state}.pt"),
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize("step", [7, 7.0, None])
 def test_other_optimizers_and_odd_shapes_come_through(tmp_path: Path, step: float | None) -> None:
-    shapes: dict[str, tuple[int, ...]] = {"scalar": (), "one": (1,), "none": (0, 3), "cube": (2, 3, 4), "a/b.weight": (5,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "scalar": (),
+        "one": (1,),
+        "none": (0, 3),
+        "cube": (2, 3, 4),
+        "a/b.weight": (5,),
+    }
     states = ("fp32", "momentum_buffer", "ema.slow")
     made = {name: {state: torch.randn(shape) for state in states} for name, shape in shapes.items()}
     groups = [{**FIELDS, "weight_decay": w, "params": [i]} for i, w in enumerate((0.1, 0.0))]
-    top = {"param_shapes": [{n: torch.Size(shapes[n]) for n in list(shapes)[:2]}, {n: torch.Size(shapes[n]) for n in list(shapes)[2:]}]}
+    top = {
+        "param_shapes": [
+            {n: torch.Size(shapes[n]) for n in list(shapes)[:2]},
+            {n: torch.Size(shapes[n]) for n in list(shapes)[2:]},
+        ]
+    }
     source = write(tmp_path / "a", made, step=step, groups=groups, top=top)
     job = _convert(source, tmp_path / "b")
     folder = _zero(tmp_path / "b")
     for name in shapes:
         for state in states:
-            assert same(plain_load(source / "zero" / name / f"{state}.pt"), plain_load(folder / name / f"{state}.pt")) == []
+            assert (
+                same(plain_load(source / "zero" / name / f"{state}.pt"), plain_load(folder / name / f"{state}.pt"))
+                == []
+            )
         assert (folder / name / "step.pt").exists() == (step is not None)
         if step is not None:
             assert same(plain_load(source / "zero" / name / "step.pt"), plain_load(folder / name / "step.pt")) == []
@@ -146,9 +177,13 @@ def test_other_optimizers_and_odd_shapes_come_through(tmp_path: Path, step: floa
 def test_without_the_optimizer_there_are_weights_alone(tmp_path: Path) -> None:
     source = write(tmp_path / "a", {"w": adam(4, 3)})
     job = _convert(source, tmp_path / "b", no_optimizer=True)
-    assert sorted(path.relative_to(_zero(tmp_path / "b")).as_posix() for path in _zero(tmp_path / "b").rglob("*.pt")) == ["w/fp32.pt"]
+    assert sorted(
+        path.relative_to(_zero(tmp_path / "b")).as_posix() for path in _zero(tmp_path / "b").rglob("*.pt")
+    ) == ["w/fp32.pt"]
     assert not job.lossless
-    assert torch.equal(plain_load(_zero(tmp_path / "b") / "w" / "fp32.pt")["param"], plain_load(source / "zero/w/fp32.pt")["param"])
+    assert torch.equal(
+        plain_load(_zero(tmp_path / "b") / "w" / "fp32.pt")["param"], plain_load(source / "zero/w/fp32.pt")["param"]
+    )
 
 
 class _WithoutMaster:
@@ -173,7 +208,10 @@ class _WithoutMaster:
 def test_parameters_without_masters_are_refused_by_name() -> None:
     source = open_checkpoint(GOLDENS / "deepspeed" / "z2_bf16_ac_dp2" / "step3", ReadOptions())
     lost = {"critic.value_head.weight", "actor.model.norm.bias"}
-    with pytest.raises(Incomplete, match=r"(?s)2 problems.*actor\.model\.norm\.bias: has no fp32 master.*critic\.value_head\.weight.*--no-opt"):
+    with pytest.raises(
+        Incomplete,
+        match=r"(?s)2 problems.*actor\.model\.norm\.bias: has no fp32 master.*critic\.value_head\.weight.*--no-opt",
+    ):
         FORMAT.target(replace(source, catalog=_WithoutMaster(source.catalog, lost)), WriteOptions())
 
 
@@ -188,7 +226,9 @@ def test_fp32_parameters_are_their_own_masters() -> None:
     assert entry is not None
 
 
-@pytest.mark.parametrize("option", [{"tp": 2}, {"dp": 4}, {"zero_stage": 3}, {"dtype": "bf16"}, {"rng": "drop"}, {"optimizer": "plain"}])
+@pytest.mark.parametrize(
+    "option", [{"tp": 2}, {"dp": 4}, {"zero_stage": 3}, {"dtype": "bf16"}, {"rng": "drop"}, {"optimizer": "plain"}]
+)
 def test_options_about_a_layout_have_no_meaning(tmp_path: Path, option: dict[str, Any]) -> None:
     source = write(tmp_path / "a", {"w": adam(2)})
     flag = "--" + next(iter(option)).replace("_", "-")

@@ -70,7 +70,9 @@ def test_openrlhfs_directories(tool: ModuleType, tmp_path: Path) -> None:
         assert sum(spec.trainable for spec in source.model.params) == trained
 
 
-def test_no_tracker_moves_where_the_critic_fails(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_tracker_moves_where_the_critic_fails(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Actor and critic go on from one step, or not at all."""
     for role, name in (("_actor", ACTOR), ("_critic", CRITIC)):
         _run(name, tmp_path / "ckpt" / role)
@@ -86,7 +88,15 @@ def test_no_tracker_moves_where_the_critic_fails(tool: ModuleType, tmp_path: Pat
 
 def test_deepspeeds_own_flags(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run(ACTOR, tmp_path / "run")
-    flags = ["--num_extract_workers", "2", "--num_merge_workers", "2", "--keep_temp_folder", "--no_strict", "--inject_missing_state"]
+    flags = [
+        "--num_extract_workers",
+        "2",
+        "--num_merge_workers",
+        "2",
+        "--keep_temp_folder",
+        "--no_strict",
+        "--inject_missing_state",
+    ]
     made = tmp_path / "elsewhere" / "any_name"
     assert tool.main(["--input_folder", str(run / "step3"), "--output_folder", str(made), *flags]) == 0
     assert sorted(path.name for path in made.iterdir()) == [
@@ -94,10 +104,14 @@ def test_deepspeeds_own_flags(tool: ModuleType, tmp_path: Path, capsys: pytest.C
     ]  # fmt: skip
     assert not (run / "latest_universal").exists()  # as ds_to_universal
     said = capsys.readouterr().out
-    assert all(f"--{name} is ignored" in said for name in ("num_extract_workers", "keep_temp_folder", "inject_missing_state"))
+    assert all(
+        f"--{name} is ignored" in said for name in ("num_extract_workers", "keep_temp_folder", "inject_missing_state")
+    )
     theirs, ours = GOLDENS / ACTOR / "step3_uni" / "zero", made / "zero"
     name = "critic.value_head.bias/exp_avg.pt"
-    assert torch.equal(torch.load(theirs / name, weights_only=True)["param"], torch.load(ours / name, weights_only=True)["param"])
+    assert torch.equal(
+        torch.load(theirs / name, weights_only=True)["param"], torch.load(ours / name, weights_only=True)["param"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,14 +137,18 @@ def test_what_it_is_given_must_make_sense(
 
 
 @pytest.mark.parametrize("tag", ["step4", "", "../run/step3"])
-def test_latest_that_points_nowhere(tool: ModuleType, tmp_path: Path, tag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latest_that_points_nowhere(
+    tool: ModuleType, tmp_path: Path, tag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = _run(CRITIC, tmp_path / "run")
     (run / "latest").write_text(tag)
     assert tool.main([str(run)]) == 1
     assert str(run / "latest") in capsys.readouterr().err
 
 
-def test_an_existing_one_is_replaced_only_when_asked(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_one_is_replaced_only_when_asked(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = _run(CRITIC, tmp_path / "run")
     assert tool.main([str(run), "--no_fsync"]) == 0
     assert tool.main([str(run), "--no_fsync"]) == 2
@@ -168,9 +186,9 @@ class TestIntoRun:
 
     def test_another_run_gets_it_beside_what_it_has(self, tmp_path: Path) -> None:
         source, run = _run(ACTOR, tmp_path / "a"), _run(CRITIC, tmp_path / "b")
+        convert(run, run, OPTIONS)
         with pytest.raises(StorageError, match="exists already"):
-            convert(run, run, OPTIONS)
-            convert(source, run, OPTIONS)
+            convert(source, run, OPTIONS)  # of the same tag
         assert (run / "latest_universal").read_text() == "step3_uni"
         assert "actor" not in " ".join(path.name for path in (run / "step3_uni" / "zero").iterdir())
 
@@ -191,6 +209,10 @@ class TestIntoRun:
     def test_a_new_root_is_published_as_a_whole(self, tmp_path: Path) -> None:
         run = _run(CRITIC, tmp_path / "run")
         convert(run, tmp_path / "new", OPTIONS)
-        assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["latest_universal", "mcore_rlhf.json", "step3_uni"]
+        assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+            "latest_universal",
+            "mcore_rlhf.json",
+            "step3_uni",
+        ]
         with pytest.raises(StorageError, match="exists already"):
             convert(run, tmp_path / "new", OPTIONS)
