@@ -46,7 +46,7 @@ def assembled(root: Path, entry: TensorEntry) -> torch.Tensor:
     """All chunks of an entry, copies included, in one tensor; elements that no chunk has are NaN or -1."""
     dtype = getattr(torch, entry.dtype.name)
     whole = torch.full(entry.global_shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
-    for chunk in entry.chunks:
+    for chunk in (chunk for chunk in entry.chunks if chunk.box.numel):
         with (root / chunk.record.file).open("rb") as file:
             file.seek(chunk.record.byte_offset)
             flat = torch.frombuffer(bytearray(file.read(chunk.record.nbytes)), dtype=dtype)

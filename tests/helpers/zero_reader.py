@@ -76,7 +76,7 @@ def _merge_flat(merged: Merged, osds: list[dict[str, Any]]) -> None:
         step = osds[0]["base_optimizer_state_step"] if elastic else of_rank[0].get("step")
         offset = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-            merged.step[name] = None if step is None else float(step)
+            merged.step[name] = float(step or 0)
             for key, flat in flats.items():
                 merged.states[name, key] = flat[offset : offset + prod(shape)].reshape(shape)
             offset += prod(shape) + gap
@@ -94,7 +94,7 @@ def _merge_sliced(merged: Merged, osds: list[dict[str, Any]]) -> None:
         offset = 0
         for name, shape in shapes.items():
             q = -(-prod(shape) // len(osds))
-            merged.step[name] = float(of_rank[0]["step"])
+            merged.step[name] = float(of_rank[0].get("step", 0))
             for key, value in of_rank[0].items():
                 if torch.is_tensor(value) and value.dim() == 1:
                     flat = torch.cat([state[key][offset : offset + q] for state in of_rank])

@@ -73,7 +73,8 @@ def choose(source: Source, native: ZeroState, options: WriteOptions, report: Rep
     _refuse_options(source, options)
     optimizer = source.optimizer is not None and not options.no_optimizer
     stage = _stage(source, native, options, optimizer)
-    _refuse_stage(source, native, stage, optimizer)
+    tp = options.tp or source.parallel.tp
+    _refuse_stage(source, native, stage, tp, optimizer)
     dtype = dtype_of(options.dtype) if options.dtype is not None else None
     trained = [spec.dtype for spec in source.model.params if spec.trainable] or [s.dtype for s in source.model.params]
     dtypes = [dtype or one for one in trained]
@@ -85,7 +86,7 @@ def choose(source: Source, native: ZeroState, options: WriteOptions, report: Rep
     if optimizer:
         _check_groups(source)
     return Choices(
-        stage, options.dp or source.parallel.dp, source.parallel.pp, source.parallel.tp, optimizer, dtype, bf16, half, own,
+        stage, options.dp or source.parallel.dp, source.parallel.pp, tp, optimizer, dtype, bf16, half, own,
         stage == 0 and half and _is_fused(source, native, report),
         flat and bool(zero.get("round_robin_gradients")), flat and bool(zero.get("parameter_alignment")),
         _sub_group_size(zero), native.tag or f"global_step{source.state.iteration}",
@@ -107,9 +108,10 @@ def _refuse_options(source: Source, options: WriteOptions) -> None:
         )
     for name in ("tp", "pp"):
         wanted, have = getattr(options, name), getattr(source.parallel, name)
-        if wanted is not None and wanted != have:
+        if wanted not in (None, have, 1 if name == "tp" else have):
             raise Unsupported(
-                f"--{name} {wanted}: a native DeepSpeed checkpoint keeps the {name.upper()} of its source, which is {have}\n"
+                f"--{name} {wanted}: a native DeepSpeed checkpoint keeps the {name.upper()} of its source, which is {have}, "
+                "or is put together with --tp 1\n"
                 "Convert --to universal: DeepSpeed itself cuts that for any model-parallel layout."
             )
 
@@ -126,7 +128,8 @@ def _stage(source: Source, native: ZeroState, options: WriteOptions, optimizer: 
     return stage if isinstance(stage, int) and 0 <= stage <= 3 else 2
 
 
-def _refuse_stage(source: Source, native: ZeroState, stage: int, optimizer: bool) -> None:
+def _refuse_stage(source: Source, native: ZeroState, stage: int, tp: int, optimizer: bool) -> None:
+    pp = source.parallel.pp
     if stage == 3 and not optimizer:
         raise Unsupported(
             "stage 3 keeps the weights themselves in the optimizer's files, so it cannot be written without them\n"
@@ -136,12 +139,16 @@ def _refuse_stage(source: Source, native: ZeroState, stage: int, optimizer: bool
         raise Unsupported(
             f"stage {stage}: DeepSpeed's PipelineModule trains with ZeRO stage 1 only\nGive --zero-stage 1."
         )
-    if source.parallel.tp * source.parallel.pp > 1 and stage == 0 and optimizer:
+    if tp * pp > 1 and stage == 0 and optimizer:
         raise Unsupported("stage 0 with model parallelism is not supported yet\nGive --zero-stage 1.")
-    if source.parallel.tp * source.parallel.pp > 1 and not hasattr(native, "holders"):
+    if tp * pp > 1 and not hasattr(native, "holders"):
         raise Unsupported(
             f"from {source.format} with {source.parallel}: native files of a model-parallel run can only be made of native ones\n"
-            "DeepSpeed itself loads a universal checkpoint into any model-parallel layout."
+            "DeepSpeed itself loads a universal checkpoint into any model-parallel layout; --tp 1 puts tensors together."
+        )
+    if native.pipeline and tp != source.parallel.tp:
+        raise Unsupported(
+            f"--tp {tp}: the layer files of a PipelineModule keep their TP, which is {source.parallel.tp}"
         )
 
 

@@ -85,11 +85,24 @@ def _read_numbered(
     if named is not None:
         check_named(pt, slots, named, module)
     reading.members = named or assign(pt, slots, module, [f.get("weight_decay") for f in reading.fields], rules)
-    for group_states, names in zip(stored, reading.members, strict=True):
+    members = [list(zip(names, states, strict=True)) for names, states in zip(reading.members, stored, strict=True)]
+    elementwise = _elementwise([pair for group in members for pair in group], module)
+    for group_states in members:
         scalars: dict[str, object] = {}
-        for name, state in zip(names, group_states, strict=True):
-            _take(pt, name, state, module, reading, scalars)
+        for name, state in group_states:
+            reading.places.setdefault(name, {}).update((key, state[key]) for key in state if key in elementwise)
+            _take_scalars(pt, name, {k: v for k, v in state.items() if k not in elementwise}, scalars)
         reading.scalars.append(scalars)
+
+
+def _elementwise(states: list[tuple[str, dict[str, Any]]], module: ModuleReading) -> set[str]:
+    """States that have a value for every element of every parameter: a scalar is one of a scalar parameter only."""
+    keys = dict.fromkeys(key for _, state in states for key in state if key != "step")
+    return {
+        key
+        for key in keys
+        if all(getattr(s[key], "shape", None) == module.tensors[name].shape for name, s in states if key in s)
+    }
 
 
 def _named(pt: PtFile, groups: list[Any]) -> list[tuple[str, ...]] | None:
@@ -115,21 +128,19 @@ def _shape_of(state: Mapping[str, Any]) -> Shape | None:
     return max(shapes, key=len) if shapes else None
 
 
-def _take(
-    pt: PtFile, name: str, state: Mapping[str, Any], module: ModuleReading, reading: PlainReading, scalars: dict[str, object]
-) -> None:  # fmt: skip
-    shape = module.tensors[name].shape
-    places = reading.places.setdefault(name, {})
+def _take_scalars(pt: PtFile, name: str, state: Mapping[str, Any], scalars: dict[str, object]) -> None:
     for key, value in state.items():
-        if isinstance(value, StoredTensor) and key != "step" and value.shape == shape:
-            places[key] = value
-            continue
         real = pt.materialize(value)
         if not same(scalars.setdefault(key, real), real):
             raise LayoutMismatch(
-                f"{pt.directory.path}: {key} of {name} is {real!r}, but {scalars[key]!r} for others of its param group\n"
-                "ZeRO keeps one per group; a parameter that was added later, or never trained, cannot be carried."
+                f"{pt.directory.path}: {key} of {name} is {_brief(real)}, but {_brief(scalars[key])} for others of its param group\n"
+                "ZeRO keeps one per group: a parameter that was added later, or a state that is not elementwise, cannot be carried."
             )
+
+
+def _brief(value: object) -> str:
+    shape = tuple(getattr(value, "shape", ()))
+    return f"a tensor of shape {shape}" if shape else repr(value)
 
 
 def _read_fused(

@@ -27,6 +27,8 @@ from .trees import Trees
 from .view import TargetView
 
 _Tree = Callable[[Records], Tree]
+_INFO = "universal_checkpoint_info"
+"""How AutoTP cut the tensors."""
 
 
 def deepspeed_target(source: Source, options: WriteOptions) -> Target:
@@ -136,9 +138,11 @@ class _Writer:
         """Counters and client state: a rank's own, where the same rank wrote them."""
         if self._same_ranks() and isinstance(self.native, DeepSpeedNative) and self.native.opened is not None:
             return other_values(self.native.opened, dp_rank, mp_rank)
-        if self.native.per_rank:
+        if self.native.per_rank and self.choices.tp == self.source.parallel.tp:
             return self.native.per_rank[mp_rank]
-        return self.source.state.other
+        if self.choices.tp == self.source.parallel.tp:
+            return self.source.state.other
+        return {key: value for key, value in self.source.state.other.items() if key != _INFO}
 
     def _same_ranks(self) -> bool:
         """Whether both have a model file of each data-parallel rank, of as many."""
@@ -152,6 +156,15 @@ class _Writer:
         now = f"ZeRO {choices.stage}" if choices.optimizer else "weights alone"
         if (was, source.parallel.dp) != (now, choices.dp):
             self.report.add(Fate.CHANGED, f"{was} on DP {source.parallel.dp} becomes {now} on DP {choices.dp}")
+        if choices.tp != source.parallel.tp:
+            self.report.add(
+                Fate.CHANGED, f"TP {source.parallel.tp} becomes TP {choices.tp}; values of rank 0 stand for all"
+            )
+        if choices.stage == 3 and source.optimizer != "zero3":
+            size = f"{choices.sub_group_size:,} elements"
+            self.report.add(
+                Fate.NOTE, f"stage 3: sub-groups of {size}; the run that loads it needs the same sub_group_size"
+            )
         if choices.optimizer and MASTER not in source.states:
             self.report.add(Fate.DERIVED, "fp32 masters: copies of the fp32 parameters")
         if choices.optimizer and choices.stage == 0 and not choices.half and MASTER in source.states:

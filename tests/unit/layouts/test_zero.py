@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ DP = st.integers(1, 9)
 def _numbered(numels: list[int]) -> list[torch.Tensor]:
     """Parameters whose elements are all different, and none is 0."""
     ends = torch.tensor([0, *numels]).cumsum(0).tolist()
-    return [torch.arange(a + 1, b + 1) for a, b in zip(ends, ends[1:], strict=False)]
+    return [torch.arange(a + 1, b + 1) for a, b in pairwise(ends)]
 
 
 def _gathered(group: Group, parts: list[torch.Tensor], index: int) -> torch.Tensor:
