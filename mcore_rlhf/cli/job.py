@@ -154,7 +154,8 @@ class ConversionJob(BaseModel):
 
         from mcore_rlhf.formats.base import WriteOptions
 
-        named = {item.name: getattr(self, item.name) for item in fields(WriteOptions) if item.name != "rules"}
+        ours = ConversionJob.model_fields  # what has no option of its own keeps its default
+        named = {f.name: getattr(self, f.name) for f in fields(WriteOptions) if f.name in ours and f.name != "rules"}
         return WriteOptions(rules=rules, **named)
 
 

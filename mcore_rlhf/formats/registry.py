@@ -57,7 +57,8 @@ def detect(path: Path) -> Format:
             return known
     raise NotACheckpoint(
         f"{path}: not a checkpoint in a format that is known ({', '.join(f.name for f in FORMATS)})\n"
-        "Expected a folder with latest_checkpointed_iteration.txt and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself."
+        "Expected a folder with latest_checkpointed_iteration.txt and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself; "
+        "or DeepSpeed's: one with 'latest' or 'latest_universal', or the folder of a tag."
     )
 
 
