@@ -87,6 +87,7 @@ class Job:
         nbytes: Bytes of tensors to be written.
         copies: Number of copies planned.
         casts: Whether values are converted on the way.
+        published: The folder that was published, once it is; inside a run, only the checkpoint's own.
     """
 
     source: Source
@@ -94,6 +95,7 @@ class Job:
     nbytes: int = 0
     copies: int = 0
     casts: bool = False
+    published: Path | None = None
 
     @property
     def report(self) -> Report:
@@ -162,7 +164,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
         check_space(target.parent, job.nbytes)
         files = write_target(job, publication.staging, options, progress)
         part = {"role": job.source.role, "format": options.to, "parallel": str(job.target.parallel)}
-        publication.commit(
+        job.published = publication.commit(
             Manifest(
                 files, step=job.source.state.iteration, parts=(part,), lossless=job.lossless, provenance=provenance(),
                 report={"source": job.source.format, "source_parallel": str(job.source.parallel), "lines": job.report.as_json()},

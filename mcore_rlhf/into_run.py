@@ -86,7 +86,7 @@ def publish(job: Job, folder: Path, options: ConvertOptions, progress: Progress 
         written = write_target(only_files, publication.staging, options, progress)
         files = _lifted(publication.staging, written, inner)
         part = {"role": job.source.role, "format": job.target.format, "parallel": str(job.target.parallel)}
-        publication.commit(
+        job.published = publication.commit(
             Manifest(
                 files, step=job.source.state.iteration, parts=(part,), lossless=job.lossless, provenance=provenance(),
                 report={"source": job.source.format, "source_parallel": str(job.source.parallel), "lines": job.report.as_json()},
