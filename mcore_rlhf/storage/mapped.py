@@ -44,15 +44,16 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise cannot_open(error, path) from error
         try:
-            self.nbytes = os.fstat(self._fd).st_size
-            self._map = mmap.mmap(self._fd, self.nbytes, prot=mmap.PROT_READ) if self.nbytes else None
+            self.nbytes = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ) if self.nbytes else None
         except (OSError, ValueError) as error:
-            os.close(self._fd)
             raise storage_error(error if isinstance(error, OSError) else OSError(error), path, "map") from error
+        finally:
+            os.close(fd)  # the mapping has a descriptor of its own
         self._view = memoryview(self._map) if self._map is not None else memoryview(b"")
         self._address = _address(self._view)
 
@@ -62,7 +63,7 @@ class MappedFile:
         Raises:
             StorageError: They cannot be read, or lie past the end: the file has become shorter.
         """
-        size = os.fstat(self._fd).st_size
+        size = self._map.size() if self._map is not None else 0  # of the file, as it is now
         if byte_offset + nbytes > min(size, self.nbytes):
             raise StorageError(
                 f"{self.path}: ends at byte {min(size, self.nbytes)}, but bytes {byte_offset} to "
@@ -80,11 +81,8 @@ class MappedFile:
 
     def close(self) -> None:
         """Unmap the file, once the last view of it is gone."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._view = memoryview(b"")
-            self._map = None
+        self._view = memoryview(b"")
+        self._map = None
 
     def _advise(self, byte_offset: int, nbytes: int, advice: int) -> None:
         if not nbytes or sys.platform != "linux":
@@ -129,7 +127,7 @@ class MappedFiles:
     """
 
     root: Path
-    limit: int = 128
+    limit: int = 64
     _open: dict[str, _Use] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
