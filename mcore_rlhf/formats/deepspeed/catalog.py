@@ -129,6 +129,9 @@ def _cut_chunks(cut: Cut, layout: LocalLayout) -> Iterator[Chunk]:
 
 def _in_pieces(layout: LocalLayout, local: Box) -> Iterator[tuple[Box, Shape]]:
     """What a local box covers of the whole tensor, each with its offset in the local one."""
+    if len(layout.pieces) == 1 and layout.pieces[0].box.shape == layout.shape and not any(layout.pieces[0].box.offset):
+        yield local, local.offset  # the whole tensor
+        return
     for piece in layout.pieces:
         common = local.intersect(Box(piece.offset, piece.box.shape)) if local.shape else local
         if common is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 
+_MOST_CHUNKS = 200_000
+"""Of remembered entries: about 100 MB."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class TargetView:
     """A catalogue over another.
 
@@ -21,6 +24,8 @@ class TargetView:
 
     catalog: Catalog
     from_masters: bool
+    _known: dict[TensorName, TensorEntry | None] = field(default_factory=dict)
+    _chunks: int = 0
 
     def __iter__(self) -> Iterator[TensorName]:
         return iter(self.catalog)
@@ -29,7 +34,18 @@ class TargetView:
         return len(self.catalog)
 
     def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name as the target wants it."""
+        """The entry of that name as the target wants it; remembered, since every rank's file asks for its part."""
+        try:
+            return self._known[name]
+        except KeyError:
+            entry = self._entry(name)
+        if self._chunks > _MOST_CHUNKS:
+            self._known, self._chunks = {}, 0
+        self._known[name] = entry
+        self._chunks += len(entry.chunks) if entry is not None else 0
+        return entry
+
+    def _entry(self, name: TensorName) -> TensorEntry | None:
         master, param = name._replace(state=MASTER), name._replace(state=PARAM)
         if name.state == PARAM and self.from_masters:
             return self.catalog.get(master) or self.catalog.get(param)
