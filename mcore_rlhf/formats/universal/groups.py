@@ -63,7 +63,7 @@ def _members(listed: Sequence[Fields], states: ModelStates, stepping: list[str])
     shapes = states.group_shapes
     if not shapes:
         return [tuple(stepping)] if len(listed) == 1 else [None] * len(listed)
-    numbers = [cast(list[int], fields.get("params") or []) for fields in listed]
+    numbers = [_numbers(fields) for fields in listed]
     if sorted(n for group in numbers for n in group) != list(range(len(shapes))):
         numbers = [[n] for n in range(len(shapes))]
     if len(numbers) != len(listed):
@@ -96,8 +96,14 @@ def _stage3_steps(optimizer: Mapping[str, object], fields: Fields) -> dict[str, 
     states = inner.get("state") if isinstance(inner, dict) else None
     if not isinstance(states, dict):
         return {}
-    mine = [n for n in cast(list[int], fields.get("params") or []) if n in states] or list(states)
+    mine = [n for n in _numbers(fields) if n in states] or list(states)
     return {f"sub-group {n}": states[n][STEP] for n in mine if states[n].get(STEP) is not None}
+
+
+def _numbers(fields: Fields) -> list[int]:
+    """The flat groups of a param group."""
+    params = fields.get("params")
+    return [n for n in params if type(n) is int] if isinstance(params, list) else []
 
 
 def _number(step: object) -> float:

@@ -45,9 +45,9 @@ class ModelStates:
     def parallel(self) -> ParallelConfig:
         """The degrees of the run that wrote it."""
         dims = self.first.get("checkpoint_parallel_dimensions")
-        known = dims if isinstance(dims, dict) else {}
-        pp, tp = int(known.get("pp_degree") or 1), int(known.get("tp_degree") or 0)
-        tp = tp or max(1, self.integer("mp_world_size", len(self.per_mp_rank)) // pp)
+        known = {key: n for key, n in dims.items() if type(n) is int and n > 0} if isinstance(dims, dict) else {}
+        pp = known.get("pp_degree", 1)
+        tp = known.get("tp_degree") or max(1, self.integer("mp_world_size", len(self.per_mp_rank)) // pp)
         return ParallelConfig(tp=tp, pp=pp, etp=tp, dp=max(1, self.integer("dp_world_size", 1)))
 
     @cached_property
@@ -90,13 +90,13 @@ class ModelStates:
                 if number == len(groups):
                     groups.append({})
                 for name, shape in shapes.items():
-                    groups[number].setdefault(name, tuple(shape))
+                    groups[number].setdefault(name, _shape(pt, name, shape))
         return groups
 
     @cached_property
     def frozen_shapes(self) -> dict[str, Shape]:
         """Shapes of frozen parameters, where the stage stores them."""
-        return {name: tuple(shape) for name, shape in self._merged("frozen_param_shapes").items()}
+        return {name: _shape(self.files[0], name, shape) for name, shape in self._merged("frozen_param_shapes").items()}
 
     @cached_property
     def buffers(self) -> tuple[str, ...]:
@@ -115,8 +115,8 @@ class ModelStates:
             tree = cast(Mapping[str, object], pt.tree)
             yield {key: pt.materialize(value) for key, value in tree.items() if key not in LAYOUT_KEYS}
 
-    def _merged(self, key: str) -> dict[str, tuple[int, ...]]:
-        merged: dict[str, tuple[int, ...]] = {}
+    def _merged(self, key: str) -> dict[str, object]:
+        merged: dict[str, object] = {}
         for pt in self.per_mp_rank:
             value = cast(Mapping[str, object], pt.tree).get(key)
             merged.update(value if isinstance(value, dict) else {})
@@ -159,5 +159,11 @@ def _open(located: Located, name: str, stubs: tuple[str, ...]) -> PtFile:
     return pt
 
 
-def _listed(value: object) -> list[dict[str, tuple[int, ...]]]:
+def _listed(value: object) -> list[dict[str, object]]:
     return [shapes for shapes in value if isinstance(shapes, dict)] if isinstance(value, list) else []
+
+
+def _shape(pt: PtFile, name: str, value: object) -> Shape:
+    if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise Corrupt(f"{pt.root / pt.file}: expected the shape of {name}, found {value!r:.80}")
+    return tuple(value)

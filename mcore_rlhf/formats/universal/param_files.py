@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 from mcore_rlhf.core.box import Shape
@@ -116,11 +117,19 @@ def _read_param(
         pt = read_pt(located.root, f"{located.name}/{ZERO}/{name}/{file}", stubs=stubs)
         opened.append(pt)
         if key == STEP:
-            found.step = pt.materialize(pt.tree)
+            found.step = _step(pt)
         else:
             found.tensors[key], keys = _tensor(pt)
             found.keys = keys if key == FP32 else found.keys
     return found
+
+
+def _step(pt: PtFile) -> object:
+    """The bare step: a tensor of one element in torch's optimizers, a number in DeepSpeed's own."""
+    whole = isinstance(pt.tree, StoredTensor) and prod(pt.tree.shape) == 1
+    if not whole and type(pt.tree) not in (int, float):
+        raise Corrupt(f"{pt.root / pt.file}: expected a number, or a tensor of one element, found {pt.tree!r:.80}")
+    return pt.materialize(pt.tree)
 
 
 def _tensor(pt: PtFile) -> tuple[StoredTensor, dict[str, object]]:

@@ -35,6 +35,14 @@ def _put(path: str, tree: object) -> Break:
     return lambda folder: torch.save(tree, folder / path)
 
 
+def _top(**values: object) -> Break:
+    def change(folder: Path) -> None:
+        with edited(folder / "mp_rank_00_model_states.pt") as tree:
+            tree.update(values)
+
+    return change
+
+
 def _remove_folder(folder: Path) -> None:
     for path in (folder / "zero" / "b.weight").iterdir():
         path.unlink()
@@ -78,6 +86,10 @@ CASES: dict[str, tuple[Break, type[CheckpointError], tuple[str, ...]]] = {
     "no module": (_put("mp_rank_00_model_states.pt", {"global_steps": 3}), Corrupt, ("'module'", "found a dictionary with global_steps")),
     "groups no list": (_put("zero/optimizer_state.pt", {"ds_version": "0"}), Corrupt, ("'param_groups'", "found none")),
     "other step": (_put("zero/b.weight/step.pt", torch.tensor(8.0)), LayoutMismatch, ("at step 7.0", "b.weight at 8.0")),
+    "step of words": (_put("zero/b.weight/step.pt", "seven"), Corrupt, ("b.weight/step.pt", "expected a number", "'seven'")),
+    "step of many": (_put("zero/b.weight/step.pt", torch.ones(3)), Corrupt, ("b.weight/step.pt", "one element")),
+    "shape of words": (_top(param_shapes=[{"a.weight": "x"}]), Corrupt, ("mp_rank_00", "the shape of a.weight, found 'x'")),
+    "frozen shape": (_top(frozen_param_shapes={"f": 3}), Corrupt, ("mp_rank_00", "the shape of f, found 3")),
     "cut off": (lambda folder: truncate(folder / "zero/b.weight/exp_avg.pt", 0.6), Incomplete, ("b.weight/exp_avg.pt", "cut off")),
     "empty": (_text("zero/b.weight/exp_avg.pt", ""), Incomplete, ("exp_avg.pt", "the file is empty")),
     "no zip": (_text("zero/b.weight/exp_avg.pt", "hello world"), Corrupt, ("exp_avg.pt", "not a file of torch.save")),
@@ -146,3 +158,19 @@ def test_a_frozen_parameter_that_was_excluded_is_said_to_be_lost(folder: Path) -
         tree["frozen_param_shapes"] = {"frozen.weight": torch.Size((2,))}
     notes = open_checkpoint(folder, ReadOptions()).notes
     assert notes.lost == ["frozen.weight: frozen and excluded from the checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"checkpoint_parallel_dimensions": {"pp_degree": "two", "tp_degree": None}},
+        {"checkpoint_parallel_dimensions": 3},
+        {"buffer_names": None, "shared_params": 5, "ds_config": "none", "lr_scheduler": [1]},
+        {"dp_world_size": 0, "mp_world_size": "x", "global_steps": None},
+        {"universal_checkpoint_info": 7},
+        {"param_shapes": 5},
+    ],
+)
+def test_odd_values_that_nothing_hangs_on(folder: Path, values: dict[str, object], tmp_path: Path) -> None:
+    _top(**values)(folder)
+    convert(folder, tmp_path / "target", ConvertOptions(to="universal", fsync=False))
