@@ -136,9 +136,10 @@ class _Writer:
                 f"stage 3 gives every param group the first one's values: {', '.join(differing)} differ between groups, are left out "
                 "there, and stay as the new run's configuration has them; stages 1 and 2 restore them",
             )
-        report.add(
-            Fate.NOTE, "stage 3 restores one step tensor that all sub-groups share: give each its own after loading"
-        )
+        if self._steps():
+            report.add(
+                Fate.NOTE, "stage 3 restores one step tensor that all sub-groups share: give each its own after loading"
+            )
         if not {EXP_AVG, EXP_AVG_SQ} <= set(self.source.states):
             report.add(Fate.NOTE, "stage 3 restores Adam's states only; stages 1 and 2 restore any")
 
