@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.formats.zero import ZeroState
@@ -103,6 +103,7 @@ def _read_optimizer(opened: Opened, modules: list[ModuleReading], options: ReadO
             _check_mappings(opened, reading.flat)
         reading.members = _flat_members(opened, reading.flat, dealt)
     elif options.optimizer and opened.first.get("optimizer") is not None:
+        _refuse_model_parallel(opened)
         reading.plain = read_plain(opened.model[0, 0], modules[0], options.rules)
         for name in reading.plain.places:
             modules[0].tensors[name].trained = True
@@ -110,6 +111,14 @@ def _read_optimizer(opened: Opened, modules: list[ModuleReading], options: ReadO
     if not options.optimizer:
         reading.members = Members()
     return reading
+
+
+def _refuse_model_parallel(opened: Opened) -> None:
+    if opened.mp > 1:
+        raise Unsupported(
+            f"{opened.files.folder}: the optimizer of stage 0 with TP {opened.tp} × PP {opened.pp} is not supported yet\n"
+            "Its weights can be read with --no-optimizer."
+        )
 
 
 def _round_robin(opened: Opened) -> bool:

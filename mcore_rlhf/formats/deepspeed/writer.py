@@ -22,7 +22,7 @@ from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_nam
 from .layout import Blueprint, Records
 from .optimizer_trees import Tree
 from .reader import DeepSpeedNative
-from .state import other_values
+from .state import differing_keys, other_values
 from .trees import Trees
 from .view import TargetView
 
@@ -173,8 +173,20 @@ class _Writer:
             )
         self._note_parameters()
         self._note_gaps()
+        self._note_ranks()
         if not choices.optimizer and source.optimizer is not None:
             self.report.add(Fate.LOST, "the optimizer, as --no-optimizer asks")
+
+    def _note_ranks(self) -> None:
+        """Stage 3 has client state of every rank, which other ranks have no use for."""
+        opened = self.native.opened if isinstance(self.native, DeepSpeedNative) else None
+        if opened is None or not opened.sliced or self._same_ranks():
+            return
+        differing = differing_keys(opened)
+        if differing:
+            self.report.add(
+                Fate.LOST, f"of values that differ between the source's ranks, only rank 0's: {', '.join(differing)}"
+            )
 
     def _note_parameters(self) -> None:
         dtype, masters = self.choices.dtype, MASTER in self.source.states

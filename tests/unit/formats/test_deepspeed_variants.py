@@ -14,7 +14,7 @@ from mcore_rlhf.convert import convert
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.models.rules import Rule, Rules
 from tests.helpers.conversions import options
@@ -278,3 +278,16 @@ def test_different_steps_in_one_group_are_refused(tmp_path: Path) -> None:
         tree["optimizer"]["state"][1]["step"] += 1
     with pytest.raises(LayoutMismatch, match=r"step of layers\.0\.w is tensor"):
         read(root)
+
+
+def test_client_state_of_every_stage_3_rank_stays_with_its_rank_or_is_said_to_be_lost(tmp_path: Path) -> None:
+    root = write_zero(tmp_path / "source", recipe(stage=3, dp=2, client={"rng": torch.zeros(4)}))
+    with edited(root / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt") as tree:
+        tree["rng"] = torch.ones(4)
+    kept = rewritten(root, 3, 2) / "global_step3"
+    for rank in range(2):
+        with edited(kept / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt") as tree:
+            assert tree["rng"].tolist() == [rank] * 4
+    assert FORMAT.target(read(root), WriteOptions()).report.lost == []
+    (lost,) = FORMAT.target(read(root), WriteOptions(dp=3)).report.lost
+    assert lost.endswith("only rank 0's: rng")

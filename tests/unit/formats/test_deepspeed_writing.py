@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from mcore_rlhf.convert import convert
+from mcore_rlhf.cli.app import app
+from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
@@ -30,9 +33,7 @@ def written(name: str, folder: Path, **write: object) -> Path:
     return folder / "target"
 
 
-def _to_deepspeed(**write: object):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
+def _to_deepspeed(**write: object) -> ConvertOptions:
     return replace(options(**write), to="deepspeed")
 
 
@@ -217,3 +218,30 @@ def test_diff_sees_through_stages(tmp_path: Path) -> None:
     assert result.equal, result.differences
     assert result.tensors == len(b.catalog)
     assert any("masters only" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "name", ["z1_fp32_tied_dp2", "z2_bf16_ac_dp2", "z3_bf16_frozen_dp2", "z1_bf16acc32_untied_dp2"]
+)
+def test_universal_checkpoints_of_deepspeed_become_native_again(name: str, tmp_path: Path) -> None:
+    """Both flavours of DeepSpeed's own converter; the frozen parameters that it leaves out are found in its model files."""
+    universal = tag(name).with_name("step3_uni")
+    convert(universal, tmp_path / "native", replace(options(zero_stage=2, dp=3), to="deepspeed"))
+    merged = read_zero(tmp_path / "native" / "step3")
+    assert_states_equal(name, merged, 2)
+    for spec in opened(name).model.params:
+        whole = tensor(opened(name), spec.name, PARAM)
+        assert whole is None or torch.equal(merged.param[spec.name], whole), spec.name
+    assert merged.groups == [list(group.params) for group in opened(name).state.groups]
+
+
+def test_the_command_line_takes_a_stage(tmp_path: Path) -> None:
+    runner = CliRunner()
+    source, target = str(tag("z1_fp32_tied_dp2")), tmp_path / "target"
+    given = ["convert", source, str(target), "--to", "deepspeed", "--zero-stage", "0", "--dp", "1", "--no-fsync"]
+    done = runner.invoke(app, given)
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (target / "step3").iterdir()] == ["mp_rank_00_model_states.pt"]
+    wrong = runner.invoke(app, ["plan", source, "--to", "deepspeed", "--zero-stage", "4"])
+    assert wrong.exit_code == 2
+    assert "zero-stage" in wrong.output
