@@ -15,6 +15,7 @@ from .core.execute import WINDOW_BYTES, FileRun
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems
 from .formats.base import ReadOptions, Source, Target, TargetFile, WriteOptions
+from .formats.crossing import crossed
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.report import Report
 from .storage.manifest import FileEntry, Manifest, provenance
@@ -120,7 +121,8 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
         CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
     """
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer))
-    job = Job(opened, format_named(options.to).target(opened, options.write))
+    wanted = format_named(options.to)
+    job = Job(opened, wanted.target(crossed(opened, wanted.name, options.write), options.write))
     problems = Problems()
     for file in job.target.files:
         layout = file.layout()

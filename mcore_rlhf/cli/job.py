@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_PATHS = ("source", "target", "rules")
+_PATHS = ("source", "target", "rules", "reference_config")
 
 
 def _listed(value: Any) -> Any:
@@ -95,6 +95,8 @@ class ConversionJob(BaseModel):
     vocab_size: Degree | None = None
     padded_vocab_size: Degree | None = None
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    reference_config: str | None = None
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
 
     trust_replicas: bool = False
     workers: Degree = Field(default_factory=default_workers)

@@ -139,6 +139,9 @@ class WriteOptions:
         padded_vocab_size: Rows of the written embedding.
         rules: The user's own rules for parameters.
         zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
+        reference_config: Folder with the model's Hugging Face ``config.json``, for a conversion between families of formats.
+        transformer_impl: ``local`` or ``transformer_engine``: whose names a Megatron checkpoint has that is made of another
+            family's.
         unused_patterns: Whether patterns of ``universal_checkpoint_info`` may match no parameter.
     """
 
@@ -157,6 +160,8 @@ class WriteOptions:
     padded_vocab_size: int | None = None
     rules: Rules = field(default_factory=Rules)
     zero_stage: int | None = None
+    reference_config: str | None = None
+    transformer_impl: str | None = None
     unused_patterns: bool = False
 
 
