@@ -36,7 +36,7 @@ class DeepSpeedNative(ZeroState):
     Args:
         opened: The files.
         modules: Each model-parallel rank's module.
-        layouts: For each parameter, the ranks that hold a part of it, by model-parallel rank.
+        holders: For each parameter, the ranks that hold a part of it, by model-parallel rank.
     """
 
     opened: Opened | None = None
