@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .consolidate.memory import load_fp32_state_dict
     from .convert import ConvertOptions, Job
     from .convert import convert as convert_checkpoint
     from .convert import prepare as prepare_conversion
@@ -46,6 +47,7 @@ __all__ = [
     "WriteOptions",
     "__version__",
     "convert_checkpoint",
+    "load_fp32_state_dict",
     "load_run_config",
     "manager_options",
     "open_checkpoint",
@@ -71,6 +73,7 @@ _HOMES = {
     "TorchEngine": "engines.plain:TorchEngine",
     "WriteOptions": "formats.base:WriteOptions",
     "convert_checkpoint": "convert:convert",
+    "load_fp32_state_dict": "consolidate.memory:load_fp32_state_dict",
     "load_run_config": "manager.config:load_run_config",
     "manager_options": "manager.config_options:manager_options",
     "open_checkpoint": "formats.registry:open_checkpoint",

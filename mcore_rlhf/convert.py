@@ -15,6 +15,7 @@ from .core.execute import WINDOW_BYTES, FileRun
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems
 from .formats.base import ReadOptions, Source, Target, TargetFile, WriteOptions
+from .formats.crossing import crossed
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.report import Report
 from .storage.manifest import FileEntry, Manifest, provenance
@@ -87,6 +88,7 @@ class Job:
         nbytes: Bytes of tensors to be written.
         copies: Number of copies planned.
         casts: Whether values are converted on the way.
+        published: The folder that was published, once it is; inside a run, only the checkpoint's own.
     """
 
     source: Source
@@ -94,6 +96,7 @@ class Job:
     nbytes: int = 0
     copies: int = 0
     casts: bool = False
+    published: Path | None = None
 
     @property
     def report(self) -> Report:
@@ -118,7 +121,8 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
         CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
     """
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer))
-    job = Job(opened, format_named(options.to).target(opened, options.write))
+    wanted = format_named(options.to)
+    job = Job(opened, wanted.target(crossed(opened, wanted.name, options.write), options.write))
     problems = Problems()
     for file in job.target.files:
         layout = file.layout()
@@ -140,7 +144,8 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
 
     Args:
         source: A root, an iteration, or a step with roles.
-        target: The root that the target's framework would be given to load; must not exist.
+        target: The root that the target's framework would be given to load; must not exist. A universal checkpoint may also
+            go into a DeepSpeed run that is there: see :mod:`.into_run`.
         options: How.
         progress: Hears how far it is.
 
@@ -150,6 +155,10 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     Raises:
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
+    from .into_run import convert_into_run, is_run  # it is made of what is in here
+
+    if options.to == "universal" and is_run(target):
+        return convert_into_run(source, target, options, progress)
     refuse_overlap(source, target)
     publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:
@@ -157,7 +166,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
         check_space(target.parent, job.nbytes)
         files = write_target(job, publication.staging, options, progress)
         part = {"role": job.source.role, "format": options.to, "parallel": str(job.target.parallel)}
-        publication.commit(
+        job.published = publication.commit(
             Manifest(
                 files, step=job.source.state.iteration, parts=(part,), lossless=job.lossless, provenance=provenance(),
                 report={"source": job.source.format, "source_parallel": str(job.source.parallel), "lines": job.report.as_json()},

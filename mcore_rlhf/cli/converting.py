@@ -70,7 +70,7 @@ def convert_facts(job: ConversionJob, meant: Single, progress: Progress) -> Fact
     facts = _facts(job, done, target, time.monotonic() - began)
     if job.verify:
         with said_when_interrupted(target):
-            facts.update(_prove(job, done, target, progress))
+            facts.update(_prove(job, done, done.published or target, progress))
     return facts
 
 
@@ -92,8 +92,17 @@ def _facts(job: ConversionJob, done: Job, target: Path, seconds: float) -> Facts
         "casts": done.casts,
         "lossless": done.lossless,
         "report": done.report.as_json(),
-        "load": f"--load {target}",
+        "load": _load_hint(done.target.format, target),
     }
+
+
+def _load_hint(name: str, target: Path) -> str:
+    """What the framework wants to hear."""
+    if name == "deepspeed":
+        return f'engine.load_checkpoint("{target}")'
+    if name == "universal":
+        return f'engine.load_checkpoint("{target}"), with "checkpoint": {{"load_universal": true}} in its configuration'
+    return f"--load {target}"
 
 
 def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Facts:

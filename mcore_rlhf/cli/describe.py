@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -61,8 +62,13 @@ def optimizer_facts(source: Source) -> Facts | None:
     """``kind``, ``states`` (name → dtype) and ``param_groups``, or None without optimizer."""
     if source.optimizer is None:
         return None
-    groups = [{**group.fields, "expert": group.expert} for group in source.state.groups]
+    groups = [{**_plain(group.fields), "expert": group.expert} for group in source.state.groups]
     return {"kind": source.optimizer, "states": _state_dtypes(source), "param_groups": groups}
+
+
+def _plain(fields: Mapping[str, object]) -> Facts:
+    """Numbers that are stored as tensors without dimensions, such as torch's ``step``, as numbers."""
+    return {key: value.item() if getattr(value, "shape", None) == () else value for key, value in fields.items()}  # type: ignore[attr-defined]
 
 
 def _state_dtypes(source: Source) -> dict[str, str | None]:

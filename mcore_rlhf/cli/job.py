@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_PATHS = ("source", "target", "rules")
+_PATHS = ("source", "target", "rules", "reference_config")
 
 
 def _listed(value: Any) -> Any:
@@ -94,6 +94,9 @@ class ConversionJob(BaseModel):
     rng: Literal["keep", "derive", "drop"] | None = None
     vocab_size: Degree | None = None
     padded_vocab_size: Degree | None = None
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    reference_config: str | None = None
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
 
     trust_replicas: bool = False
     workers: Degree = Field(default_factory=default_workers)
@@ -153,7 +156,8 @@ class ConversionJob(BaseModel):
 
         from mcore_rlhf.formats.base import WriteOptions
 
-        named = {item.name: getattr(self, item.name) for item in fields(WriteOptions) if item.name != "rules"}
+        ours = ConversionJob.model_fields  # what has no option of its own keeps its default
+        named = {f.name: getattr(self, f.name) for f in fields(WriteOptions) if f.name in ours and f.name != "rules"}
         return WriteOptions(rules=rules, **named)
 
 

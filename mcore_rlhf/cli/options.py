@@ -113,6 +113,25 @@ PaddedVocabSize = Annotated[
     _option("--padded-vocab-size", help="Rows of the embedding. [default: Megatron's own rule]", metavar="N", min=1),
 ]
 
+ZeroStage = Annotated[
+    int | None,
+    _option(
+        "--zero-stage", help="ZeRO stage of a DeepSpeed target. [default: the source's]", metavar="0-3", min=0, max=3
+    ),
+]
+ReferenceConfig = Annotated[
+    Path | None,
+    _option("--reference-config", help="The model's Hugging Face folder, or its config.json.", metavar="DIR"),
+]
+TransformerImpl = Annotated[
+    str | None,
+    _option(
+        "--transformer-impl",
+        help="Whose parameter names a Megatron target made of Hugging Face's has.",
+        metavar="local|transformer_engine",
+    ),
+]
+
 # How a conversion runs
 Config = Annotated[
     Path | None,

@@ -94,9 +94,13 @@ def plan_file(file: str, holds: Iterable[TensorEntry], source: Catalog) -> FileP
 
 def _plan_entry(have: TensorEntry, want: TensorEntry, problems: Problems) -> Iterator[Copy]:
     sources = have.primary()
+    spans = [(c.box.offset[0], c.box.offset[0] + c.box.shape[0]) if c.box.shape else (0, 1) for c in sources]
     for chunk in want.chunks:
         missing = chunk.box.numel
-        for candidate in sources:
+        low, high = (chunk.box.offset[0], chunk.box.offset[0] + chunk.box.shape[0]) if chunk.box.shape else (0, 1)
+        for candidate, (start, stop) in zip(sources, spans, strict=True):
+            if start >= high or stop <= low:  # one of hundreds of slices, as a rule: not worth a box
+                continue
             part = candidate.box.intersect(chunk.box)
             if part is not None:
                 missing -= part.numel

@@ -22,10 +22,14 @@ class ParamGroup:
     Args:
         fields: Everything the format stores of it, except which parameters belong to it.
         expert: Whether it holds routed experts that expert parallelism deals out.
+        params: Names of the parameters in it, in the optimizer's own order; empty where the format does not store them.
+        scalars: Which of the fields the optimizer keeps once per parameter and not per group, such as ``step``.
     """
 
     fields: Mapping[str, object]
     expert: bool = False
+    params: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Source:
         state: What is not a tensor.
         files: All files, for checksums.
         states: Names of the optimizer's tensor states, without the parameter itself: ``master``, ``exp_avg``, …
-        optimizer: What kind of optimizer wrote it: ``distributed``, ``plain`` or None.
+        optimizer: What kind of optimizer wrote it: ``distributed``, ``plain``, ``zero1`` to ``zero3``, …, or None.
         notes: What a reader should know.
         native: The format's own view, for a target of the same format.
     """
@@ -134,6 +138,11 @@ class WriteOptions:
         vocab_size: True size of the vocabulary.
         padded_vocab_size: Rows of the written embedding.
         rules: The user's own rules for parameters.
+        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
+        reference_config: Folder with the model's Hugging Face ``config.json``, for a conversion between families of formats.
+        transformer_impl: ``local`` or ``transformer_engine``: whose names a Megatron checkpoint has that is made of another
+            family's.
+        unused_patterns: Whether patterns of ``universal_checkpoint_info`` may match no parameter.
     """
 
     tp: int | None = None
@@ -150,6 +159,10 @@ class WriteOptions:
     vocab_size: int | None = None
     padded_vocab_size: int | None = None
     rules: Rules = field(default_factory=Rules)
+    zero_stage: int | None = None
+    reference_config: str | None = None
+    transformer_impl: str | None = None
+    unused_patterns: bool = False
 
 
 class Written(Protocol):

@@ -8,9 +8,11 @@ from pathlib import Path
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
 
 from .base import Format, ReadOptions, Source
+from .deepspeed import FORMAT as DEEPSPEED
 from .megatron import FORMAT as MEGATRON
+from .universal import FORMAT as UNIVERSAL
 
-FORMATS: tuple[Format, ...] = (MEGATRON,)
+FORMATS: tuple[Format, ...] = (MEGATRON, UNIVERSAL, DEEPSPEED)
 
 
 def format_named(name: str) -> Format:
@@ -55,7 +57,8 @@ def detect(path: Path) -> Format:
             return known
     raise NotACheckpoint(
         f"{path}: not a checkpoint in a format that is known ({', '.join(f.name for f in FORMATS)})\n"
-        "Expected a folder with latest_checkpointed_iteration.txt and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself."
+        "Expected a folder with latest_checkpointed_iteration.txt and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself; "
+        "or DeepSpeed's: one with 'latest' or 'latest_universal', or the folder of a tag."
     )
 
 

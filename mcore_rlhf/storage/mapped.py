@@ -44,15 +44,16 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise cannot_open(error, path) from error
         try:
-            self.nbytes = os.fstat(self._fd).st_size
-            self._map = mmap.mmap(self._fd, self.nbytes, prot=mmap.PROT_READ) if self.nbytes else None
+            self.nbytes = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ) if self.nbytes else None
         except (OSError, ValueError) as error:
-            os.close(self._fd)
             raise storage_error(error if isinstance(error, OSError) else OSError(error), path, "map") from error
+        finally:
+            os.close(fd)  # the mapping has a descriptor of its own
         self._view = memoryview(self._map) if self._map is not None else memoryview(b"")
         self._address = _address(self._view)
 
@@ -62,7 +63,7 @@ class MappedFile:
         Raises:
             StorageError: They cannot be read, or lie past the end: the file has become shorter.
         """
-        size = os.fstat(self._fd).st_size
+        size = self._map.size() if self._map is not None else 0  # of the file, as it is now
         if byte_offset + nbytes > min(size, self.nbytes):
             raise StorageError(
                 f"{self.path}: ends at byte {min(size, self.nbytes)}, but bytes {byte_offset} to "
@@ -80,11 +81,8 @@ class MappedFile:
 
     def close(self) -> None:
         """Unmap the file, once the last view of it is gone."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._view = memoryview(b"")
-            self._map = None
+        self._view = memoryview(b"")
+        self._map = None
 
     def _advise(self, byte_offset: int, nbytes: int, advice: int) -> None:
         if not nbytes or sys.platform != "linux":
@@ -109,49 +107,83 @@ def _address(view: memoryview) -> int:
 
 
 @dataclass(slots=True)
+class _Use:
+    """A mapped file, and how many of its views have yet to be released."""
+
+    mapped: MappedFile
+    views: int = 0
+
+
+@dataclass(slots=True)
 class MappedFiles:
-    """The files of a checkpoint, each mapped when it is first needed. May be used from several threads.
+    """The files of a checkpoint, each mapped when it is needed. May be used from several threads.
+
+    A checkpoint can have more files than a process may have open: those that nobody looks at are closed again, the one that was
+    not needed for longest first.
 
     Args:
         root: The checkpoint's folder.
+        limit: Files that stay open.
     """
 
     root: Path
-    _open: dict[str, MappedFile] = field(default_factory=dict)
+    limit: int = 64
+    _open: dict[str, _Use] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, file: str) -> MappedFile:
-        """The mapped file.
+        """The mapped file, which stays open until :meth:`close`."""
+        return self._take(file).mapped
+
+    def view(self, file: str, byte_offset: int, nbytes: int) -> memoryview:
+        """See :meth:`MappedFile.view`. The file stays open until the view is released.
 
         Args:
             file: Path relative to the root, with ``/``.
+            byte_offset, nbytes: Which bytes.
 
         Raises:
             Untrusted: The path leads out of the root.
             NotACheckpoint: There is no such file.
             StorageError: It cannot be read.
         """
-        found = self._open.get(file)
-        if found is not None:
-            return found
-        with self._lock:
-            if file not in self._open:
-                self._open[file] = MappedFile(inside(self.root, file))
-            return self._open[file]
-
-    def view(self, file: str, byte_offset: int, nbytes: int) -> memoryview:
-        """See :meth:`MappedFile.view`."""
-        return self.open(file).view(byte_offset, nbytes)
+        use = self._take(file)
+        try:
+            return use.mapped.view(byte_offset, nbytes)
+        except BaseException:
+            self._give_back(file)
+            raise
 
     def release(self, file: str, byte_offset: int, nbytes: int) -> None:
         """See :meth:`MappedFile.release`."""
-        self.open(file).release(byte_offset, nbytes)
+        use = self._open.get(file)
+        if use is not None:
+            use.mapped.release(byte_offset, nbytes)
+            self._give_back(file)
+
+    def _take(self, file: str) -> _Use:
+        with self._lock:
+            use = self._open.pop(file, None) or _Use(MappedFile(inside(self.root, file)))
+            self._open[file] = use  # at the end: used last
+            use.views += 1
+            self._close_idle()
+            return use
+
+    def _give_back(self, file: str) -> None:
+        with self._lock:
+            use = self._open.get(file)
+            if use is not None and use.views:
+                use.views -= 1
+
+    def _close_idle(self) -> None:
+        for file in [file for file, use in self._open.items() if not use.views][: max(0, len(self._open) - self.limit)]:
+            self._open.pop(file).mapped.close()
 
     def close(self) -> None:
         """Close all files."""
         with self._lock:
-            for mapped in self._open.values():
-                mapped.close()
+            for use in self._open.values():
+                use.mapped.close()
             self._open.clear()
 
     def __enter__(self) -> MappedFiles:

@@ -148,6 +148,30 @@ class Publication:
         self._lock = None
 
 
+def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:
+    """Write a small text file anew: aside, then renamed over what was there.
+
+    Args:
+        path: The file; its folder exists.
+        text: Its content, stored as UTF-8.
+        fsync: Whether it is on the disk when the call returns.
+
+    Raises:
+        StorageError: The file system refused; what was there before is still there.
+    """
+    aside = path.with_name(f".{path.name}.tmp-{new_transaction()}")
+    try:
+        aside.write_bytes(text.encode("utf-8"))
+        if fsync:
+            _sync(aside, os.O_RDONLY)
+        os.replace(aside, path)
+        if fsync:
+            sync_folder(path.parent)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise storage_error(error, path, "write") from error
+
+
 def sync_tree(folder: Path) -> None:
     """Wait until every file and folder below, and the folder itself, is on the disk.
 

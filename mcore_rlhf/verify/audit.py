@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -62,11 +63,16 @@ class Audit:
 
     def _parity_tasks(self, name: TensorName, masters: TensorEntry) -> Iterator[Task]:
         params = self.catalog.get(name._replace(state=PARAM))
-        by_box = {chunk.box: chunk for chunk in params.primary()} if params is not None else {}
+        stored = params.primary() if params is not None else ()
+        by_box = {chunk.box: chunk for chunk in stored}
         for master in masters.primary():
-            param = by_box.get(master.box)
-            if param is not None:
-                yield lambda m=master, p=param: self._compare_master(name, m, p)  # type: ignore[misc]
+            exact = by_box.get(master.box)
+            for param in (
+                (exact,) if exact is not None else stored
+            ):  # ZeRO cuts masters where it does not cut parameters
+                box = master.box.intersect(param.box) if exact is None else master.box
+                if box is not None:
+                    yield partial(self._compare_master, name, master.narrow(box), param.narrow(box))
 
     def _compare_replicas(self, name: TensorName, kept: Chunk, other: Chunk) -> None:
         differing = 0

@@ -112,8 +112,13 @@ class Differ:
         a, b = _entry(self.a, name), _entry(self.b, name)
         label = f"{name.param} ({name.state})"
         if a is None or b is None:
+            lacking = self.b if b is None else self.a
             if name.param in self.a.model.unused | self.b.model.unused:
                 self._note(f"{name.param}: only one layout has it, and neither uses it: not compared")
+            elif name.state == PARAM and _entry(lacking, name._replace(state=MASTER)) is not None:
+                self._note(
+                    "one stores masters only, and no rounded copies of them: those of the other were not compared"
+                )
             else:
                 self._missing(label, name, in_a=a is not None)
             return

@@ -29,13 +29,15 @@ ROOMS: dict[str, set[str]] = {
     "storage": {"errors", "core"},
     "formats": _PURE | {"storage"},
     "verify": _PURE | {"storage", "formats"},
-    "convert": _PURE | {"storage", "formats", "verify"},
+    "convert": _PURE | {"storage", "formats", "verify", "into_run"},
+    "into_run": _OFFLINE,
+    "consolidate": _OFFLINE,
     "engines": _OFFLINE,
     "manager": _OFFLINE | {"engines"},
     "integrations": {"errors", "manager", "engines"},
     "demo": _OFFLINE | {"engines", "manager", "integrations"},
-    "cli": _OFFLINE | {"engines", "manager", "integrations", "demo"},
-    "__init__": _OFFLINE | {"engines", "manager"},
+    "cli": _OFFLINE | {"consolidate", "engines", "manager", "integrations", "demo"},
+    "__init__": _OFFLINE | {"consolidate", "engines", "manager"},
     "__main__": {"cli"},
 }
 

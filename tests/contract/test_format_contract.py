@@ -24,7 +24,12 @@ from tests.helpers.damage import snapshot
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 # One small, genuine checkpoint of each format, written by its own framework.
-GOLDEN_OF = {"megatron": GOLDENS / "megatron" / "tp2pp2dp2_tied_bf16_do"}
+GOLDEN_OF = {
+    "megatron": GOLDENS / "megatron" / "tp2pp2dp2_tied_bf16_do",
+    "universal": GOLDENS / "deepspeed" / "z2_bf16_ac_dp2" / "step3_uni",
+    "deepspeed": GOLDENS / "deepspeed" / "z2_bf16_ac_dp2" / "step3",
+}
+ITERATION_OF = {"megatron": 2, "universal": 3, "deepspeed": 3}
 
 
 def test_every_format_has_a_golden_and_a_name_of_its_own() -> None:
@@ -87,7 +92,7 @@ class TestFormat:
         assert source.format == known.name
         assert source.role == "actor"
         assert open_checkpoint(golden, ReadOptions(role="critic")).role == "critic"
-        assert source.state.iteration == 2
+        assert source.state.iteration == ITERATION_OF[known.name]
         assert source.model.params
         assert source.states[0] == "master"
         assert {"exp_avg", "exp_avg_sq"} <= set(source.states)

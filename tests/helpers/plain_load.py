@@ -16,6 +16,7 @@ class Unknown:
     """Stands for an object of a class that is not installed; equal to another of the same class and arguments."""
 
     full_name = ""
+    args: tuple[object, ...] = ()
 
     def __init__(self, *args: object) -> None:
         self.args = args

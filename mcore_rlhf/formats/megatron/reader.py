@@ -32,15 +32,15 @@ class MegatronNative:
     """What only a Megatron target needs of a Megatron source.
 
     Args:
-        located: Where it is.
+        located: Where it is; None for a source of another family that is seen as Megatron's.
         args: The stored arguments.
-        shards: All ranks: their opaque values and RNG states.
+        shards: All ranks: their opaque values and RNG states; none where Megatron did not write the files.
         order: All names, opaque ones included, in registration order.
         unknown: Parameters about which nothing is known, because there is one tensor-parallel rank only.
         scalars: Values that the plain optimizer keeps per parameter and that are equal for all.
     """
 
-    located: Located
+    located: Located | None
     args: Arguments
     shards: list[RankShard]
     order: list[str]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import MASTER, TensorName
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -46,7 +46,7 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     if not isinstance(native, MegatronNative):
         raise Unsupported(f"from {source.format} to megatron: this pair of formats is not supported yet")
     report = Report(list(source.notes.lines))
-    choices = choose(source, native.args, options, report)
+    choices = _without_ranks(choose(source, native.args, options, report), native, options)
     _refuse_unknown(native, choices)
     writer = _Writer(source, native, choices, options, report)
     writer.note_vocabulary()
@@ -57,6 +57,21 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     )
     tracker = "release" if source.state.release else str(source.state.iteration)
     return Target("megatron", choices.parallel, view, tuple(files), {TRACKER: tracker}, report)
+
+
+def _without_ranks(choices: Choices, native: MegatronNative, options: WriteOptions) -> Choices:
+    """Files that Megatron did not write have no ranks whose RNG could be kept, or derived from.
+
+    Raises:
+        UsageError: It was to be kept.
+    """
+    if native.shards:
+        return choices
+    if options.rng == "keep":
+        raise UsageError(
+            "--rng keep: the source has no RNG states of Megatron's\nLeave it out: fresh ones are written."
+        )
+    return replace(choices, rng="drop")
 
 
 def _refuse_unknown(native: MegatronNative, choices: Choices) -> None:
@@ -78,7 +93,7 @@ class _Writer:
     @cached_property
     def same_ranks(self) -> bool:
         """Whether what belongs to a rank can stay with it."""
-        return same_coordinates(self.source.parallel, self.choices.parallel)
+        return bool(self.native.shards) and same_coordinates(self.source.parallel, self.choices.parallel)
 
     @cached_property
     def blueprint(self) -> Blueprint:
@@ -99,7 +114,7 @@ class _Writer:
     @cached_property
     def rng(self) -> RngMaker:
         """Maker of RNG states."""
-        saved = _saved_rng(self.native.shards[0])
+        saved = _saved_rng(self.native.shards[0]) if self.native.shards else []
         seed = self.native.args.integer("seed", 1234)
         return RngMaker(saved[0] if saved else None, self.source.state.iteration, seed)
 
@@ -202,6 +217,11 @@ class _Writer:
             ),
             "drop": (Fate.LOST, "RNG states: fresh ones from args.seed, as --rng drop asks"),
         }
+        if not self.native.shards:
+            fates["drop"] = (
+                Fate.DERIVED,
+                "RNG states: fresh ones from args.seed, since Megatron did not write the source",
+            )
         self.report.add(*fates[self.choices.rng])
         self.opaque.note(self.report)
         if self.choices.optimizer == DISTRIBUTED and MASTER not in self.source.states:

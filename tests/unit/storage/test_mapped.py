@@ -113,3 +113,29 @@ def test_files_of_a_checkpoint_are_opened_once_even_by_many_threads(tmp_path: Pa
 def test_paths_cannot_leave_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(Untrusted):
         MappedFiles(tmp_path / "root").view("../x.pt", 0, 1)
+
+
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
+    """A universal checkpoint has thousands; those that nobody looks at are closed, those in use are not."""
+    for number in range(40):
+        (tmp_path / f"{number}.pt").write_bytes(bytes([number]) * PAGE)
+    before = len(os.listdir("/proc/self/fd"))
+    with MappedFiles(tmp_path, limit=4) as files:
+        held = files.view("0.pt", 0, PAGE)
+        for number in range(1, 40):
+            assert files.view(f"{number}.pt", 5, 1) == bytes([number])
+            files.release(f"{number}.pt", 5, 1)
+        assert len(os.listdir("/proc/self/fd")) - before <= 5
+        assert held == bytes(PAGE)
+        files.release("0.pt", 0, PAGE)
+        assert files.view("1.pt", 0, PAGE) == bytes([1]) * PAGE
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_a_view_that_fails_does_not_keep_its_file_open(tmp_path: Path, content: bytes) -> None:
+    with MappedFiles(tmp_path, limit=0) as files:
+        with pytest.raises(StorageError):
+            files.view("x.pt", len(content), 1)
+        files.view("x.pt", 0, 1)
+        files.release("x.pt", 0, 1)
+        assert [use.views for use in files._open.values()] == [0]

@@ -14,7 +14,7 @@ import pytest
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.storage import publish as publish_module
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
-from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
+from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap, replace_text
 from mcore_rlhf.storage.staging import MANIFEST_NAME, Lock, Places, recover
 
 MANIFEST = Manifest({"a": FileEntry(3, 0)})
@@ -249,3 +249,19 @@ def test_everything_is_synced_before_it_appears(tmp_path: Path, monkeypatch: pyt
     publication = publish(tmp_path / "out")
     staging = publication.staging.name
     assert synced == ["a", "sub", MANIFEST_NAME, staging, tmp_path.name]
+
+
+def test_a_small_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest_universal"
+    replace_text(path, "step1_uni")
+    replace_text(path, "step2_uni", fsync=False)
+    assert path.read_text() == "step2_uni"
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(StorageError, match="latest_universal: cannot write"):
+        replace_text(path, "step3_uni")
+    assert [p.name for p in tmp_path.iterdir()] == ["latest_universal"]
+    assert path.read_text() == "step2_uni"

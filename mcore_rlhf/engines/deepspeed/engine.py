@@ -1,0 +1,217 @@
+"""The engine of a DeepSpeed trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.formats.deepspeed import FORMAT
+from mcore_rlhf.formats.deepspeed.files import LATEST, TagFiles, is_tag_folder, locate
+from mcore_rlhf.formats.registry import detect, open_checkpoint
+from mcore_rlhf.layouts.parallel import ParallelConfig
+
+from ..base import Engine, LiveFile, LiveState, LoadRequest
+from ..live import LiveTree
+from .captured import own_files
+from .optimizers import LiveOptimizer, live_optimizer
+from .origin import Origin
+from .prepared import PreparedDeepSpeedLoad
+from .restoring import client_state_of
+from .same_layout import OwnFiles
+from .slots import Slot, weights_of
+from .through_plan import LivePlan
+
+ClientState = Mapping[str, object]
+
+
+class DeepSpeedEngine:
+    """A live DeepSpeed engine of ZeRO stage 0 to 3 as a source and a target of checkpoints; every rank makes one.
+
+    Saving describes the files that ``engine.save_checkpoint`` writes, so that ``engine.load_checkpoint`` loads them from
+    the role's folder, ``<root>/global_step_N/<role>``. Every rank writes its own files; nothing is gathered. DeepSpeed's
+    two scripts beside the tag (``zero_to_fp32.py``, ``zero_to_torch.py``) are left out.
+
+    Loading takes native checkpoints of any stage and data-parallel size, and universal ones. Where stage and size are the
+    stored ones, each rank reads its own files straight into the engine's tensors; otherwise what it needs of all files.
+    What DeepSpeed 0.19.8 gets wrong when it loads by itself, and this does not:
+
+    * A universal checkpoint's stage-3 load gives all sub-groups one ``step`` tensor, which each of them then counts up; here
+      each flat tensor has its own.
+    * It gives every param group the settings of the first, weight decay with them; here each keeps its own, matched by its
+      parameters.
+    * A universal load does not restore buffers and frozen parameters; here they are, where the checkpoint has them.
+    * A universal load fails with ``IndexError`` on a rank whose part of a group is all padding; here it is zeros.
+    * Another stage or data-parallel size fails with an assertion unless it goes through universal files; here it loads.
+    * After a load of stages 1 and 2, ``safe_get_full_optimizer_state`` shows the states from before; here it is linked.
+
+    The manager's RLHF state is committed with the models, so ``client_state`` need not carry it. Without the manager, put
+    ``RlhfState.state_dict()`` into it: ``engine.save_checkpoint(folder, client_state={"rlhf": state.state_dict()})``, and
+    after ``_, client = engine.load_checkpoint(folder)`` call ``state.load_state_dict(client["rlhf"])``.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned first. One that trains nothing (inference) has weights alone.
+        client_state: Goes to the top level of the model files, as DeepSpeed's does; a function that gives it is called at
+            each save.
+        tag: Name of the checkpoint's folder, or a function of the step; ``global_step<N>``, of the manager's step, by default.
+        exclude_frozen_parameters: Leave frozen parameters out; loading then leaves the live ones as they are.
+        save_latest: Write ``latest``, which names the tag. DeepSpeed without a ``tag`` argument needs it.
+
+    Attributes:
+        loaded_client_state: The client state of the checkpoint that was loaded.
+        loaded_iteration: Its ``global_steps``.
+
+    Raises:
+        Unsupported: A pipeline engine, or a model with experts.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        client_state: ClientState | Callable[[], ClientState] | None = None,
+        tag: str | Callable[[int], str] | None = None,
+        exclude_frozen_parameters: bool = False,
+        save_latest: bool = True,
+    ) -> None:
+        self.engine = engine
+        self.exclude_frozen_parameters, self.save_latest = exclude_frozen_parameters, save_latest
+        self._client_state, self._tag = client_state, tag
+        self.loaded_client_state: dict[str, object] = {}
+        self.loaded_iteration = 0
+        _check_kind(engine)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks: DeepSpeed's groups span the whole world."""
+        return tuple(range(dist.get_world_size()))
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Degrees of parallelism."""
+        tp = int(self.engine.mp_world_size)
+        return ParallelConfig(tp=tp, etp=tp, dp=int(self.engine.seq_dp_world_size))
+
+    @property
+    def layout(self) -> str:
+        """How the model is cut, apart from the ZeRO stage, with which random states have nothing to do."""
+        return str(self.parallel)
+
+    def live(self, step: int) -> LiveState:
+        """Describe DeepSpeed's own files.
+
+        Args:
+            step: The step, which names the tag.
+
+        Raises:
+            UsageError: LoRA weights are fused into the model.
+            Unsupported: The engine's state cannot be described.
+        """
+        self._check_unfused("save")
+        live_optimizer(self.engine)  # refuses what a load could not take back
+        tag, rank = self._tag_of(step), dist.get_rank()
+        files = []
+        for path, state in self._own_files(tag).items():
+            tree = LiveTree(path)
+            placed = tree.placed(state)
+            files.append(LiveFile(path, (rank,), tuple(tree.segments), placed))
+        texts = {LATEST: tag} if self.save_latest and rank == self.ranks[0] else {}
+        return LiveState(FORMAT.name, self.layout, tuple(files), texts)
+
+    def prepare_load(self, request: LoadRequest) -> PreparedDeepSpeedLoad:
+        """Open a native or universal checkpoint, check that it fits this rank, and plan the load.
+
+        Raises:
+            CheckpointError: It does not fit: all differences, with shapes.
+        """
+        self._check_unfused("load")
+        live = live_optimizer(self.engine)
+        origin, slots = self._origin(request, live)
+
+        def done() -> None:
+            self.loaded_client_state = client_state_of(origin.state.other)
+            self.loaded_iteration = origin.state.iteration
+
+        prepared = PreparedDeepSpeedLoad(self.engine, live, request.optimizer, origin, slots, done)
+        prepared.check()
+        return prepared
+
+    def _origin(self, request: LoadRequest, live: LiveOptimizer | None) -> tuple[Origin, list[Slot]]:
+        weights = weights_of(self.engine, live)
+        folder, step = request.folder, request.step
+        if detect(folder).name == FORMAT.name:
+            files = _tag_files(request)
+            own = OwnFiles.find(self.engine, files, live, weights, optimizer=request.optimizer)
+            if own is not None:
+                return own.origin(optimizer=request.optimizer)
+            folder, step = files.folder, None
+        if self.parallel.tp > 1:
+            raise Unsupported(
+                f"{folder}: another layout into a model-parallel engine is not supported yet\n"
+                "Load it with as many data-parallel ranks at the same ZeRO stage, or convert it to universal for DeepSpeed."
+            )
+        source = open_checkpoint(folder, ReadOptions(role=request.role, step=step, optimizer=request.optimizer))
+        return LivePlan(source, live, weights, f"DP {self.parallel.dp}").origin(optimizer=request.optimizer)
+
+    def _own_files(self, tag: str) -> dict[str, dict[str, Any]]:
+        given = self._client_state() if callable(self._client_state) else self._client_state
+        found = own_files(self.engine, tag, given or {}, self.exclude_frozen_parameters)
+        for path, state in found.items():
+            if path.endswith("model_states.pt") and state.get("param_shapes") is None and state.get("optimizer"):
+                found[path] = {**state, "param_shapes": self._named_groups()}
+        return found
+
+    def _named_groups(self) -> list[dict[str, object]]:
+        """Stage 0 stores no names of what it trains; DeepSpeed passes over this key there, and readers need no guess."""
+        live = live_optimizer(self.engine)
+        if live is None:
+            return []
+        by_name = {name: tuple_shape for flat in live.flats for name, tuple_shape in _sizes(flat)}
+        return [{name: by_name[name] for name in live.names_of(group)} for group in range(live.groups)]
+
+    def _tag_of(self, step: int) -> str:
+        tag = self._tag(step) if callable(self._tag) else self._tag
+        tag = f"global_step{step}" if tag is None else str(tag)
+        if not tag or "/" in tag or tag.startswith("."):
+            raise UsageError(f"tag {tag!r}: expected the name of a folder")
+        return tag
+
+    def _check_unfused(self, action: str) -> None:
+        if getattr(self.engine, "is_lora_fused", False):
+            raise UsageError(
+                f"cannot {action}: the Hybrid Engine has LoRA weights fused into the model for generation\n"
+                "Call engine.unfuse_lora_weight() (or engine.train()) first."
+            )
+
+
+def _tag_files(request: LoadRequest) -> TagFiles:
+    """The tag that is meant: what ``latest`` names, the only one, or the one of the step."""
+    folder = request.folder
+    if is_tag_folder(folder) or (folder / LATEST).is_file():
+        return locate(folder, None)
+    tags = [child for child in sorted(folder.iterdir()) if is_tag_folder(child)]
+    return locate(tags[0], None) if len(tags) == 1 else locate(folder, request.step)
+
+
+def _sizes(flat: Any) -> list[tuple[str, object]]:
+    import torch
+
+    return [(name, torch.Size(shape)) for name, shape in zip(flat.names, flat.shapes, strict=True)]
+
+
+def _check_kind(engine: Any) -> None:
+    """Refuse what is not known, before anything is saved."""
+    if not hasattr(engine, "_save_checkpoint") or not hasattr(engine, "zero_optimization_stage"):
+        raise UsageError(f"{type(engine).__name__}: expected the engine that deepspeed.initialize returns first")
+    if any(kind.__name__ == "PipelineModule" for kind in type(engine.module).__mro__):
+        raise Unsupported("DeepSpeed's pipeline engine is not supported in the manager yet")
+    if getattr(engine, "has_moe_layers", False):
+        raise Unsupported("DeepSpeed-MoE models are not supported in the manager yet")
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_seam(engine: DeepSpeedEngine) -> Engine:
+        return engine

@@ -1,0 +1,172 @@
+"""The live optimizer of any ZeRO stage, seen alike: flat tensors, what lies in each, and torch's optimizer underneath.
+
+Sources: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
+``runtime/fp16/unfused_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.layouts.zero import FlatGroup, Group, SlicedGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """A tensor that torch's optimizer trains, and the parameters in it.
+
+    Args:
+        number: Its own number; checkpoints count alike.
+        param_group: Number of the optimizer's param group.
+        names: The parameters, in the order in which they lie.
+        shapes: Their whole shapes.
+        geometry: Where they lie, over all data-parallel ranks.
+        rank: This rank's number among them.
+        held: What torch's optimizer has; in fp32, unless it is stage 0's parameter itself.
+        model: In stage 3, this rank's slices of the weights that the model computes with, laid out alike.
+    """
+
+    number: int
+    param_group: int
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    geometry: Group
+    rank: int
+    held: torch.Tensor
+    model: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOptimizer:
+    """DeepSpeed's optimizer.
+
+    Args:
+        wrapper: DeepSpeed's object; torch's own in stage 0 without masters.
+        stage: ZeRO stage.
+        flats: The flat tensors, in the order in which checkpoints number them.
+        masters: Whether the flat tensors are fp32 masters, apart from the weights.
+    """
+
+    wrapper: Any
+    stage: int
+    flats: tuple[Flat, ...]
+    masters: bool
+
+    @property
+    def inner(self) -> Any:
+        """Torch's optimizer."""
+        return getattr(self.wrapper, "optimizer", self.wrapper)
+
+    @property
+    def groups(self) -> int:
+        """How many param groups there are."""
+        return len(self.inner.param_groups)
+
+    def names_of(self, param_group: int) -> list[str]:
+        """The parameters of a param group, in the order in which they lie."""
+        return [name for flat in self.flats if flat.param_group == param_group for name in flat.names]
+
+    def state_of(self, flat: Flat) -> dict[str, Any]:
+        """What torch's optimizer keeps of a flat tensor; empty before the first step."""
+        found: dict[str, Any] = self.inner.state.get(flat.held, {})
+        return found
+
+    @contextmanager
+    def with_members(self) -> Iterator[None]:
+        """Stage 3 empties the groups' lists of parameters between steps."""
+        if self.stage != 3:
+            yield
+            return
+        self.wrapper._set_fp32_optimizer_param_groups()
+        try:
+            yield
+        finally:
+            self.wrapper._clear_fp32_optimizer_param_groups()
+
+
+def live_optimizer(engine: Any) -> LiveOptimizer | None:
+    """The optimizer of an engine, or None where it trains nothing.
+
+    Raises:
+        Unsupported: An optimizer that is not known.
+        LayoutMismatch: It lays its parameters out in a way that is not known.
+    """
+    wrapper, stage = engine.optimizer, int(engine.zero_optimization_stage())
+    if wrapper is None or type(wrapper).__name__ == "DeepSpeedZeRoOffload":  # stage 3 for inference
+        return None
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        return LiveOptimizer(wrapper, stage, tuple(_sliced(engine, wrapper)), True)
+    if hasattr(wrapper, "single_partition_of_fp32_groups"):
+        gaps = getattr(wrapper, "round_robin_bit16_padding", None)
+        flats = _flat(engine, wrapper, wrapper.round_robin_bit16_groups, wrapper.single_partition_of_fp32_groups, gaps)
+        return LiveOptimizer(wrapper, stage, tuple(flats), True)
+    if hasattr(wrapper, "fp32_groups_flat_partition"):
+        flats = _flat(engine, wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, None)
+        return LiveOptimizer(wrapper, stage, tuple(flats), True)
+    return _plain(engine, wrapper, stage)
+
+
+def _plain(engine: Any, wrapper: Any, stage: int) -> LiveOptimizer:
+    """Stage 0: every parameter by itself, as a master beside a 16-bit weight or as the weight."""
+    if isinstance(wrapper, torch.optim.Optimizer) and not hasattr(wrapper, "fp32_groups_flat"):
+        listed = [(group["params"], group["params"]) for group in wrapper.param_groups]
+    elif hasattr(wrapper, "fp16_groups") and hasattr(wrapper, "fp32_groups"):
+        listed = list(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True))
+    else:
+        raise Unsupported(
+            f"optimizer {type(wrapper).__name__}: the manager does not know how it keeps its states\n"
+            "Train with ZeRO stage 1, 2 or 3, or with a torch optimizer at stage 0."
+        )
+    flats: list[Flat] = []
+    for number, (params, held) in enumerate(listed):
+        for param, one in zip(params, held, strict=True):
+            geometry = FlatGroup((param.numel(),), 1, alignment=1)
+            flats.append(
+                Flat(len(flats), number, (engine.param_names[param],), (tuple(param.shape),), geometry, 0, one)
+            )
+    return LiveOptimizer(wrapper, stage, tuple(flats), not isinstance(wrapper, torch.optim.Optimizer))
+
+
+def _flat(
+    engine: Any, wrapper: Any, members: Sequence[Any], masters: Sequence[torch.Tensor], gaps: Any
+) -> Iterator[Flat]:
+    """Stages 1 and 2: a rank's partition of every param group."""
+    for number, (params, master) in enumerate(zip(members, masters, strict=True)):
+        among = wrapper.real_dp_process_group[number]
+        free = tuple(gaps[number]) if gaps and any(gaps[number]) else ()
+        geometry = FlatGroup(tuple(param.numel() for param in params), dist.get_world_size(among), free)
+        if geometry.length() != master.numel():
+            raise LayoutMismatch(
+                f"param group {number}: {geometry.length()} elements per rank expected, found {master.numel()}"
+            )
+        names, shapes = _named(engine, params)
+        yield Flat(number, number, names, shapes, geometry, dist.get_rank(among), master)
+
+
+def _sliced(engine: Any, wrapper: Any) -> Iterator[Flat]:
+    """Stage 3: a rank's slices of every sub-group."""
+    among = wrapper.dp_process_group
+    for number, params in enumerate(wrapper.fp16_groups):
+        geometry = SlicedGroup(tuple(int(param.ds_numel) for param in params), dist.get_world_size(among))
+        held, model = wrapper.fp32_partitioned_groups_flat[number], wrapper.fp16_partitioned_groups_flat[number]
+        if geometry.length() != held.numel() or model is None:
+            raise Unsupported(
+                f"stage 3, sub-group {number}: {geometry.length()} elements expected, found {held.numel()} in memory\n"
+                "NVMe offload and expert-parallel groups are not supported yet."
+            )
+        names, shapes = _named(engine, params)
+        group = int(wrapper.sub_group_to_group_id[number])
+        yield Flat(number, group, names, shapes, geometry, dist.get_rank(among), held, model)
+
+
+def _named(engine: Any, params: Sequence[Any]) -> tuple[tuple[str, ...], tuple[Shape, ...]]:
+    names = tuple(engine.param_names[param] for param in params)
+    return names, tuple(tuple(getattr(param, "ds_shape", param.shape)) for param in params)

@@ -1,0 +1,192 @@
+"""Loading where stage, data-parallel size and the optimizer's order are the stored ones: every rank opens its own files only.
+
+Stages 1 and 2 have the same files. Padding is copied with the rest; DeepSpeed stores masters without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.plan import Copy, FilePlan
+from mcore_rlhf.errors import Corrupt, Incomplete
+from mcore_rlhf.formats.base import TrainingState
+from mcore_rlhf.formats.deepspeed.files import TagFiles
+from mcore_rlhf.formats.deepspeed.scaler import scaler_of
+from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.formats.zero import LAYOUT_KEYS
+from mcore_rlhf.layouts.zero import FlatGroup
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+
+from .optimizers import Flat, LiveOptimizer
+from .origin import Origin
+from .slots import LIVE, Slot, Slots, Weight
+from .stored_optimizer import StoredOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFiles:
+    """This rank's files of a checkpoint whose local tensors are the live ones.
+
+    Args:
+        files: The tag.
+        model: The model file.
+        stored: The optimizer in the rank's optimizer file, or in the model file in stage 0; None where there is none.
+        live: The live optimizer.
+        weights: The live module's tensors.
+    """
+
+    files: TagFiles
+    model: PtFile
+    stored: StoredOptimizer | None
+    live: LiveOptimizer | None
+    weights: Sequence[Weight]
+
+    @classmethod
+    def find(
+        cls, engine: Any, files: TagFiles, live: LiveOptimizer | None, weights: Sequence[Weight], *, optimizer: bool
+    ) -> OwnFiles | None:
+        """The files, or None where the local tensors are others.
+
+        Raises:
+            CheckpointError: A file of this rank is damaged.
+        """
+        name = engine._get_ckpt_name("", "")
+        if not (files.folder / name).is_file():
+            return None
+        model = read_pt(files.root, files.path(name))
+        if not isinstance(model.tree, Mapping):
+            raise Corrupt(f"{model.directory.path}: expected a dictionary, found {type(model.tree).__name__}")
+        degrees = (engine.seq_dp_world_size, engine.mp_world_size)
+        if (model.tree.get("dp_world_size"), model.tree.get("mp_world_size")) != degrees:
+            return None
+        needed = live is not None and (optimizer or live.stage == 3)
+        found = cls(files, model, _stored_optimizer(engine, files, model, live) if needed else None, live, weights)
+        return found if found._same_weights() and (not needed or found._same_flats()) else None
+
+    def origin(self, *, optimizer: bool) -> tuple[Origin, list[Slot]]:
+        """Plan the load.
+
+        Args:
+            optimizer: Whether the optimizer is restored.
+        """
+        stored = self.stored if optimizer else None
+        states = stored.tensor_states() if stored is not None else ()
+        slots = Slots(self.weights, self.live if stored is not None else None, states, self.live).all()
+        plan = FilePlan(LIVE)
+        for slot in slots:
+            self._plan(slot, plan)
+        used = dict.fromkeys([self.model.file, *(one.source.file for one in plan.copies)])
+        paths = tuple(self.files.root / file for file in used)
+        wrapper = stored.wrapper() if stored is not None else {}
+        origin = Origin(self.files.root, paths, plan, self._state(stored), stored is not None, states, wrapper)
+        origin.report.add(Fate.KEPT, "this rank's own files, bit for bit")
+        return origin, slots
+
+    def _same_weights(self) -> bool:
+        """Whether names, shapes and types of all weights are the live ones."""
+        module = self.model.tree.get("module")
+        fragments = self.model.tree.get("frozen_param_fragments") or {}
+        if not isinstance(module, Mapping):
+            return False
+        for weight in self.weights:
+            if weight.sliced is not None and weight.trained:
+                continue
+            stored = module.get(weight.name) if weight.sliced is None else fragments.get(weight.name)
+            shape = weight.shape if weight.sliced is None else (weight.tensor.numel(),)
+            if not isinstance(stored, StoredTensor) or not _same(stored, shape, weight.tensor):
+                return False
+        return True
+
+    def _same_flats(self) -> bool:
+        stored, live = self.stored, self.live
+        if stored is None or live is None or stored.groups != [flat.param_group for flat in live.flats]:
+            return False
+        if live.masters and not (len(stored.masters) == len(live.flats) and self._same_order(stored, live.flats)):
+            return False
+        return all(self._same_flat(stored, live, flat) for flat in live.flats)
+
+    def _same_order(self, stored: StoredOptimizer, flats: Sequence[Flat]) -> bool:
+        """Whether each flat tensor holds the parameters that it did; stage 0 has one in each, in the optimizer's order."""
+        if stored.pt is self.model:
+            return True
+        listed = self.model.tree.get("param_shapes") or []
+        shapes = [[(name, tuple(map(int, shape))) for name, shape in group.items()] for group in listed]
+        gaps = stored.tree.get("param_alignment_paddings") or [() for _ in flats]
+        free = [tuple(one) if any(one) else () for one in gaps]
+        return shapes == [list(zip(flat.names, flat.shapes, strict=True)) for flat in flats] and (
+            free == [flat.geometry.gaps if isinstance(flat.geometry, FlatGroup) else () for flat in flats]
+        )
+
+    def _same_flat(self, stored: StoredOptimizer, live: LiveOptimizer, flat: Flat) -> bool:
+        """Whether its tensors have its length, with padding or without; in stage 0 its parameter's shape."""
+        whole = flat.geometry.length()
+        allowed: list[tuple[int, ...]] = [(whole,), (whole - flat.geometry.padding(flat.rank),)]
+        if stored.pt is self.model:
+            allowed = [flat.shapes[0]]
+        state = stored.states[flat.number]
+        tensors = [state[name] for name in stored.tensor_states() if name in state]
+        if live.masters:
+            tensors.append(stored.masters[flat.number])
+        return all(
+            isinstance(one, StoredTensor) and one.shape in allowed and one.strides == row_major(one.shape)
+            for one in tensors
+        )
+
+    def _plan(self, slot: Slot, plan: FilePlan) -> None:
+        stored = self._place(slot)
+        if not isinstance(stored, StoredTensor):
+            text = f"{self.files.folder}: no {slot.state} of {slot.label}"
+            plan.problems.add(Incomplete, text, "Load with optimizer=False to begin with fresh optimizer states.")
+            return
+        count = min(slot.record.numel, stored.stop - stored.start)
+        if count:
+            plan.copies.append(Copy((count,), stored.record, stored.start, (1,), slot.record, 0, (1,)))
+
+    def _place(self, slot: Slot) -> object:
+        top = self.model.tree
+        if slot.weight is not None:
+            where = top["module"] if slot.weight.sliced is None else top["frozen_param_fragments"]
+            return where.get(slot.weight.name)
+        if self.stored is None or slot.flat is None:
+            return None
+        if slot.state in (MASTER, PARAM):
+            return self.stored.masters[slot.flat.number]
+        return self.stored.states[slot.flat.number].get(slot.state)
+
+    def _state(self, stored: StoredOptimizer | None) -> TrainingState:
+        top, scheduler = self.model.tree, self.model.tree.get("lr_scheduler")
+        groups = self.live.groups if self.live is not None else 0
+        names = {group: tuple(self.live.names_of(group)) for group in range(groups)} if self.live is not None else {}
+        return TrainingState(
+            iteration=int(top.get("global_steps") or 0),
+            groups=stored.param_groups_of(names) if stored is not None else (),
+            scheduler=self.model.materialize(dict(scheduler)) if isinstance(scheduler, Mapping) else None,
+            grad_scaler=scaler_of(stored.tree) if stored is not None else None,
+            other={key: self.model.materialize(value) for key, value in top.items() if key not in LAYOUT_KEYS},
+        )
+
+
+def _stored_optimizer(
+    engine: Any, files: TagFiles, model: PtFile, live: LiveOptimizer | None
+) -> StoredOptimizer | None:
+    if live is None:
+        return None
+    if live.stage == 0:
+        tree = model.tree.get("optimizer")
+        return StoredOptimizer.of(model, tree) if isinstance(tree, Mapping) and not files.optim else None
+    name = engine._get_zero_ckpt_name("", "")
+    if not (files.folder / name).is_file():
+        return None
+    pt = read_pt(files.root, files.path(name))
+    tree = pt.tree.get("optimizer_state_dict") if isinstance(pt.tree, Mapping) else None
+    return StoredOptimizer.of(pt, tree) if isinstance(tree, Mapping) else None
+
+
+def _same(stored: StoredTensor, shape: tuple[int, ...], live: Any) -> bool:
+    dense = stored.strides == row_major(shape) or 0 in shape
+    return stored.shape == shape and dense and stored.record.dtype == dtype_of(live.dtype)

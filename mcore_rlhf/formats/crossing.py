@@ -1,0 +1,34 @@
+"""Conversions between families of formats: Megatron's names and shapes, and Hugging Face's, which DeepSpeed stores.
+
+The source is wrapped in one of the target's family: its catalogue is a view with other names and boxes, its groups and
+arguments are derived, and the target's format never learns of it.
+"""
+
+from __future__ import annotations
+
+from mcore_rlhf.formats.base import Source, WriteOptions
+
+from .crossing_to_huggingface import to_huggingface
+from .crossing_to_megatron import to_megatron
+from .megatron.reader import MegatronNative
+from .zero import ZeroState
+
+_ZERO = ("deepspeed", "universal")
+
+
+def crossed(source: Source, to: str, options: WriteOptions) -> Source:
+    """The source as a target of the format wants it: itself where both are of one family.
+
+    Args:
+        source: An opened checkpoint.
+        to: Name of the target's format.
+        options: What the target is to be.
+
+    Raises:
+        CheckpointError: The model has no names in the other family, or what decides its shapes is not known.
+    """
+    if isinstance(source.native, MegatronNative) and to in _ZERO:
+        return to_huggingface(source, source.native, options)
+    if isinstance(source.native, ZeroState) and to == "megatron":
+        return to_megatron(source, source.native, options)
+    return source

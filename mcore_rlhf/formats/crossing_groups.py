@@ -1,0 +1,134 @@
+"""Param groups from one family to another: matched by what they hold, since neither family's numbers mean anything to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
+from mcore_rlhf.formats.base import ParamGroup, Source
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.models.huggingface.relation import Relation
+
+from .megatron.groups import Membership
+
+_STEP = "step"
+_WEIGHT_DECAY = "weight_decay"
+_KINDS: dict[str, object] = {
+    "is_expert_parallel": False, "default_config": True, "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False,
+}  # fmt: skip
+"""What Megatron finds a group by, for a dense model without a learning rate of its own anywhere.
+
+Source: megatron-core 0.16.1, ``optimizer/__init__.py`` (``_get_param_groups``), ``optimizer/optimizer.py``
+(``param_group_identifier_keys``).
+"""
+
+
+def with_members(
+    source: Source, relation: Relation, membership: Membership, scalars: Mapping[str, object], report: Report
+) -> tuple[ParamGroup, ...]:
+    """Megatron's groups with Hugging Face's names in them, in the order of ``model.parameters()``.
+
+    Args:
+        source: Megatron's.
+        relation: Its tensors under both names.
+        membership: Which parameter Megatron puts in which group.
+        scalars: What its plain optimizer keeps per parameter, equal for all.
+        report: Told who is where.
+
+    Raises:
+        LayoutMismatch: A parameter fits no group, or several.
+    """
+    groups = source.state.groups
+    if not groups:
+        return ()
+    members: list[list[str]] = [[] for _ in groups]
+    for name, shares in relation.of_huggingface().items():
+        spec = source.model.get(shares[0].name)
+        if spec is not None and spec.trainable:
+            members[membership.index(spec.name, len(spec.global_shape), groups)].append(name)
+    made = [_with_step(group, names, scalars) for group, names in zip(groups, members, strict=True)]
+    for number, group in enumerate(made):
+        some = f"{group.params[0]}, …" if group.params else "none"
+        text = f"param group {number}: {len(group.params)} parameters ({some}), as Megatron's rule for weight decay deals them"
+        report.add(Fate.DERIVED, text)
+    return tuple(group for group in made if group.params)
+
+
+def _with_step(group: ParamGroup, names: Sequence[str], scalars: Mapping[str, object]) -> ParamGroup:
+    """The group with its step as torch's optimizers keep it: a number for each parameter, as a tensor."""
+    import torch
+
+    fields = {**group.fields, **scalars}
+    if _STEP in fields:
+        fields[_STEP] = torch.tensor(float(fields[_STEP]), dtype=torch.float32)  # type: ignore[arg-type]
+    kept = tuple(name for name in dict.fromkeys([*scalars, _STEP]) if name in fields)
+    return ParamGroup(fields, params=tuple(names), scalars=kept)
+
+
+def as_megatron(source: Source, relation: Relation, membership: Membership, report: Report) -> tuple[ParamGroup, ...]:
+    """Groups of Hugging Face's names as Megatron makes them: one for each weight-decay multiplier.
+
+    Args:
+        source: Whose groups say which parameters are in them.
+        relation: Its tensors under both names.
+        membership: The multiplier that Megatron, or the user's rules, give a parameter.
+        report: Told what changes.
+
+    Raises:
+        LayoutMismatch: The members of a group are not known.
+        Lossy: Parameters that Megatron has in one group are trained differently; all of them.
+    """
+    groups = source.state.groups
+    if not groups:
+        return ()
+    where = {name: number for number, group in enumerate(groups) for name in group.params}
+    if not where:
+        raise LayoutMismatch(f"{source.root}: does not say which parameters are in which param group")
+    found: dict[float, dict[int, str]] = {}
+    for name, shares in relation.of_megatron().items():
+        numbers = [where[share.name] for share in shares if share.name in where]
+        wd_mult = membership.wd_mult(name, len(relation.megatron[name]))
+        for number in numbers:
+            found.setdefault(wd_mult, {}).setdefault(number, name)
+    problems = Problems()
+    made = tuple(_merged(groups, wd_mult, numbers, problems, report) for wd_mult, numbers in found.items())
+    problems.raise_if_any()
+    return made
+
+
+def _merged(
+    groups: Sequence[ParamGroup], wd_mult: float, numbers: Mapping[int, str], problems: Problems, report: Report
+) -> ParamGroup:
+    """Megatron's group of a multiplier, of all groups that have parameters in it."""
+    first, *others = (_plain(groups[number]) for number in numbers)
+    for other in others:
+        different = sorted(key for key in {*first, *other} if key not in _KINDS and first.get(key) != other.get(key))
+        if different:
+            problems.add(
+                Lossy,
+                f"Megatron has {' and '.join(numbers.values())} in one param group (weight-decay multiplier {wd_mult:g}), but they are "
+                f"trained with different {', '.join(f'{key} ({first.get(key)}, {other.get(key)})' for key in different)}",
+                "Say with --rules (wd_mult: 0 or 1) which parameters are decayed.",
+            )
+            break
+    if wd_mult == 0 and first.get(_WEIGHT_DECAY):
+        report.add(
+            Fate.CHANGED,
+            f"weight decay of vectors such as {next(iter(numbers.values()))}: {first[_WEIGHT_DECAY]} → 0, as Megatron has it; "
+            "--rules (wd_mult: 1) keeps it",
+        )
+        first = {**first, _WEIGHT_DECAY: 0.0}
+    report.add(
+        Fate.DERIVED,
+        f"param group with weight-decay multiplier {wd_mult:g}: of group {', '.join(map(str, numbers))} of the source",
+    )
+    return ParamGroup({**_KINDS, **first, "wd_mult": wd_mult})
+
+
+def _plain(group: ParamGroup) -> dict[str, object]:
+    """The fields as Megatron's optimizers keep them: the step is the group's, and a whole number."""
+    fields = dict(group.fields)
+    if _STEP in fields:
+        fields[_STEP] = int(float(fields[_STEP]))  # type: ignore[arg-type]
+    fields.setdefault("bias_correction", True)
+    return fields

@@ -1,0 +1,53 @@
+"""Native DeepSpeed checkpoints: ``<tag>/…model_states.pt`` and ``…optim_states.pt`` of ZeRO stages 0 to 3, ``latest``.
+
+What a :class:`~mcore_rlhf.formats.base.Source` of the DeepSpeed family looks like, whichever format read it
+(:mod:`mcore_rlhf.formats.zero` says what both keep besides tensors, as ``Source.native``):
+
+* Names are the module's own (``model.layers.0.mlp.up_proj.weight``; ``1.mlp.up_proj.weight`` and
+  ``tied_modules.embed.…`` in a ``PipelineModule``). A parameter that is tied has one name, its owner's; the others are in
+  ``ZeroState.shared``.
+* States are ``param`` (the weight as the model computes with it, buffers and frozen parameters too), ``master``, and the
+  optimizer's own keys: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, … Stage 3 stores no weights but masters of what it
+  trains, so its catalogue has no ``param`` for those: it is ``master``, rounded to the dtype of its ``ParamSpec``.
+* ``model.params`` are in the order of the module's state dict. What is not ``trainable`` is a buffer if its name is in
+  ``ZeroState.buffers``, and frozen otherwise.
+* ``state.groups`` are the optimizer's param groups in order: ``fields`` has everything but ``params``, and ``step`` with it;
+  ``scalars`` names those fields (``step``) that live in the optimizer's state and not in the group; ``params`` has the
+  names, in the optimizer's own order, not shuffled by ``round_robin_gradients``.
+* ``parallel`` has ``tp`` and ``pp`` of the model-parallel ranks, and ``dp``. ``optimizer`` is ``zero0`` … ``zero3``, or None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+
+from .files import is_tag_folder, looks_like_root
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedFormat:
+    """DeepSpeed's own checkpoints, written by ``engine.save_checkpoint``."""
+
+    name: str = "deepspeed"
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder is a tag's, or a root with tags."""
+        return is_tag_folder(path) or looks_like_root(path)
+
+    def read(self, path: Path, options: ReadOptions) -> Source:
+        """Open a checkpoint."""
+        from .reader import read_deepspeed
+
+        return read_deepspeed(path, options)
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe a new checkpoint."""
+        from .writer import deepspeed_target
+
+        return deepspeed_target(source, options)
+
+
+FORMAT = DeepSpeedFormat()

@@ -1,0 +1,219 @@
+"""Which files a native DeepSpeed checkpoint has, and which rank writes each.
+
+Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_get_rank_zero_ckpt_name``, ``_get_ckpt_name``, ``_get_zero_ckpt_name``,
+``_save_checkpoint``), ``runtime/pipe/module.py`` (``ckpt_layer_path``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
+
+LATEST = "latest"
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_EXPERT = re.compile(
+    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
+_MOST = 20
+_AGAIN = "Copy the checkpoint again from where it came from, or use an older tag."
+
+
+@dataclass(slots=True)
+class TagFiles:
+    """The files of one tag.
+
+    Args:
+        root: Folder that ``engine.load_checkpoint`` would be given.
+        tag: Name of the tag's folder.
+        model: Model file by model-parallel rank (stages 0 to 2).
+        model_of_rank: Model file by (data-parallel, model-parallel) rank (stage 3).
+        optim: Optimizer file by (data-parallel, model-parallel) rank.
+        layers: Layer files of a ``PipelineModule`` by (layer, tensor-parallel rank).
+        prefix: What the optimizer files' names begin with: ``bf16_`` or nothing.
+    """
+
+    root: Path
+    tag: str
+    model: dict[int, str] = field(default_factory=dict)
+    model_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
+    optim: dict[tuple[int, int], str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    prefix: str = ""
+
+    @property
+    def sliced(self) -> bool:
+        """Whether every rank has a model file of its own: stage 3."""
+        return bool(self.model_of_rank)
+
+    @property
+    def folder(self) -> Path:
+        """The tag's folder."""
+        return self.root / self.tag
+
+    def path(self, name: str) -> str:
+        """A file's path relative to the root."""
+        return f"{self.tag}/{name}"
+
+
+def model_name(mp_rank: int) -> str:
+    """The model file of stages 0 to 2."""
+    return f"mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def model_name_of_rank(dp_rank: int, mp_rank: int) -> str:
+    """The model file of stage 3; it never has a prefix."""
+    return f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def optim_name(dp_rank: int, mp_rank: int, prefix: str) -> str:
+    """The optimizer file of stages 1 to 3; the prefix is ``bf16_`` where bf16 is enabled."""
+    return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def layer_name(layer: int, tp_rank: int, tp: int) -> str:
+    """The file of one layer of a ``PipelineModule``."""
+    return f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt" if tp > 1 else f"layer_{layer:02d}-model_states.pt"
+
+
+def is_tag_folder(path: Path) -> bool:
+    """Whether a folder holds the files of a native tag (a universal one has a folder ``zero`` beside them)."""
+    if not path.is_dir() or (path / "zero").is_dir():
+        return False
+    return any(_MODEL.fullmatch(child.name) or _MODEL_OF_RANK.fullmatch(child.name) for child in path.iterdir())
+
+
+def looks_like_root(path: Path) -> bool:
+    """Whether a folder holds tags."""
+    return any(True for _ in _tags(path))
+
+
+def _tags(root: Path) -> Iterable[str]:
+    return (child.name for child in (sorted(root.iterdir()) if root.is_dir() else []) if is_tag_folder(child))
+
+
+def locate(path: Path, step: int | None) -> TagFiles:
+    """Find the tag that a path means: a tag's folder itself, or a root whose ``latest`` decides.
+
+    Raises:
+        NotACheckpoint: There is none, or ``latest`` names one that is not there.
+        UsageError: Several tags, and neither ``latest`` nor ``step`` says which.
+        LayoutMismatch: Files of several runs are mixed.
+        Unsupported: It has expert files.
+    """
+    if is_tag_folder(path):
+        return _sorted_out(path.parent, path.name)
+    tags = list(_tags(path))
+    if not tags:
+        raise NotACheckpoint(f"{path}: no folder with …mp_rank_XX_model_states.pt in it{_what_latest_says(path)}")
+    tag = _of_step(path, step, tags) if step is not None else _latest(path, tags)
+    return _sorted_out(path, tag)
+
+
+def _what_latest_says(root: Path) -> str:
+    text = _read_latest(root)
+    return "" if text is None else f"; '{LATEST}' names {text!r}, which is not such a folder\nIs it another root?"
+
+
+def _read_latest(root: Path) -> str | None:
+    path = root / LATEST
+    return path.read_text(encoding="utf-8", errors="replace").strip()[:200] if path.is_file() else None
+
+
+def _latest(root: Path, tags: list[str]) -> str:
+    tag, listed = _read_latest(root), ", ".join(tags[:_MOST])
+    if tag is None:
+        raise UsageError(
+            f"{root}: there is no file '{LATEST}' to say which tag is meant; found {listed}\n"
+            "Give the tag's folder itself, or its number with --step."
+        )
+    if tag not in tags:
+        raise NotACheckpoint(
+            f"{root}: '{LATEST}' names {tag!r}, but there is no such checkpoint; found {listed}\n"
+            "Give one of these folders itself, or its number with --step."
+        )
+    return tag
+
+
+def _of_step(root: Path, step: int, tags: list[str]) -> str:
+    chosen = [tag for tag in tags if (match := re.search(r"(\d+)$", tag)) and int(match[1]) == step]
+    if len(chosen) != 1:
+        found = "several tags end" if chosen else "no tag ends"
+        raise NotACheckpoint(
+            f"{root}: {found} in {step}; found {', '.join(tags[:_MOST])}\nGive the tag's folder itself."
+        )
+    return chosen[0]
+
+
+def _sorted_out(root: Path, tag: str) -> TagFiles:
+    files, prefixes, experts = TagFiles(root, tag), dict[str, str](), list[str]()
+    for name in sorted(child.name for child in (root / tag).iterdir()):
+        if match := _MODEL.fullmatch(name):
+            files.model[int(match[1])] = name
+        elif match := _MODEL_OF_RANK.fullmatch(name):
+            files.model_of_rank[int(match[1]), int(match[2])] = name
+        elif match := _OPTIM.fullmatch(name):
+            files.optim[int(match[2]), int(match[3])] = name
+            prefixes.setdefault(match[1] or "", name)
+        elif match := _LAYER.fullmatch(name):
+            files.layers[int(match[1]), int(match[2] or 0)] = name
+        elif _EXPERT.fullmatch(name):
+            experts.append(name)
+    _refuse_mixture(files, prefixes, experts)
+    files.prefix = next(iter(prefixes), "")
+    return files
+
+
+def _refuse_mixture(files: TagFiles, prefixes: dict[str, str], experts: list[str]) -> None:
+    if experts:
+        raise Unsupported(
+            f"{files.folder}: holds expert-parallel files ({experts[0]}); DeepSpeed-MoE is not supported yet"
+        )
+    problems = Problems()
+    advice = "Files of two runs are mixed in one tag: keep those of one."
+    if len(prefixes) > 1:
+        problems.add(LayoutMismatch, f"{files.folder}: holds both {' and '.join(prefixes.values())}", advice)
+    if files.model and files.model_of_rank:
+        both = f"{next(iter(files.model.values()))} (stages 0 to 2) and {next(iter(files.model_of_rank.values()))} (stage 3)"
+        problems.add(LayoutMismatch, f"{files.folder}: holds both {both}", advice)
+    problems.raise_if_any()
+
+
+def check_complete(files: TagFiles, dp: int, mp: int, *, optimizer: bool) -> None:
+    """Whether every rank's files are there, and none too many.
+
+    Args:
+        files: What is there.
+        dp, mp: Degrees as the files themselves say.
+        optimizer: Whether optimizer files are wanted.
+
+    Raises:
+        Incomplete: A rank's file is missing.
+        LayoutMismatch: There is a file of a rank that the run did not have.
+    """
+    problems = Problems()
+    ranks = [(dp_rank, mp_rank) for mp_rank in range(mp) for dp_rank in range(dp)]
+    if files.sliced:
+        _compare(files, {model_name_of_rank(*at) for at in ranks}, set(files.model_of_rank.values()), problems)
+    else:
+        _compare(files, {model_name(mp_rank) for mp_rank in range(mp)}, set(files.model.values()), problems)
+    if optimizer:
+        _compare(files, {optim_name(*at, files.prefix) for at in ranks}, set(files.optim.values()), problems)
+    problems.raise_if_any()
+
+
+def _compare(files: TagFiles, wanted: set[str], found: set[str], problems: Problems) -> None:
+    for name in sorted(wanted - found):
+        problems.add(Incomplete, f"{files.folder / name}: this rank's file is missing", _AGAIN)
+    for name in sorted(found - wanted):
+        problems.add(
+            LayoutMismatch,
+            f"{files.folder / name}: a rank that the run did not have, whose files say {len(wanted)} of this kind",
+            "Files of runs with different world sizes are mixed in one tag: remove those that do not belong.",
+        )

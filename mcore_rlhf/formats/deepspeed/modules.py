@@ -1,0 +1,200 @@
+"""The module's own tensors: weights, buffers, frozen parameters and their aliases, of one model-parallel rank.
+
+Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_save_checkpoint``, ``_get_shared_params``,
+``_get_zero_frozen_param_attributes``), ``runtime/pipe/module.py`` (``save_state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.dtype import DType
+from mcore_rlhf.errors import Corrupt, Incomplete
+from mcore_rlhf.layouts.zero import SlicedGroup
+from mcore_rlhf.storage.ptfile import StoredTensor
+
+from .catalog import Cut, Place
+from .opened import Opened
+
+
+@dataclass(slots=True)
+class LocalTensor:
+    """A tensor of a rank's module.
+
+    Args:
+        shape: Its local shape.
+        dtype: What the model computes with.
+        places: Where it lies; several where every data-parallel rank stores it; none where stage 3 keeps only its master.
+        trained: Whether the optimizer has it.
+    """
+
+    shape: Shape
+    dtype: DType
+    places: list[Place] = field(default_factory=list)
+    trained: bool = False
+
+
+@dataclass(slots=True)
+class ModuleReading:
+    """The module of one model-parallel rank.
+
+    Args:
+        tensors: By global name, owners only, in the order of the state dict.
+        order: All keys of the state dict under their global names.
+        shared: ``{alias: owner}``.
+        buffers: Names of persistent buffers.
+        opaque: Values that are no tensors (``_extra_state``).
+        layers: Keys of a ``PipelineModule``'s layer files, with their global names.
+    """
+
+    tensors: dict[str, LocalTensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    opaque: dict[str, object] = field(default_factory=dict)
+    layers: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
+def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
+    """Read the module of one model-parallel rank.
+
+    Raises:
+        CheckpointError: Its parameters and ``param_shapes`` contradict each other.
+    """
+    top = opened.top(0, mp_rank)
+    reading = ModuleReading(buffers=tuple(top.get("buffer_names") or ()))
+    shapes = {name: tuple(map(int, shape)) for group in top.get("param_shapes") or () for name, shape in group.items()}
+    module = dict(_keys(opened, mp_rank, shapes, reading))
+    reading.order = list(module)
+    reading.shared = {**_stored_aliases(opened, module), **_seen_aliases(module)}
+    for name, value in module.items():
+        if not isinstance(value, StoredTensor):
+            reading.opaque[name] = opened.model[0, mp_rank].materialize(value)
+        elif name not in reading.shared:
+            reading.tensors[name] = LocalTensor(value.shape, value.record.dtype, [value], name in shapes)
+    if opened.sliced:
+        _take_slices(opened, mp_rank, reading, shapes)
+    _check_trained(opened, mp_rank, reading, shapes)
+    return reading
+
+
+def _keys(
+    opened: Opened, mp_rank: int, shapes: Mapping[str, Shape], reading: ModuleReading
+) -> Iterator[tuple[str, Any]]:
+    """The state dict under global names."""
+    module = opened.top(0, mp_rank)["module"]
+    if module is not None:
+        yield from module.items()
+        return
+    if not opened.layers:
+        where = opened.model[0, mp_rank].directory.path
+        raise Incomplete(
+            f"{where}: 'module' is None, as in a PipelineModule, but there are no layer_XX-model_states.pt files"
+        )
+    for layer, key, name, value in _layer_keys(opened, mp_rank, shapes):
+        reading.layers.setdefault(layer, {})[key] = name
+        yield name, value
+
+
+def _layer_keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[int, str, str, Any]]:
+    """The layers of a pipeline stage: those that it trains something of, and, on the first stage that could, all others."""
+    tp_rank = mp_rank % opened.tp
+    stages = [_names_of(opened, stage * opened.tp + tp_rank) for stage in range(opened.pp)]
+    mine = stages[mp_rank // opened.tp]
+    claimed = {layer for names in stages for layer in map(_layer_of, names) if layer is not None}
+    for (layer, of_tp), pt in sorted(opened.layers.items()):
+        if of_tp == tp_rank and isinstance(pt.tree, Mapping):
+            for key, value in pt.tree.items():
+                name = _global_name(layer, key, value, shapes)
+                first = mp_rank < opened.tp
+                if name in mine or (
+                    name not in shapes and (layer in _layers(mine) or (first and layer not in claimed))
+                ):
+                    yield layer, key, name, value
+
+
+def _names_of(opened: Opened, mp_rank: int) -> set[str]:
+    return {name for group in opened.top(0, mp_rank).get("param_shapes") or () for name in group}
+
+
+def _layers(names: set[str]) -> set[int]:
+    return {layer for layer in map(_layer_of, names) if layer is not None}
+
+
+def _layer_of(name: str) -> int | None:
+    head = name.partition(".")[0]
+    return int(head) if head.isdigit() else None
+
+
+def _global_name(layer: int, key: str, value: object, shapes: Mapping[str, Shape]) -> str:
+    """``{layer}.{key}``, or the name of the tied module that the layer is."""
+    plain = f"{layer}.{key}"
+    shape = getattr(value, "shape", None)
+    tied = [
+        name for name in shapes
+        if name.startswith("tied_modules.") and name.split(".", 2)[2] == key and shapes[name] == shape
+    ]  # fmt: skip
+    return tied[0] if plain not in shapes and len(tied) == 1 else plain
+
+
+def _stored_aliases(opened: Opened, module: Mapping[str, object]) -> dict[str, str]:
+    """What ``shared_params`` says; only global rank 0 fills it."""
+    shared = opened.first.get("shared_params") or {}
+    return {alias: owner for alias, owner in shared.items() if alias in module}
+
+
+def _seen_aliases(module: Mapping[str, object]) -> dict[str, str]:
+    """Tensors that are the same elements: the only sign of a tie in stage 0."""
+    owners: dict[tuple[str, str, int, Shape], str] = {}
+    found: dict[str, str] = {}
+    for name, value in module.items():
+        if isinstance(value, StoredTensor) and 0 not in value.shape:
+            at = (value.record.file, value.record.key, value.start, value.shape)
+            if owners.setdefault(at, name) != name:
+                found[name] = owners[at]
+    return found
+
+
+def _take_slices(opened: Opened, mp_rank: int, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
+    """Stage 3: parameters are empty in the module; frozen ones lie as slices beside it, buffers on every rank."""
+    tops = [opened.top(dp_rank, mp_rank) for dp_rank in range(opened.dp)]
+    frozen = {name: tuple(map(int, shape)) for name, shape in (tops[0].get("frozen_param_shapes") or {}).items()}
+    fragments = [top.get("frozen_param_fragments") or {} for top in tops]
+    for name, tensor in list(reading.tensors.items()):
+        if name in shapes:
+            tensor.shape, tensor.places = shapes[name], []
+        elif name in frozen:
+            tensor.shape = frozen[name]
+            tensor.places = [_slices(opened, name, frozen[name], mp_rank, fragments)]
+        elif name in reading.buffers or 0 not in tensor.shape:
+            tensor.places = [top["module"][name] for top in tops if name in top["module"]]
+        else:
+            del reading.tensors[name]  # a frozen parameter that exclude_frozen_parameters left out
+
+
+def _slices(opened: Opened, name: str, shape: Shape, mp_rank: int, fragments: list[Any]) -> Cut:
+    numel = 1
+    for count in shape:
+        numel *= count
+    group = SlicedGroup((numel,), opened.dp)
+    for rank, found in enumerate(fragments):
+        length = found[name].shape[0] if name in found else None
+        if length != group.length():
+            raise Incomplete(
+                f"{opened.model[rank, mp_rank].directory.path}: the slice of the frozen parameter {name} should have "
+                f"{group.length()} elements, found {'none' if length is None else length}"
+            )
+    return Cut(group, 0, {rank: found[name] for rank, found in enumerate(fragments)})
+
+
+def _check_trained(opened: Opened, mp_rank: int, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
+    where = opened.model[0, mp_rank].directory.path
+    for name, shape in shapes.items():
+        tensor = reading.tensors.get(name)
+        if tensor is None:
+            raise Incomplete(f"{where}: 'param_shapes' has {name}, but the module does not")
+        if tensor.shape != shape:
+            raise Corrupt(f"{where}: {name} has shape {tensor.shape} in the module, and {shape} in 'param_shapes'")

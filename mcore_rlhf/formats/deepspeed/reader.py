@@ -1,0 +1,209 @@
+"""Opening a native DeepSpeed checkpoint: files, modules, flat groups and cuts become one Source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.zero import ZeroState
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.zero import undealt
+from mcore_rlhf.models.spec import ModelSpec, ParamSpec
+from mcore_rlhf.storage.ptfile import PtFile
+
+from .catalog import Cut, DeepSpeedCatalog, Holder
+from .cuts import TensorCuts
+from .files import locate
+from .groups import FlatReading, mappings, param_group_fields, read_groups
+from .modules import ModuleReading, read_module
+from .opened import Opened, open_tag
+from .plain import PlainReading, read_plain
+from .state import Members, native_state, training_state
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
+
+
+@dataclass(slots=True)
+class DeepSpeedNative(ZeroState):
+    """What only a native target needs of a native source.
+
+    Args:
+        opened: The files.
+        modules: Each model-parallel rank's module.
+        holders: For each parameter, the ranks that hold a part of it, by model-parallel rank.
+    """
+
+    opened: Opened | None = None
+    modules: list[ModuleReading] = field(default_factory=list)
+    holders: Mapping[str, Mapping[int, Holder]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Everything about the optimizer, on its way into a Source."""
+
+    flat: list[list[FlatReading]] = field(default_factory=list)
+    plain: PlainReading | None = None
+    members: Members = field(default_factory=Members)
+
+
+def read_deepspeed(path: Path, options: ReadOptions) -> Source:
+    """Open a native checkpoint of any ZeRO stage.
+
+    Args:
+        path: A root with ``latest``, or the folder of a tag.
+        options: Which step, which rules.
+
+    Raises:
+        CheckpointError: It is incomplete, damaged, or contradicts itself.
+    """
+    notes = Report()
+    opened = open_tag(locate(path, options.step), options.stubs, optimizer=options.optimizer)
+    modules = [read_module(opened, mp_rank) for mp_rank in range(opened.mp)]
+    reading = _read_optimizer(opened, modules, options, notes)
+    by_rank, specs = _holders(opened, modules, reading, options)
+    states = tuple(dict.fromkeys(s for of in by_rank.values() for h in of.values() for s in h.places if s != PARAM))
+    states = tuple(sorted(states, key=lambda state: state != MASTER))
+    model = ModelSpec(
+        tuple(specs), _num_layers(specs), tied=any(module.shared for module in modules), vocab_size=options.vocab_size
+    )
+    role = options.role or "actor"
+    without = opened.sliced and not options.optimizer
+    catalog = DeepSpeedCatalog(
+        role, model, {name: list(of.values()) for name, of in by_rank.items()}, () if without else states, without
+    )
+    native = native_state(opened, modules, DeepSpeedNative)
+    native.opened, native.modules, native.holders = opened, modules, by_rank
+    kind = f"zero{opened.stage}" if options.optimizer and (reading.flat or reading.plain) else None
+    return Source(
+        "deepspeed", opened.files.root, role, model, ParallelConfig(tp=opened.tp, pp=opened.pp, etp=opened.tp, dp=opened.dp), catalog,
+        training_state(opened, reading.members, notes), tuple(_stored_file(pt) for pt in opened.all()),
+        catalog.states, kind, notes, native,
+    )  # fmt: skip
+
+
+def _read_optimizer(opened: Opened, modules: list[ModuleReading], options: ReadOptions, notes: Report) -> _Reading:
+    reading, problems = _Reading(), Problems()
+    if opened.optim:
+        reading.flat = [read_groups(opened, mp_rank, problems) for mp_rank in range(opened.mp)]
+        problems.raise_if_any()
+        dealt = _round_robin(opened)
+        if dealt:
+            notes.add(
+                Fate.NOTE,
+                "round_robin_gradients: param_slice_mappings are wrong in such files; param_shapes has the order",
+            )
+        else:
+            _check_mappings(opened, reading.flat)
+        reading.members = _flat_members(opened, reading.flat, dealt)
+    elif options.optimizer and opened.first.get("optimizer") is not None:
+        _refuse_model_parallel(opened)
+        reading.plain = read_plain(opened.model[0, 0], modules[0], options.rules)
+        for name in reading.plain.places:
+            modules[0].tensors[name].trained = True
+        reading.members = Members(reading.plain.fields, reading.plain.members, reading.plain.scalars)
+    if not options.optimizer:
+        reading.members = Members()
+    return reading
+
+
+def _refuse_model_parallel(opened: Opened) -> None:
+    if opened.mp > 1:
+        raise Unsupported(
+            f"{opened.files.folder}: the optimizer of stage 0 with TP {opened.tp} × PP {opened.pp} is not supported yet\n"
+            "Its weights can be read with --no-optimizer."
+        )
+
+
+def _round_robin(opened: Opened) -> bool:
+    config = opened.first.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return not opened.sliced and isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
+
+
+def _check_mappings(opened: Opened, flat: list[list[FlatReading]]) -> None:
+    """DeepSpeed's own account of who holds what, against ours."""
+    problems = Problems()
+    for mp_rank, groups in enumerate(flat):
+        if any(any(getattr(group.geometry, "gaps", ())) for group in groups):
+            continue
+        for dp_rank in range(opened.dp):
+            for number, name, start, numel in mappings(opened, mp_rank, dp_rank):
+                group = groups[number]
+                runs = group.geometry.runs(group.names.index(name)) if name in group.names else ()
+                if not any((run.rank, run.at, run.numel) == (dp_rank, start, numel) for run in runs):
+                    where = opened.optim[dp_rank, mp_rank].directory.path
+                    text = f"{where}: param_slice_mappings puts {name} at {start}:{start + numel} of group {number}"
+                    advice = "By the order of 'param_shapes' it lies elsewhere: the files are of different runs."
+                    problems.add(LayoutMismatch, text, advice)
+    problems.raise_if_any()
+
+
+def _flat_members(opened: Opened, flat: list[list[FlatReading]], dealt: bool) -> Members:
+    members = Members(param_group_fields(opened, 0))
+    members.names = [() for _ in members.fields]
+    members.scalars = [{} for _ in members.fields]
+    for groups in flat:
+        for group in groups:
+            names = undealt(group.names, opened.dp) if dealt else group.names
+            known = members.names[group.param_group]
+            members.names[group.param_group] = (*known, *(name for name in names if name not in set(known)))
+            members.add_scalars(group.param_group, group.scalars, opened.files.folder)
+    return members
+
+
+def _holders(
+    opened: Opened, modules: list[ModuleReading], reading: _Reading, options: ReadOptions
+) -> tuple[dict[str, dict[int, Holder]], list[ParamSpec]]:
+    """For every parameter its holders, and what it is, in the order of the modules."""
+    info = opened.first.get("universal_checkpoint_info")
+    cuts = TensorCuts(info if isinstance(info, Mapping) else None, opened.tp, options.rules)
+    buffers = {name for module in modules for name in module.buffers}
+    owners: dict[str, dict[int, Holder]] = {}
+    specs, problems = list[ParamSpec](), Problems()
+    for name in dict.fromkeys(name for module in modules for name in module.tensors):
+        having = [mp_rank for mp_rank, module in enumerate(modules) if name in module.tensors]
+        of_stage = [rank for rank in having if rank // opened.tp == having[0] // opened.tp]
+        if len(of_stage) != opened.tp:
+            problems.add(LayoutMismatch, f"{name}: only {len(of_stage)} of {opened.tp} tensor-parallel ranks have it")
+            continue
+        first = modules[having[0]].tensors[name]
+        cut = cuts.of(name, [modules[rank].tensors[name].shape for rank in of_stage], buffer=name in buffers)
+        owners[name] = {}
+        for mp_rank in having:
+            layout = cut.layouts[mp_rank % opened.tp]
+            for number, place in enumerate(modules[mp_rank].tensors[name].places or [None]):
+                holder = Holder(layout, {} if place is None else {PARAM: place})
+                owners[name][mp_rank + number * opened.mp] = holder
+        specs.append(ParamSpec(name, cut.global_shape, first.dtype, cut.partition, first.trained))
+    problems.raise_if_any()
+    _place_states(owners, reading)
+    return owners, specs
+
+
+def _place_states(owners: dict[str, dict[int, Holder]], reading: _Reading) -> None:
+    for mp_rank, groups in enumerate(reading.flat):
+        for group in groups:
+            for index, name in enumerate(group.names):
+                for state, parts in group.parts.items():
+                    owners[name][mp_rank].places[state] = Cut(group.geometry, index, parts)
+    for name, places in (reading.plain.places if reading.plain else {}).items():
+        owners[name][0].places.update(places)
+
+
+def _num_layers(specs: list[ParamSpec]) -> int:
+    """As far as names tell."""
+    return max((1 + int(match[1]) for spec in specs if (match := _LAYER.search(spec.name))), default=0)
+
+
+def _stored_file(pt: PtFile) -> StoredFile:
+    records = tuple(
+        (m.name, m.byte_offset, m.nbytes, m.crc32) for m in pt.directory.members.values() if pt.directory.checksummed
+    )
+    return StoredFile(pt.file, pt.directory.nbytes, records)

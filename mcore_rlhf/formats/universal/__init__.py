@@ -1,0 +1,41 @@
+"""DeepSpeed's universal checkpoints: ``<tag>_uni/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
+
+``reader`` opens one (``folders`` → ``model_states`` → ``param_files`` → ``groups`` → ``catalog``), ``writer`` describes one
+(``choices`` → ``state_files`` → ``trees``). ``names`` has the file names and keys of both, ``tp_keys`` what a loader with
+tensor parallelism wants to know of a parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+
+from .folders import is_universal_folder, is_universal_root
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalFormat:
+    """DeepSpeed's universal checkpoint."""
+
+    name: str = "universal"
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder is a ``<tag>_uni``, or a root that has nothing but universal checkpoints."""
+        return is_universal_folder(path) or is_universal_root(path)
+
+    def read(self, path: Path, options: ReadOptions) -> Source:
+        """Open a checkpoint."""
+        from .reader import read_universal
+
+        return read_universal(path, options)
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe a new checkpoint."""
+        from .writer import universal_target
+
+        return universal_target(source, options)
+
+
+FORMAT = UniversalFormat()

@@ -1,0 +1,98 @@
+"""Where a universal checkpoint is: a ``<tag>_uni`` folder, or a root whose ``latest_universal`` names one."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.errors import Incomplete, NotACheckpoint, UsageError
+from mcore_rlhf.storage.paths import inside
+
+from .names import LATEST, MODEL_FILES, OPTIMIZER_FILE, STAGE3_MODEL_FILES, SUFFIX, ZERO
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A checkpoint that was found.
+
+    Args:
+        root: The folder that has ``latest_universal``.
+        name: The checkpoint's folder in it.
+    """
+
+    root: Path
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's folder."""
+        return self.root / self.name
+
+    @property
+    def tag(self) -> str:
+        """The tag of the training run: the folder's name without ``_uni``."""
+        return self.name.removesuffix(SUFFIX)
+
+
+def is_universal_folder(path: Path) -> bool:
+    """Whether a folder is one checkpoint, whole or damaged."""
+    if not (path / ZERO).is_dir():
+        return False
+    beside = (next(path.glob(pattern), None) for pattern in (MODEL_FILES, STAGE3_MODEL_FILES))
+    return (path / ZERO / OPTIMIZER_FILE).is_file() or any(beside)
+
+
+def is_universal_root(path: Path) -> bool:
+    """Whether a folder has ``latest_universal``, and no ``latest`` that names a checkpoint of the training run itself."""
+    return (path / LATEST).is_file() and not (path / "latest").is_file()
+
+
+def locate(path: Path, step: int | None) -> Located:
+    """Find the checkpoint that a path means.
+
+    Args:
+        path: A ``<tag>_uni`` folder, or a root.
+        step: Which one of a root, by the number at the end of its tag; None for that in ``latest_universal``.
+
+    Raises:
+        NotACheckpoint: There is none.
+        Incomplete: ``latest_universal`` names a folder that is not there.
+        UsageError: No checkpoint of the root, or more than one, has that step.
+    """
+    path = Path(os.path.abspath(path))
+    if is_universal_folder(path):
+        return Located(path.parent, path.name)
+    if step is not None:
+        return _of_step(path, step)
+    tracker = path / LATEST
+    if not tracker.is_file():
+        raise NotACheckpoint(f"{path}: expected a folder with zero/ in it, or {LATEST}, found neither")
+    name = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if not name or not is_universal_folder(inside(path, name)):
+        raise Incomplete(
+            f"{tracker}: names {name!r}, but {path / name if name else path} is not a universal checkpoint{_others(path)}\n"
+            "A conversion was interrupted, or the folder was deleted: convert again, or give the folder of another one."
+        )
+    return Located(path, name)
+
+
+def _of_step(path: Path, step: int) -> Located:
+    ending = re.compile(rf"(.*\D)?0*{step}{SUFFIX}")
+    found = [name for name in _checkpoints(path) if ending.fullmatch(name)]
+    if len(found) == 1:
+        return Located(path, found[0])
+    what = f"{len(found)} checkpoints have" if found else "no universal checkpoint has"
+    raise UsageError(f"{path}: {what} step {step}{_others(path)}\nGive the folder itself.")
+
+
+def _checkpoints(path: Path) -> list[str]:
+    if not path.is_dir():
+        return []
+    return sorted(child.name for child in path.iterdir() if child.is_dir() and is_universal_folder(child))
+
+
+def _others(path: Path) -> str:
+    names = _checkpoints(path)
+    return f" (there are: {', '.join(names[:8])})" if names else ""

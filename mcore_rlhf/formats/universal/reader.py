@@ -1,0 +1,232 @@
+"""Opening a universal checkpoint: the model's files and the parameters' files become one Source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import cast
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16, FLOAT32, DType
+from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.zero import SHARDED_KEYS, ZeroState
+from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
+from mcore_rlhf.storage.ptfile import PtFile
+
+from .catalog import UniversalCatalog, Weights
+from .folders import Located, locate
+from .groups import param_groups
+from .model_states import ModelStates, read_model_states
+from .names import FP32, INFO, VOCAB_TENSOR, ZERO
+from .param_files import ParamFiles, ZeroFolder, common_states, read_zero_folder
+
+_LAYER = re.compile(r"(?:^|.*?\.)(?:layers|h|blocks|block)\.(\d+)\.|^(\d+)\.")
+
+
+def read_universal(path: Path, options: ReadOptions) -> Source:
+    """Open a universal checkpoint.
+
+    Args:
+        path: A ``<tag>_uni`` folder, or a root with ``latest_universal``.
+        options: Which step, which stubs.
+
+    Raises:
+        CheckpointError: It is incomplete, damaged, or contradicts itself.
+    """
+    located = locate(path, options.step)
+    states = read_model_states(located, options.stubs)
+    zero = read_zero_folder(located, options.stubs, optimizer=options.optimizer)
+    return _Reading(located, states, zero, options).source()
+
+
+@dataclass
+class _Reading:
+    located: Located
+    states: ModelStates
+    zero: ZeroFolder
+    options: ReadOptions
+
+    def source(self) -> Source:
+        notes = Report()
+        role = self.options.role or "actor"
+        trained = self._trained()
+        keys: tuple[str, ...] = ()
+        groups: tuple[ParamGroup, ...] = ()
+        if self.zero.optimizer is not None:
+            keys = common_states(self.zero.params, trained, self.located.folder)
+            groups = param_groups(self.zero.optimizer, self.states, self._of(trained), notes, self.located.folder)
+        names = (MASTER, *keys) if self.options.optimizer else ()
+        specs, weights = self._specs(set(trained), notes)
+        others = list(self.states.others())
+        model = ModelSpec(
+            tuple(specs), _layers([spec.name for spec in specs]), bool(self.states.shared),
+            vocab_size=self.options.vocab_size or _vocab_size(others[0]),
+        )  # fmt: skip
+        catalog = UniversalCatalog(role, model, weights, self.zero.params, names)
+        files = tuple(_stored_file(pt) for pt in (*self.states.opened, *self.zero.opened))
+        kind = "universal" if self.zero.optimizer is not None else None
+        return Source(
+            "universal", self.located.root, role, model, self.states.parallel, catalog, self._training(groups, others[0]),
+            files, names, kind, notes, self._native(others),
+        )  # fmt: skip
+
+    def _of(self, names: list[str]) -> Mapping[str, ParamFiles]:
+        return {name: self.zero.params[name] for name in names}
+
+    def _trained(self) -> list[str]:
+        """Names of the parameters that the optimizer has: those in ``param_shapes``, or whatever has an optimizer's state."""
+        listed = list(dict.fromkeys(name for group in self.states.group_shapes for name in group))
+        problems = Problems()
+        for name in listed:
+            if name not in self.zero.params:
+                problems.add(
+                    Incomplete,
+                    f"{self.located.folder / ZERO / name}: there is no such folder, but the model is said to train {name}",
+                    "Convert the checkpoint again, or copy the folder again from where it came from.",
+                )
+        problems.raise_if_any()
+        aside = {*self.states.buffers, *self.states.shared, *self.states.frozen_shapes}
+        with_states = [
+            name
+            for name, files in self.zero.params.items()
+            if name not in aside and (len(files.tensors) > 1 or not self.states.order)
+        ]
+        return list(dict.fromkeys([*listed, *with_states]))
+
+    def _specs(self, trained: set[str], notes: Report) -> tuple[list[ParamSpec], dict[str, Weights]]:
+        """Every tensor of the model, in the module's order, and where its own bytes lie."""
+        frozen = [name for name in self.states.frozen_shapes if name not in trained]
+        names = dict.fromkeys([*self.states.order, *sorted(trained), *frozen, *self.zero.params])
+        specs, weights, problems = [], {}, Problems()
+        for name in names:
+            if name in self.states.shared:
+                continue
+            shape = self._shape(name)
+            if shape is None:
+                what = (
+                    "frozen and excluded from the checkpoint"
+                    if name in self.states.frozen_shapes
+                    else "nowhere in the checkpoint"
+                )
+                notes.add(Fate.LOST, f"{name}: {what}")
+                continue
+            self._check_shape(name, problems)
+            weights[name] = self._weights(name, shape, name in trained)
+            vocabulary = bool(self._keys(name).get(VOCAB_TENSOR))
+            specs.append(
+                ParamSpec(name, shape, self._dtype(name), VOCABULARY if vocabulary else REPLICATED, name in trained)
+            )
+        problems.raise_if_any()
+        return specs, weights
+
+    def _keys(self, name: str) -> Mapping[str, object]:
+        files = self.zero.params.get(name)
+        return files.keys if files is not None else {}
+
+    def _listed(self, name: str) -> Shape | None:
+        """The shape in ``param_shapes``: the whole one where there is no tensor parallelism."""
+        listed = next((group[name] for group in self.states.group_shapes if name in group), None)
+        return listed if listed is not None else self.states.frozen_shapes.get(name)
+
+    def _shape(self, name: str) -> Shape | None:
+        """The logical shape: a flat file of the stage 3 flavour does not have it, ``param_shapes`` do."""
+        if name in self.states.buffers:
+            return next((tensor.shape for tensor in self.states.tensors(name)), None)
+        files = self.zero.params.get(name)
+        if files is None:
+            stored = [tensor.shape for tensor in self.states.tensors(name) if 0 not in tensor.shape]
+            return self._listed(name) if self.states.fragments(name) else next(iter(stored), None)
+        listed = self._listed(name)
+        return listed if listed is not None and self._is_flat(files) else files.stored_shape
+
+    def _is_flat(self, files: ParamFiles) -> bool:
+        return files.keys == {} and len(files.stored_shape) == 1 and self.states.parallel.tp == 1
+
+    def _check_shape(self, name: str, problems: Problems) -> None:
+        """Without tensor parallelism, and without the padding of a vocabulary, the files have the model's shapes."""
+        files, listed = self.zero.params.get(name), self._listed(name)
+        if files is None or listed is None or self.states.parallel.tp > 1 or files.keys.get(VOCAB_TENSOR):
+            return
+        if files.stored_shape not in (listed, (prod(listed),)):
+            problems.add(
+                LayoutMismatch,
+                f"{self.located.folder / ZERO / name / FP32}.pt: expected the shape {listed} of param_shapes, or "
+                f"{prod(listed)} elements, found {files.stored_shape}",
+            )
+
+    def _weights(self, name: str, shape: Shape, trained: bool) -> Weights:
+        stored = [tensor for tensor in self.states.tensors(name) if 0 not in tensor.shape or tensor.shape == shape]
+        whole = [tensor for tensor in stored if tensor.shape == shape]
+        if len(whole) < len(stored):
+            whole = []  # slices of tensor-parallel ranks: only the master is whole
+        slices = [] if whole or trained else self.states.fragments(name)
+        if slices and not self.states.stage3:
+            return Weights(tuple(tensor for tensor in slices if tensor.shape == shape)[:1])
+        if not self.options.optimizer and trained:
+            return Weights()
+        return Weights(tuple(whole), tuple(slices))
+
+    def _dtype(self, name: str) -> DType:
+        """The parameter's own type: even an empty placeholder has it."""
+        for tensor in (*self.states.tensors(name), *self.states.fragments(name)):
+            return tensor.record.dtype
+        config = self.states.first.get("ds_config")
+        for key, dtype in (("bf16", BFLOAT16), ("bfloat16", BFLOAT16), ("fp16", FLOAT16)):
+            section = config.get(key) if isinstance(config, dict) else None
+            if isinstance(section, dict) and section.get("enabled") is True:
+                return dtype
+        return FLOAT32
+
+    def _training(self, groups: tuple[ParamGroup, ...], other: dict[str, object]) -> TrainingState:
+        first = self.states.files[0]
+        config, scheduler = self.states.first.get("ds_config"), self.states.first.get("lr_scheduler")
+        return TrainingState(
+            self.states.integer("global_steps", 0),
+            args=cast(dict[str, object], first.materialize(config)) if isinstance(config, dict) else {},
+            groups=groups,
+            scheduler=cast(dict[str, object], first.materialize(scheduler)) if isinstance(scheduler, dict) else None,
+            grad_scaler=self.zero.optimizer.get("loss_scaler") if self.zero.optimizer is not None else None,
+            other=other,
+        )
+
+    def _native(self, others: list[dict[str, object]]) -> ZeroState:
+        optimizer = {key: value for key, value in (self.zero.optimizer or {}).items() if key not in SHARDED_KEYS}
+        per_rank = tuple(others) if len(others) > 1 else ()
+        keys = {name: files.keys for name, files in self.zero.params.items() if files.keys}
+        pipeline = self.states.first.get("module") is None
+        return ZeroState(
+            self.located.tag,
+            self.states.order,
+            self.states.buffers,
+            self.states.shared,
+            optimizer,
+            per_rank,
+            keys,
+            pipeline,
+        )
+
+
+def _layers(names: list[str]) -> int:
+    """Decoder layers, as far as the names tell: ``layers.11.`` or a pipeline's ``11.``."""
+    found = [match for name in names if (match := _LAYER.match(name))]
+    numbers = {int(match.group(1) or match.group(2)) for match in found}
+    return len(numbers)
+
+
+def _vocab_size(other: Mapping[str, object]) -> int | None:
+    info = other.get(INFO)
+    size = info.get("original_vocab_size") if isinstance(info, dict) else None
+    return size if isinstance(size, int) else None
+
+
+def _stored_file(pt: PtFile) -> StoredFile:
+    records = tuple(
+        (m.name, m.byte_offset, m.nbytes, m.crc32) for m in pt.directory.members.values() if pt.directory.checksummed
+    )
+    return StoredFile(pt.file, pt.directory.nbytes, records)

@@ -1,0 +1,147 @@
+"""Describing a new universal checkpoint: the superset that DeepSpeed loads in stages 1, 2 and 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from mcore_rlhf.core.dtype import FLOAT32
+from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
+from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
+from mcore_rlhf.formats.base import FileLayout, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.zero import ZeroState
+from mcore_rlhf.models.spec import ParamSpec
+
+from .names import INFO, LATEST, OPTIMIZER_FILE, SUFFIX, ZERO, model_file, stage3_model_file
+from .state_files import MasterView, StateFiles, create
+from .tp_keys import TensorParallelKeys
+from .trees import ModelFile, differing_fields, group_step, optimizer_tree
+
+_NO_MEANING = (
+    "tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "dtype", "optimizer", "rng", "padded_vocab_size", "zero_stage",
+)  # fmt: skip
+
+
+def universal_target(source: Source, options: WriteOptions) -> Target:
+    """Describe the universal checkpoint that holds what a DeepSpeed source has, under the same names.
+
+    Args:
+        source: An opened checkpoint of DeepSpeed's, in either format.
+        options: What the user asked for.
+
+    Raises:
+        CheckpointError: It cannot be done; all problems together.
+    """
+    native = source.native
+    if not isinstance(native, ZeroState):
+        raise Unsupported(f"from {source.format} to universal: this pair of formats is not supported yet")
+    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(
+            f"{flags}: a universal checkpoint has no layout and keeps every type; the run that loads it decides"
+        )
+    return _Writer(source, native, options).target()
+
+
+@dataclass
+class _Writer:
+    source: Source
+    native: ZeroState
+    options: WriteOptions
+
+    def target(self) -> Target:
+        report = Report(list(self.source.notes.lines))
+        keys = TensorParallelKeys.of(self.source.state.other.get(INFO), self.native)
+        self._check(keys)
+        states = () if self.options.no_optimizer else self.source.states
+        files = StateFiles(
+            self.folder, self.source.role, self.source.catalog, (MASTER, *(s for s in states if s != MASTER)), keys,
+            self.options.vocab_size,
+        )  # fmt: skip
+        self._report(report)
+        return Target(
+            "universal", self.source.parallel, MasterView(self.source.catalog), tuple(self._files(files)),
+            {LATEST: self.folder}, report,
+        )  # fmt: skip
+
+    @property
+    def folder(self) -> str:
+        """Name of the checkpoint's folder."""
+        return f"{self.native.tag or f'global_step{self.source.state.iteration}'}{SUFFIX}"
+
+    def _check(self, keys: TensorParallelKeys) -> None:
+        """Every trained parameter needs a master; every pattern a parameter."""
+        problems = Problems()
+        for spec in self.source.model.params:
+            if spec.trainable and not self.options.no_optimizer and not self._has_master(spec):
+                problems.add(
+                    Incomplete,
+                    f"{spec.name}: has no fp32 master weights in {self.source.root}, and {spec.dtype} weights are not as exact",
+                    "A universal checkpoint is made of masters. --no-optimizer converts the weights alone.",
+                )
+        problems.raise_if_any()
+        if not self.native.keys and not self.options.unused_patterns:
+            keys.check([spec.name for spec in self.source.model.params])
+
+    def _has_master(self, spec: ParamSpec) -> bool:
+        role = self.source.role
+        stored = self.source.catalog.get(TensorName(role, spec.name, MASTER))
+        own = self.source.catalog.get(TensorName(role, spec.name, PARAM)) if stored is None else None
+        return stored is not None or (own is not None and own.dtype == FLOAT32)
+
+    def _files(self, files: StateFiles) -> Iterator[TargetFile]:
+        """The large ones first: a worker that begins late with one holds up all others."""
+        for mp_rank in range(self.source.parallel.tp * self.source.parallel.pp):
+            for name, whole in ((model_file(mp_rank), mp_rank == 0), (stage3_model_file(mp_rank), False)):
+                path = f"{self.folder}/{name}"
+                yield TargetFile(path, partial(self._model_layout, path, mp_rank, whole))
+        steps = self._steps()
+        for spec in self.source.model.params:
+            yield from files.files(spec, steps.get(spec.name))
+        if not self.options.no_optimizer:
+            yield TargetFile(f"{self.folder}/{ZERO}/{OPTIMIZER_FILE}", self._optimizer_layout)
+
+    def _model_layout(self, path: str, mp_rank: int, whole: bool) -> FileLayout:
+        return ModelFile(self.source, self.native, path, mp_rank, whole).layout()
+
+    def _optimizer_layout(self) -> FileLayout:
+        path = f"{self.folder}/{ZERO}/{OPTIMIZER_FILE}"
+        return FileLayout([], [], partial(create, path, optimizer_tree(self.source, self.native)))
+
+    def _steps(self) -> dict[str, object]:
+        """The step of every trained parameter: its group's, or that of all groups where members are not known."""
+        groups = () if self.options.no_optimizer else self.source.state.groups
+        steps = {name: group_step(group) for group in groups for name in group.params}
+        if groups and not steps:
+            steps = {spec.name: group_step(groups[0]) for spec in self.source.model.params if spec.trainable}
+        return {name: step for name, step in steps.items() if step is not None}
+
+    def _report(self, report: Report) -> None:
+        report.add(Fate.KEPT, "client state, counters and the learning-rate scheduler of every model-parallel rank")
+        unstored = [spec.name for spec in self.source.model.params if spec.trainable and not self._stores(spec, MASTER)]
+        if unstored and not self.options.no_optimizer:
+            report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
+        if self.options.no_optimizer:
+            report.add(
+                Fate.LOST, "the optimizer: DeepSpeed loads its weights alone, in stage 3 without optimizer states"
+            )
+            return
+        differing = differing_fields(self.source.state.groups)
+        if differing:
+            report.add(
+                Fate.NOTE,
+                f"stage 3 gives every param group the first one's values: {', '.join(differing)} differ between groups, are left out "
+                "there, and stay as the new run's configuration has them; stages 1 and 2 restore them",
+            )
+        if self._steps():
+            report.add(
+                Fate.NOTE, "stage 3 restores one step tensor that all sub-groups share: give each its own after loading"
+            )
+        if not {EXP_AVG, EXP_AVG_SQ} <= set(self.source.states):
+            report.add(Fate.NOTE, "stage 3 restores Adam's states only; stages 1 and 2 restore any")
+
+    def _stores(self, spec: ParamSpec, state: str) -> bool:
+        return self.source.catalog.get(TensorName(self.source.role, spec.name, state)) is not None

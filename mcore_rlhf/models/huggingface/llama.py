@@ -1,0 +1,31 @@
+"""Llama 2 and 3, and whatever is built alike (Mistral): no biases by default, no norms of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import dense
+from .table import Architecture
+
+LLAMA = Architecture(
+    "llama",
+    "LlamaForCausalLM",
+    (
+        dense.EMBEDDING,
+        dense.INPUT_NORM,
+        dense.PROJ,
+        dense.PROJ_BIAS,
+        dense.FUSED_INPUT_NORM,
+        dense.QKV,
+        replace(dense.QKV_BIAS, optional=True),
+        dense.MLP_NORM,
+        dense.FUSED_MLP_NORM,
+        dense.FC1,
+        dense.FC1_BIAS,
+        dense.FC2,
+        dense.FC2_BIAS,
+        *dense.HEADS,
+    ),
+    dense.ORDER,
+    (*dense.ARGS, ("qk_layernorm", False)),
+)

@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5, dense: biases of queries, keys and values, and of nothing else."""
+
+from __future__ import annotations
+
+from . import dense
+from .table import Architecture
+
+QWEN2 = Architecture(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    (
+        dense.EMBEDDING,
+        dense.INPUT_NORM,
+        dense.PROJ,
+        dense.FUSED_INPUT_NORM,
+        dense.QKV,
+        dense.QKV_BIAS,
+        dense.MLP_NORM,
+        dense.FUSED_MLP_NORM,
+        dense.FC1,
+        dense.FC2,
+        *dense.HEADS,
+    ),
+    dense.ORDER,
+    (*dense.ARGS, ("qk_layernorm", False), ("add_qkv_bias", True), ("add_bias_linear", False)),
+)
