@@ -69,7 +69,9 @@ def components(roles: Mapping[str, Role] | Role, data: Data | None, state: RlhfS
     """
     named = roles if isinstance(roles, Mapping) else {"actor": roles}
     if not named and data is None and state is None:
-        raise UsageError("no roles, no data and no state: there is nothing to save; give a model, such as {'actor': engine}")
+        raise UsageError(
+            "no roles, no data and no state: there is nothing to save; give a model, such as {'actor': engine}"
+        )
     engines = {role: _engine(role, model) for role, model in named.items()}
     return Components(engines, _carried(data), state)
 

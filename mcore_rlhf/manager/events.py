@@ -49,7 +49,8 @@ def _number(value: float) -> str:
 
 
 Hook = Callable[[Event], None]
-_LEVELS: dict[Kind, int] = {"skip": logging.WARNING, "failed": logging.ERROR}
+_LEVELS: dict[Kind, int] = {"skip": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG}
+"""Deleting logs a line of its own, with the size, wherever it is done."""
 
 
 @dataclass(slots=True)
