@@ -25,7 +25,7 @@ from .zero import ZeroState
 ORIGIN = "mcore_rlhf_origin"
 """The key of client state under which what only Megatron has waits for the way back."""
 
-_LM_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions) -> Source:
@@ -54,7 +54,7 @@ def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions
         catalog=catalog, state=_state(source, relation, sizes, tied, notes, members), notes=notes,
         native=ZeroState(
             f"global_step{source.state.iteration}", (*relation.huggingface, *([_LM_HEAD] if tied else [])),
-            shared={_LM_HEAD: _EMBED} if tied else {},
+            shared={_LM_HEAD: EMBEDDING} if tied else {},
         ),
     )  # fmt: skip
 
