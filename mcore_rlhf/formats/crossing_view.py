@@ -47,9 +47,12 @@ class CrossingView:
         """The entry of that name, or None. Parts that the source lacks are missing in it, which the plan will notice."""
         if name.role != self.role or name.param not in self.shares:
             return None
-        chunks: list[Chunk] = []
-        for share in self.shares[name.param]:
-            entry = self.catalog.get(TensorName(self.role, share.name, name.state))
+        shares, chunks = self.shares[name.param], list[Chunk]()
+        of = {
+            part: self.catalog.get(TensorName(self.role, part, name.state)) for part in {s.name: None for s in shares}
+        }
+        for share in shares:
+            entry = of[share.name]
             if entry is not None:
                 chunks.extend(_moved(entry, share))
         if not chunks:
