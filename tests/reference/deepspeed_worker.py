@@ -67,6 +67,8 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
     }  # fmt: skip
+    if case.get("reference"):
+        del found["scheduler"]
     if case["dtype"] != "fp32":
         found["bf16"] = {"enabled": True}
     if case["dtype"] == "bf16acc32":
@@ -79,6 +81,8 @@ def build(case: dict[str, Any], seed: int, inner: int = INNER) -> Any:
 
     torch.manual_seed(seed)
     model = Tiny(inner)
+    if case.get("reference"):
+        return deepspeed.initialize(model=model, config=config(case))[0]
     trained = [param for param in model.parameters() if param.requires_grad and param is not model.scale]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
@@ -237,7 +241,8 @@ def refuse(case: dict[str, Any], root: Path) -> dict[str, Any]:
 def two_roles(case: dict[str, Any], root: Path) -> dict[str, Any]:
     """An actor and a critic of different stages, in one step."""
     stages = {"actor": {**case, "stage": 3}, "critic": {**case, "stage": 1}}
-    seen = []
+    stages["reference"] = {**case, "stage": 0, "reference": True}
+    seen, weights = [], []
     for first, seed in ((0, 1), (2, 9)):
         engines = {role: build(one, seed + int(one["stage"])) for role, one in stages.items()}
         roles = {role: DeepSpeedEngine(engine, client_state={"role": role}) for role, engine in engines.items()}
@@ -245,11 +250,16 @@ def two_roles(case: dict[str, Any], root: Path) -> dict[str, Any]:
             if first:
                 manager.load()
             else:
-                for engine in engines.values():
-                    train(engine, 0, 2)
+                for role in ("actor", "critic"):
+                    train(engines[role], 0, 2)
                 manager.save(2)
-            seen.append([train(engine, 2, 4) for engine in engines.values()])
-    return {"losses": seen, "clients": [one.loaded_client_state["role"] for one in roles.values()]}
+            seen.append([train(engines[role], 2, 4) for role in ("actor", "critic")])
+            weights.append(dict(engines["reference"].module.state_dict()))
+    return {
+        "losses": seen,
+        "reference": differences(*weights),
+        "clients": [one.loaded_client_state["role"] for one in roles.values()],
+    }
 
 
 def to_universal(case: dict[str, Any], root: Path) -> dict[str, Any]:

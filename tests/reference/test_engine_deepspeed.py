@@ -201,9 +201,10 @@ def test_another_model_is_refused_before_anything_changes(lab: DeepSpeedLab) -> 
         assert "unfuse_lora_weight" in seen["fused"]
 
 
-def test_an_actor_and_a_critic_of_different_stages_share_a_step(lab: DeepSpeedLab) -> None:
+def test_actor_critic_and_reference_of_different_stages_share_a_step(lab: DeepSpeedLab) -> None:
     for seen in lab.of("two-roles"):
         straight, resumed = seen["losses"]
         assert straight == resumed
         assert straight[0] != straight[1]
-        assert seen["clients"] == ["actor", "critic"]
+        assert seen["reference"] == []
+        assert seen["clients"] == ["actor", "critic", "reference"]

@@ -58,6 +58,7 @@ class Mine(torch.nn.Module):
     pass
 
 
+DeepSpeedZeRoOffload = type("DeepSpeedZeRoOffload", (), {})
 PipelineModule = type("PipelineModule", (Mine,), {})
 
 
@@ -88,6 +89,7 @@ def test_components_take_the_engine_as_it_is() -> None:
     [
         (FakeEngine(module=PipelineModule()), Unsupported, "pipeline"),
         (FakeEngine(has_moe_layers=True), Unsupported, "MoE"),
+        (FakeEngine(optimizer=DeepSpeedZeRoOffload()), Unsupported, "without an optimizer"),
         (torch.nn.Linear(2, 2), UsageError, "deepspeed.initialize"),
     ],
 )
