@@ -89,6 +89,7 @@ class Job:
         copies: Number of copies planned.
         casts: Whether values are converted on the way.
         published: The folder that was published, once it is; inside a run, only the checkpoint's own.
+        seen: The source under the names of the target's family of formats; None where they are its own.
     """
 
     source: Source
@@ -97,6 +98,7 @@ class Job:
     copies: int = 0
     casts: bool = False
     published: Path | None = None
+    seen: Source | None = None
 
     @property
     def report(self) -> Report:
@@ -122,7 +124,8 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
     """
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer))
     wanted = format_named(options.to)
-    job = Job(opened, wanted.target(crossed(opened, wanted.name, options.write), options.write))
+    seen = crossed(opened, wanted.name, options.write)
+    job = Job(opened, wanted.target(seen, options.write), seen=None if seen is opened else seen)
     problems = Problems()
     for file in job.target.files:
         layout = file.layout()

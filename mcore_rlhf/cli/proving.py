@@ -32,7 +32,11 @@ def prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Fa
     options = job.convert_options().read
     reading = ReadOptions(options.role, None, options.rules, options.stubs, options.vocab_size)
     verdict = verify_facts(target, reading, Depth.DEEP, job.workers, progress)
-    diff = _compare(job, done.source, open_checkpoint(target, reading), progress) if verdict["checkpoint"] else None
+    diff = (
+        _compare(job, done.seen or done.source, open_checkpoint(target, reading), progress)
+        if verdict["checkpoint"]
+        else None
+    )
     return {
         "verify": verdict,
         "diff": diff,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mcore_rlhf.formats.base import Source, WriteOptions
 
-from .crossing_to_huggingface import to_huggingface
+from .crossing_to_huggingface import EMBEDDING, to_huggingface
 from .crossing_to_megatron import to_megatron
 from .megatron.reader import MegatronNative
 from .zero import ZeroState
@@ -32,3 +32,25 @@ def crossed(source: Source, to: str, options: WriteOptions) -> Source:
     if isinstance(source.native, ZeroState) and to == "megatron":
         return to_megatron(source, source.native, options)
     return source
+
+
+def alike(a: Source, b: Source) -> tuple[Source, Source]:
+    """Two sources under names that can be compared: Megatron's as Hugging Face's, where the other one has those.
+
+    Args:
+        a, b: Opened checkpoints.
+
+    Raises:
+        CheckpointError: Megatron's model has no names in the other family.
+    """
+    if isinstance(a.native, MegatronNative) and isinstance(b.native, ZeroState):
+        return to_huggingface(a, a.native, WriteOptions(vocab_size=_words(b))), b
+    if isinstance(b.native, MegatronNative) and isinstance(a.native, ZeroState):
+        return a, to_huggingface(b, b.native, WriteOptions(vocab_size=_words(a)))
+    return a, b
+
+
+def _words(source: Source) -> int | None:
+    """Rows of a vocabulary without padding."""
+    embedding = source.model.get(EMBEDDING)
+    return None if embedding is None else embedding.global_shape[0]

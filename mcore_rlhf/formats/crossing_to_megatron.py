@@ -18,7 +18,7 @@ from mcore_rlhf.models.megatron import Traits, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
 from .crossing_groups import as_megatron
-from .crossing_to_huggingface import ORIGIN
+from .crossing_to_huggingface import EMBEDDING, ORIGIN
 from .crossing_view import CrossingView
 from .megatron.arguments import Arguments
 from .megatron.groups import Membership
@@ -26,7 +26,7 @@ from .megatron.reader import MegatronNative
 from .reference_config import read_config
 from .zero import ZeroState
 
-_EMBED, _DIVISOR = "model.embed_tokens.weight", 128
+_DIVISOR = 128
 _NEW_RUN: dict[str, object] = {
     "make_vocab_size_divisible_by": _DIVISOR, "seed": 1234, "num_experts": None, "mtp_num_layers": None,
     "data_parallel_random_init": False, "use_distributed_optimizer": True, "decoupled_lr": None,
@@ -123,12 +123,12 @@ def _with_extra_states(relation: Relation) -> Iterator[str]:
 def _check(source: Source, native: ZeroState) -> None:
     if native.pipeline:
         raise Unsupported(f"{source.root}: a PipelineModule's names are its layers' numbers, not Hugging Face's")
-    if source.model.get(_EMBED) is None:
+    if source.model.get(EMBEDDING) is None:
         some = ", ".join(spec.name for spec in source.model.params[:3])
         raise Unsupported(
-            f"{source.root}: from {source.format} to megatron needs Hugging Face's names, {_EMBED} and so on; found {some}, …"
+            f"{source.root}: from {source.format} to megatron needs Hugging Face's names, {EMBEDDING} and so on; found {some}, …"
         )
-    kept = {alias: owner for alias, owner in native.shared.items() if (alias, owner) != (_HEADS[0], _EMBED)}
+    kept = {alias: owner for alias, owner in native.shared.items() if (alias, owner) != (_HEADS[0], EMBEDDING)}
     if kept:
         raise Unsupported(f"{source.root}: shared parameters that Megatron has no name for: {kept}")
 

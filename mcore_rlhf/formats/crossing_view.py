@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog, Chunk, TensorEntry
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.layouts.padding import with_rows
 from mcore_rlhf.models.huggingface.relation import Share
 
@@ -47,9 +47,12 @@ class CrossingView:
         """The entry of that name, or None. Parts that the source lacks are missing in it, which the plan will notice."""
         if name.role != self.role or name.param not in self.shares:
             return None
-        chunks: list[Chunk] = []
-        for share in self.shares[name.param]:
-            entry = self._entry(TensorName(self.role, share.name, name.state))
+        shares, chunks = self.shares[name.param], list[Chunk]()
+        of = {
+            part: self.catalog.get(TensorName(self.role, part, name.state)) for part in {s.name: None for s in shares}
+        }
+        for share in shares:
+            entry = of[share.name]
             if entry is not None:
                 chunks.extend(_moved(entry, share))
         if not chunks:
@@ -57,11 +60,6 @@ class CrossingView:
         found = TensorEntry(name, self.shapes[name.param], chunks[0].record.dtype, tuple(chunks))
         rows = self.rows.get(name.param)
         return found if rows is None else with_rows(found, rows)
-
-    def _entry(self, name: TensorName) -> TensorEntry | None:
-        """The source's entry; a weight that is not stored is its master, as in ZeRO stage 3."""
-        found = self.catalog.get(name)
-        return self.catalog.get(name._replace(state=MASTER)) if found is None and name.state == PARAM else found
 
 
 def _moved(entry: TensorEntry, share: Share) -> Iterator[Chunk]:

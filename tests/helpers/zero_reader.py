@@ -73,7 +73,7 @@ def _merge_flat(merged: Merged, osds: list[dict[str, Any]]) -> None:
                 flats[key] = torch.cat([state[key] for state in of_rank])
         merged.settings.append({} if elastic else _settings(base[0]["param_groups"][g]))
         gaps = osds[0].get("param_alignment_paddings", [[0] * len(shapes)] * (g + 1))[g]
-        step = osds[0]["base_optimizer_state_step"] if elastic else of_rank[0].get("step")
+        step = osds[0].get("base_optimizer_state_step", of_rank[0].get("step"))
         offset = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             merged.step[name] = float(step or 0)

@@ -21,6 +21,8 @@ SAVED: dict[str, Case] = {
     "z3-fp32": {"stage": 3, "dtype": "fp32"},
     "z3-bf16": {"stage": 3, "dtype": "bf16", "dirty": True},
     "z2-robin": {"stage": 2, "dtype": "bf16", "zero": {"round_robin_gradients": True}},
+    "z2-aligned": {"stage": 2, "dtype": "bf16", "zero": {"parameter_alignment": True}},
+    "z1-elastic": {"stage": 1, "dtype": "bf16", "zero": {"elastic_checkpoint": True}},
     "z1-offload": {"stage": 1, "dtype": "bf16", "zero": {"offload_optimizer": {"device": "cpu"}}},
     "z3-offload": {"stage": 3, "dtype": "bf16", "zero": {"offload_optimizer": {"device": "cpu"}}},
     "z2-lean": {"stage": 2, "dtype": "bf16", "lean": True},
@@ -39,6 +41,9 @@ CHANGED: dict[str, tuple[str, Case]] = {
     "z1-acc32": ("z1-bf16", {"stage": 1, "dtype": "bf16acc32"}),
     "robin-z3": ("z2-robin", {"stage": 3, "dtype": "bf16"}),
     "z3-robin": ("z3-bf16", {"stage": 2, "dtype": "bf16", "zero": {"round_robin_gradients": True}}),
+    "z2-aligned": ("z2-bf16", {"stage": 2, "dtype": "bf16", "zero": {"parameter_alignment": True}}),
+    "aligned-z3": ("z2-aligned", {"stage": 3, "dtype": "bf16"}),
+    "elastic-z3": ("z1-elastic", {"stage": 3, "dtype": "bf16"}),
     "universal-z3": ("z2-fp32-universal", {"stage": 3, "dtype": "fp32"}),
     "universal-z1": ("z3-bf16-universal", {"stage": 1, "dtype": "bf16"}),
     "dp1-z3": ("z2-dp1", {"stage": 3, "dtype": "bf16"}),
@@ -65,6 +70,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> DeepSpeedLab:
     cases = {name: {"job": "save_and_resume", **case} for name, case in SAVED.items()}
     cases |= {f"{name}-universal": {"job": "to_universal", "source": str(lab.role(name))} for name in UNIVERSAL}
     cases |= {f"to-{name}": _change(lab, *case) for name, case in {**CHANGED, **WEIGHTS}.items()}
+    cases["two-roles"] = {"job": "two_roles", "dtype": "bf16"}
     cases["refused"] = _change(lab, "z2-fp32", {"job": "refuse", "stage": 1, "dtype": "fp32"})
     lab.run(2, cases)
     lab.run(1, {f"to-{name}": _change(lab, *case) for name, case in CHANGED_ALONE.items()})
@@ -116,7 +122,8 @@ def test_resumed_runs_go_on_bit_for_bit(lab: DeepSpeedLab, name: str) -> None:
 @pytest.mark.parametrize("name", [*SAVED, *ALONE])
 def test_deepspeed_loads_the_roles_folder(lab: DeepSpeedLab, name: str) -> None:
     for seen in lab.of(name):
-        assert seen["by_deepspeed"] == []
+        cannot = name == "z1-elastic"  # with torch's Adam, DeepSpeed 0.19.8 cannot load its own elastic files
+        assert seen["by_deepspeed"] == (["AssertionError"] if cannot else [])
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -134,7 +141,8 @@ def test_every_state_arrives_in_another_layout(lab: DeepSpeedLab, name: str) -> 
     assert after.step == before.step
     assert [set(group) for group in after.groups] == [set(group) for group in before.groups]
     assert [group["weight_decay"] for group in after.settings] == [0.1, 0.0, 0.01]
-    assert after.settings == before.settings
+    if before.settings[0]:  # an elastic checkpoint has none
+        assert after.settings == before.settings
 
 
 @pytest.mark.parametrize("name", {**EVERY, **WEIGHTS})
@@ -191,3 +199,12 @@ def test_another_model_is_refused_before_anything_changes(lab: DeepSpeedLab) -> 
         assert "(257, 96)" in seen["said"]
         assert seen["changed"] == []
         assert "unfuse_lora_weight" in seen["fused"]
+
+
+def test_actor_critic_and_reference_of_different_stages_share_a_step(lab: DeepSpeedLab) -> None:
+    for seen in lab.of("two-roles"):
+        straight, resumed = seen["losses"]
+        assert straight == resumed
+        assert straight[0] != straight[1]
+        assert seen["reference"] == []
+        assert seen["clients"] == ["actor", "critic", "reference"]

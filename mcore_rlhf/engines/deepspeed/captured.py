@@ -40,7 +40,9 @@ class _Keeper:
         return False
 
 
-def own_files(engine: Any, tag: str, client_state: Mapping[str, object], exclude_frozen: bool) -> dict[str, State]:
+def own_files(
+    engine: Any, tag: str, client_state: Mapping[str, object], exclude_frozen: bool, *, trained: bool = True
+) -> dict[str, State]:
     """The content of the files that this rank writes, by path below the folder that ``save_checkpoint`` is given.
 
     Tensors are the live ones. No collective is called: where stage 3 keeps small parameters whole between steps, their
@@ -51,6 +53,7 @@ def own_files(engine: Any, tag: str, client_state: Mapping[str, object], exclude
         tag: Name of the checkpoint's folder.
         client_state: Goes to the top level, over DeepSpeed's own keys, as DeepSpeed has it.
         exclude_frozen: See ``save_checkpoint``.
+        trained: Whether there is an optimizer. In bf16 without one DeepSpeed wraps a dummy, which its own save trips over.
 
     Raises:
         Unsupported: The client state has a key that DeepSpeed guards.
@@ -58,9 +61,9 @@ def own_files(engine: Any, tag: str, client_state: Mapping[str, object], exclude
     if clash := RESERVED & set(client_state):
         raise Unsupported(f"client_state: the key {min(clash)!r} is DeepSpeed's own\nGive it another name.")
     keeper = _Keeper()
-    with _replaced(
-        engine, checkpoint_engine=keeper, _get_param_fragment_func=_fragment, _copy_recovery_script=_nothing
-    ):
+    others: dict[str, object] = {} if trained else {"optimizer": None, "save_zero_checkpoint": False}
+    others |= {"_get_param_fragment_func": _fragment, "_copy_recovery_script": _nothing}
+    with _replaced(engine, checkpoint_engine=keeper, **others):
         engine._save_checkpoint("", tag, client_state=dict(client_state), exclude_frozen_parameters=exclude_frozen)
         if engine.save_zero_checkpoint:
             engine._save_zero_checkpoint("", tag)

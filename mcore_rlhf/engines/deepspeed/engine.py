@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from mcore_rlhf.errors import Unsupported, UsageError
@@ -110,10 +111,10 @@ class DeepSpeedEngine:
             Unsupported: The engine's state cannot be described.
         """
         self._check_unfused("save")
-        live_optimizer(self.engine)  # refuses what a load could not take back
+        live = live_optimizer(self.engine)  # refuses what a load could not take back
         tag, rank = self._tag_of(step), dist.get_rank()
         files = []
-        for path, state in self._own_files(tag).items():
+        for path, state in self._own_files(tag, live).items():
             tree = LiveTree(path)
             placed = tree.placed(state)
             files.append(LiveFile(path, (rank,), tuple(tree.segments), placed))
@@ -155,21 +156,14 @@ class DeepSpeedEngine:
         source = open_checkpoint(folder, ReadOptions(role=request.role, step=step, optimizer=request.optimizer))
         return LivePlan(source, live, weights, f"DP {self.parallel.dp}").origin(optimizer=request.optimizer)
 
-    def _own_files(self, tag: str) -> dict[str, dict[str, Any]]:
+    def _own_files(self, tag: str, live: LiveOptimizer | None) -> dict[str, dict[str, Any]]:
         given = self._client_state() if callable(self._client_state) else self._client_state
-        found = own_files(self.engine, tag, given or {}, self.exclude_frozen_parameters)
+        frozen = self.exclude_frozen_parameters
+        found = own_files(self.engine, tag, given or {}, frozen, trained=live is not None)
         for path, state in found.items():
-            if path.endswith("model_states.pt") and state.get("param_shapes") is None and state.get("optimizer"):
-                found[path] = {**state, "param_shapes": self._named_groups()}
+            if live is not None and live.stage == 0 and path.endswith("model_states.pt"):
+                found[path] = {**state, "param_shapes": _named_groups(live)}
         return found
-
-    def _named_groups(self) -> list[dict[str, object]]:
-        """Stage 0 stores no names of what it trains; DeepSpeed passes over this key there, and readers need no guess."""
-        live = live_optimizer(self.engine)
-        if live is None:
-            return []
-        by_name = {name: tuple_shape for flat in live.flats for name, tuple_shape in _sizes(flat)}
-        return [{name: by_name[name] for name in live.names_of(group)} for group in range(live.groups)]
 
     def _tag_of(self, step: int) -> str:
         tag = self._tag(step) if callable(self._tag) else self._tag
@@ -195,16 +189,24 @@ def _tag_files(request: LoadRequest) -> TagFiles:
     return locate(tags[0], None) if len(tags) == 1 else locate(folder, request.step)
 
 
-def _sizes(flat: Any) -> list[tuple[str, object]]:
-    import torch
-
-    return [(name, torch.Size(shape)) for name, shape in zip(flat.names, flat.shapes, strict=True)]
+def _named_groups(live: LiveOptimizer) -> list[dict[str, object]]:
+    """Stage 0 stores no names of what it trains; DeepSpeed passes over this key there, and readers need not guess."""
+    groups: list[dict[str, object]] = [{} for _ in range(live.groups)]
+    for flat in live.flats:
+        for name, shape in zip(flat.names, flat.shapes, strict=True):
+            groups[flat.param_group][name] = torch.Size(shape)
+    return groups
 
 
 def _check_kind(engine: Any) -> None:
     """Refuse what is not known, before anything is saved."""
     if not hasattr(engine, "_save_checkpoint") or not hasattr(engine, "zero_optimization_stage"):
         raise UsageError(f"{type(engine).__name__}: expected the engine that deepspeed.initialize returns first")
+    if type(getattr(engine, "optimizer", None)).__name__ == "DeepSpeedZeRoOffload":
+        raise Unsupported(
+            "ZeRO stage 3 without an optimizer: DeepSpeed itself cannot save such an engine\n"
+            "A frozen model needs no checkpoint of its own; leave the role out, or use stage 0."
+        )
     if any(kind.__name__ == "PipelineModule" for kind in type(engine.module).__mro__):
         raise Unsupported("DeepSpeed's pipeline engine is not supported in the manager yet")
     if getattr(engine, "has_moe_layers", False):

@@ -100,7 +100,7 @@ def live_optimizer(engine: Any) -> LiveOptimizer | None:
         LayoutMismatch: It lays its parameters out in a way that is not known.
     """
     wrapper, stage = engine.optimizer, int(engine.zero_optimization_stage())
-    if wrapper is None or type(wrapper).__name__ == "DeepSpeedZeRoOffload":  # stage 3 for inference
+    if wrapper is None or type(getattr(wrapper, "optimizer", None)).__name__ == "DummyOptim":
         return None
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         return LiveOptimizer(wrapper, stage, tuple(_sliced(engine, wrapper)), True)

@@ -24,6 +24,7 @@ from .restoring import (
     forget_states,
     load_counters,
     load_groups,
+    load_rates,
     load_wrapper,
     matched_groups,
     round_slices,
@@ -100,6 +101,11 @@ class PreparedDeepSpeedLoad:
     def _restores(self) -> bool:
         return self.optimizer and self.live is not None and self.origin.optimizer
 
+    @property
+    def _rateless(self) -> bool:
+        """Whether the checkpoint has no settings of param groups: ``elastic_checkpoint`` leaves them out."""
+        return self._restores and any("lr" not in group.fields for group in self._groups)
+
     def _fill(self) -> None:
         """Copy all tensors, one window at a time."""
         tensors = live_tensors(self.slots, self.live)
@@ -125,6 +131,8 @@ class PreparedDeepSpeedLoad:
         state, scheduler = self.origin.state, self.engine.lr_scheduler
         if scheduler is not None and state.scheduler is not None:
             scheduler.load_state_dict(state.scheduler)
+            if self._rateless:
+                load_rates(scheduler)
         load_counters(self.engine, state.iteration, state.other)
 
     def _check_states(self, live: LiveOptimizer, problems: Problems) -> None:
@@ -147,6 +155,8 @@ class PreparedDeepSpeedLoad:
         state, report = self.origin.state, self.report
         if self._restores:
             report.add(Fate.KEPT, "optimizer states and param groups")
+            if self._rateless:
+                self._note_rates()
             scaler = state.grad_scaler
             if self.live is not None and scaler is not None and not fits_scaler(self.live, scaler):
                 report.add(Fate.NOTE, "the stored loss scaler is of another kind; this run's stays")
@@ -158,3 +168,13 @@ class PreparedDeepSpeedLoad:
                 (Fate.KEPT, "learning-rate schedule") if kept else (Fate.NOTE, "no scheduler state in the checkpoint")
             )
             report.add(*line)
+
+    def _note_rates(self) -> None:
+        scheduled = self.engine.lr_scheduler is not None and self.origin.state.scheduler is not None
+        self.report.add(
+            Fate.NOTE, "the checkpoint has no settings of param groups (elastic_checkpoint); this run's stay"
+        )
+        if scheduled:
+            self.report.add(Fate.DERIVED, "learning rates: from the schedule")
+        else:
+            self.report.add(Fate.LOST, "learning rates: this run's own are used")

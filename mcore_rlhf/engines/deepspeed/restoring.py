@@ -127,6 +127,17 @@ def _link(live: LiveOptimizer) -> None:
             wrapper._lazy_init_hp_params_optimizer_state()
 
 
+def load_rates(scheduler: Any) -> None:
+    """The learning rates of the moment, as the schedule says, where the checkpoint does not say them.
+
+    Args:
+        scheduler: DeepSpeed's, which computes them from its count, or torch's, which stores them.
+    """
+    rates = scheduler.get_lr() if hasattr(scheduler, "last_batch_iteration") else scheduler.get_last_lr()
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def round_slices(live: LiveOptimizer) -> None:
     """Stage 3: the weights that the model computes with, from their masters, as DeepSpeed's own load does it."""
     wrapper = live.wrapper

@@ -44,6 +44,8 @@ class TargetView:
     def _derived(self, name: TensorName) -> TensorEntry | None:
         if name.state == PARAM and self.from_masters:
             return self.catalog.get(name._replace(state=MASTER)) or self.catalog.get(name)
+        if name.state == PARAM:  # ZeRO stage 3 stores masters only
+            return self.catalog.get(name) or self.catalog.get(name._replace(state=MASTER))
         if name.state == MASTER:
             return self.catalog.get(name) or self.catalog.get(name._replace(state=PARAM))
         return self.catalog.get(name)

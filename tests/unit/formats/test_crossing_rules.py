@@ -214,3 +214,32 @@ def test_parameters_of_one_group_that_are_trained_differently(tmp_path: Path) ->
     rules = Rules((Rule("*", wd_mult=1.0),))  # both groups become one, but they have different weight decays
     with pytest.raises(Lossy, match=r"weight_decay \(0\.1, 0\.0\)"):
         megatron_of(tmp_path / "ds", tmp_path / "out", rules=rules)
+
+
+def test_a_loss_scale_goes_along() -> None:
+    """With the scale of 1 that other runs store, a run in fp16 would go on without its scaling."""
+    source = open_checkpoint(LLAMA, ReadOptions())
+    source.state.args["loss_scale_window"] = 500.0
+    source.state.grad_scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 1, "hysteresis_tracker": 2}
+    scaler: Any = crossed(source, "deepspeed", WriteOptions()).state.grad_scaler
+    assert (scaler.dynamic, scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter, scaler.scale_window) == (
+        True,
+        4096.0,
+        1,
+        500,
+    )
+    source.state.grad_scaler, source.state.args["loss_scale"] = {}, 128.0
+    constant: Any = crossed(source, "deepspeed", WriteOptions()).state.grad_scaler
+    assert (constant.dynamic, constant.cur_scale) == (False, 128.0)
+
+
+def test_the_reference_goes_along_for_the_way_back(config: Path, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    (config / "config.json").write_text(
+        json.dumps({**sizes, "num_key_value_heads": 2, "vocab_size": 130, "rope_theta": 7e5})
+    )
+    options = WriteOptions(reference_config=str(config), vocab_size=132)
+    convert(LLAMA, tmp_path / "uni", ConvertOptions(to="universal", fsync=False, write=options))
+    carried = open_checkpoint(tmp_path / "uni", ReadOptions()).state.other["mcore_rlhf_origin"]
+    assert isinstance(carried, dict)
+    assert (carried["config"]["rope_theta"], carried["config"]["vocab_size"]) == (7e5, 132)

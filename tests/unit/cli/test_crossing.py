@@ -1,0 +1,53 @@
+"""Converting and comparing between families of formats on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .conftest import Cli
+
+
+def test_convert_proves_what_it_wrote_under_the_targets_names(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
+    there = cli(
+        "convert", tp2pp2, tmp_path / "ds", "--to", "deepspeed", "--zero-stage", 3, "--dp", 2, "--verify", "--json"
+    )
+    assert (there.code, there.json["proved"]) == (0, True)
+    assert there.json["diff"]["tensors"] == 39 * 3  # stage 3 has masters and moments, and no weights beside them
+    back = cli("convert", tmp_path / "ds", tmp_path / "back", "--tp", 2, "--pp", 2, "--verify", "--json")
+    assert (back.code, back.json["proved"]) == (0, True)
+    assert back.json["diff"]["tensors"] == 27 * 3
+
+
+def test_diff_compares_across_families(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
+    cli("convert", tp2pp2, tmp_path / "uni", "--to", "universal")
+    for pair in ((tp2pp2, tmp_path / "uni"), (tmp_path / "uni", tp2pp2)):
+        same = cli("diff", *pair, "--json")
+        assert (same.code, same.json["equal"], same.json["tensors"]) == (0, True, 39 * 4)
+
+
+def test_diff_across_families_sees_what_differs(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
+    other = tp2pp2.parent / "tp1_bf16_do"
+    cli("convert", other, tmp_path / "uni", "--to", "universal")
+    found = cli("diff", tp2pp2, tmp_path / "uni", "--states", "master", "--json")
+    assert found.code == 1
+    assert "model.layers.0.self_attn.k_proj.weight (master)" in {line["name"] for line in found.json["differences"]}
+
+
+def test_the_options_reach_the_conversion(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
+    config = {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 8,
+        "vocab_size": 132,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused = cli("plan", tp2pp2, "--to", "universal", "--reference-config", tmp_path)
+    assert refused.code != 0
+    assert "the sizes of the model make" in refused.stderr
+    cli("convert", tp2pp2, tmp_path / "uni", "--to", "universal")
+    back = cli("convert", tmp_path / "uni", tmp_path / "te", "--transformer-impl", "transformer_engine")
+    assert "--transformer-impl transformer_engine" in back.words()
+    bad = cli("convert", tmp_path / "uni", tmp_path / "x", "--transformer-impl", "apex")
+    assert (bad.code, (tmp_path / "x").exists()) == (2, False)
