@@ -17,7 +17,7 @@ from .guard import GuardedGroup
 
 app = typer.Typer(
     cls=GuardedGroup,
-    help="Inspect, reshape, convert and prove the checkpoints of RLHF runs on Megatron-core.",
+    help="Inspect, reshape, convert and prove the checkpoints of RLHF runs on Megatron-core and DeepSpeed.",
     epilog="Exit codes: 0 done, equal, intact; 1 damaged, different, lossy; 2 usage, not a checkpoint, I/O; 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,

@@ -196,4 +196,4 @@ def test_the_page_for_openrlhf_users(folder: Path) -> None:
     (deepspeed / "global_step20").mkdir(parents=True)
     (deepspeed / "latest").write_text("global_step20")
     (deepspeed / "global_step20" / "mp_rank_00_model_states.pt").write_bytes(b"x")
-    assert CliRunner().invoke(app, ["inspect", str(deepspeed)]).exit_code == 2
+    assert CliRunner().invoke(app, ["inspect", str(deepspeed)]).exit_code == 1  # read, and found to be no checkpoint
