@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,11 @@ class PreparedDeepSpeedLoad:
     def report(self) -> Report:
         """What is kept, derived, changed and lost."""
         return self.origin.report
+
+    @property
+    def rng(self) -> Mapping[str, object] | None:
+        """DeepSpeed stores no random states."""
+        return None
 
     def check(self) -> None:
         """Find everything that could go wrong.
