@@ -184,6 +184,8 @@ class _Reader:
 
     def _check_descriptor(self, entry: z.Entry, offset: int) -> None:
         """Behind the data, length and CRC stand a second time: a flipped bit in the directory shows here."""
+        if not entry.nbytes and entry.crc32:  # behind empty members nothing stands
+            raise self._corrupt(f"member {entry.name!r} is empty, but its CRC is {entry.crc32:08x}")
         if not entry.flags & z.HAS_DESCRIPTOR:
             return
         placed = z.Placed("", entry.header_offset, offset, entry.nbytes)

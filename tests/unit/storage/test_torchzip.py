@@ -59,6 +59,24 @@ def test_a_flipped_byte_is_noticed_or_harmless(saved: Path, rng: random.Random) 
             assert str(saved) in str(error)  # noqa: PT017  # either outcome is right
 
 
+def test_no_flipped_bit_of_the_directory_moves_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "small.pt"
+    torch.save({"a": torch.ones(1)}, path)
+    whole, intact = path.read_bytes(), read_directory(path)
+    begin = whole.index(b"PK\1\2")
+    for bit in range(8 * begin, 8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = read_directory(path).members
+        except CheckpointError:
+            continue
+        for name, item in intact.members.items():
+            place = (found[name].byte_offset, found[name].nbytes) if name in found else None
+            assert place in (None, (item.byte_offset, item.nbytes)), (bit, name)
+
+
 def test_damaged_bytes_are_noticed_when_read(saved: Path) -> None:
     place = read_directory(saved).members["data.pkl"].byte_offset
     data = bytearray(saved.read_bytes())
