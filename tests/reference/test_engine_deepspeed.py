@@ -183,13 +183,12 @@ def test_weights_alone_begin_with_fresh_states(lab: DeepSpeedLab, name: str) -> 
     "name", [name for name, (source, _) in CHANGED.items() if source in SAVED and name not in ("widened", "narrowed")]
 )
 def test_losses_go_on_at_the_same_data_parallel_size(lab: DeepSpeedLab, name: str) -> None:
-    """Random states of ranks are kept whatever the stage. Stages differ in no bit of this model on a CPU, apart from
-    stage 0 in bf16, whose own runs differ.
+    """Random states of ranks are kept whatever the stage. Stages 1 to 3 differ in no bit of this model on a CPU; stage 0
+    rounds its gradients otherwise, so with it the loss of the first step is equal.
     """
     source, case = CHANGED[name]
     after, straight = lab.of(f"to-{name}")[0]["losses"], lab.of(source)[0]["straight"]
-    whole = [(SAVED[source]["stage"], SAVED[source]["dtype"]), (case["stage"], case["dtype"])]
-    if (0, "bf16") in whole:
+    if 0 in (SAVED[source]["stage"], case["stage"]):
         assert after[0] == straight[0]
     else:
         assert after == straight
