@@ -65,7 +65,7 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
         "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
         "steps_per_print": 10**9, "gradient_clipping": 1.0, "zero_optimization": zero,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 3e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
     }  # fmt: skip
     if case.get("reference"):
         del found["scheduler"]

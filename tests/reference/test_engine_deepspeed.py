@@ -44,6 +44,8 @@ CHANGED: dict[str, tuple[str, Case]] = {
     "z2-aligned": ("z2-bf16", {"stage": 2, "dtype": "bf16", "zero": {"parameter_alignment": True}}),
     "aligned-z3": ("z2-aligned", {"stage": 3, "dtype": "bf16"}),
     "elastic-z3": ("z1-elastic", {"stage": 3, "dtype": "bf16"}),
+    "widened": ("z2-bf16", {"stage": 2, "dtype": "fp32"}),
+    "narrowed": ("z3-fp32", {"stage": 1, "dtype": "bf16"}),
     "universal-z3": ("z2-fp32-universal", {"stage": 3, "dtype": "fp32"}),
     "universal-z1": ("z3-bf16-universal", {"stage": 1, "dtype": "bf16"}),
     "dp1-z3": ("z2-dp1", {"stage": 3, "dtype": "bf16"}),
@@ -151,7 +153,7 @@ def test_weights_buffers_and_frozen_parameters_arrive(lab: DeepSpeedLab, name: s
     source = {**EVERY, **WEIGHTS}[name][0]
     before, after = _source(lab, source), read_zero(_tag(lab.role(f"to-{name}")))
     for kept in ("frozen.weight", "frozen.bias", "shift", "count"):
-        assert torch.equal(before.param[kept], after.param[kept]), kept
+        assert torch.equal(before.param[kept].to(after.param[kept].dtype), after.param[kept]), kept
     assert after.param["shift"].sum() == 3.0  # 0 + 1, three times
     masters = _whole(before)
     for at, param in _weights(before, after).items():
@@ -177,15 +179,16 @@ def test_weights_alone_begin_with_fresh_states(lab: DeepSpeedLab, name: str) -> 
             assert not value.any(), (param, state)
 
 
-@pytest.mark.parametrize("name", [name for name, (source, _) in CHANGED.items() if source in SAVED])
+@pytest.mark.parametrize(
+    "name", [name for name, (source, _) in CHANGED.items() if source in SAVED and name not in ("widened", "narrowed")]
+)
 def test_losses_go_on_at_the_same_data_parallel_size(lab: DeepSpeedLab, name: str) -> None:
-    """Random states of ranks are kept whatever the stage. Stages differ in no bit of this model on a CPU, apart from
-    stage 0 in bf16, whose own runs differ.
+    """Random states of ranks are kept whatever the stage. Stages 1 to 3 differ in no bit of this model on a CPU; stage 0
+    rounds its gradients otherwise, so with it the loss of the first step is equal.
     """
     source, case = CHANGED[name]
     after, straight = lab.of(f"to-{name}")[0]["losses"], lab.of(source)[0]["straight"]
-    whole = [(SAVED[source]["stage"], SAVED[source]["dtype"]), (case["stage"], case["dtype"])]
-    if (0, "bf16") in whole:
+    if 0 in (SAVED[source]["stage"], case["stage"]):
         assert after[0] == straight[0]
     else:
         assert after == straight
