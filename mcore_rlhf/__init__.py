@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .convert import ConvertOptions, Job
     from .convert import convert as convert_checkpoint
     from .convert import prepare as prepare_conversion
+    from .engines.deepspeed import DeepSpeedEngine
     from .engines.megatron import MegatronEngine
     from .engines.plain import TorchEngine
     from .errors import CheckpointError
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "ConvertOptions",
+    "DeepSpeedEngine",
     "Depth",
     "Job",
     "ManagerOptions",
@@ -60,6 +62,7 @@ _HOMES = {
     "CheckpointError": "errors:CheckpointError",
     "CheckpointManager": "manager.checkpoint_manager:CheckpointManager",
     "ConvertOptions": "convert:ConvertOptions",
+    "DeepSpeedEngine": "engines.deepspeed:DeepSpeedEngine",
     "Depth": "verify.checkpoint:Depth",
     "Job": "convert:Job",
     "ManagerOptions": "manager.settings:ManagerOptions",
