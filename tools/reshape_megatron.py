@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_rlhf.cli.scripts import exit_code_of
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
-from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError
+from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 from mcore_rlhf.models.rules import Rules, read_rules
 
@@ -40,18 +41,7 @@ EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 us
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns the exit code."""
     args = parser().parse_args(argv)
-    try:
-        run(args)
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code_of(lambda: run(args), "interrupted; nothing was written")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,9 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rlhf.cli.scripts import exit_code_of
 from mcore_rlhf.cli.units import parse_size
 from mcore_rlhf.consolidate.shards import Consolidation, consolidate
-from mcore_rlhf.errors import CheckpointError, UsageError
+from mcore_rlhf.errors import UsageError
 
 EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
 
@@ -27,20 +28,7 @@ EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 us
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns the exit code."""
     args = parser().parse_args(argv)
-    try:
-        run(args)
-    except CheckpointError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code_of(lambda: run(args), "interrupted; nothing was written", debug=args.debug)
 
 
 def parser() -> argparse.ArgumentParser:

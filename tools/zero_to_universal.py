@@ -19,8 +19,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rlhf.cli.scripts import exit_code_of
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
-from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, Untrusted, UsageError
+from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 from mcore_rlhf.into_run import TRACKER, add_to_run, name_latest, publish
 from mcore_rlhf.storage.paths import inside
@@ -37,18 +38,7 @@ EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 us
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns the exit code."""
     args = parser().parse_args(argv)
-    try:
-        run(args)
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; what was being converted was not published", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code_of(lambda: run(args), "interrupted; what was being converted was not published")
 
 
 def parser() -> argparse.ArgumentParser:
