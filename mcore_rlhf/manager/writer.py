@@ -19,7 +19,7 @@ from mcore_rlhf.engines.base import LiveFile, Segment
 from mcore_rlhf.errors import CoverageError
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.manifest import FileEntry
-from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.paths import pwrite_all, storage_error
 from mcore_rlhf.storage.ptwriter import PtWriter, WrittenFile
 
 from .mailbox import Mailbox
@@ -155,7 +155,7 @@ class RankWriter:
         try:
 
             def put(label: str, byte_offset: int, data: memoryview) -> None:
-                _pwrite(fd, data, int(offsets[label]) + byte_offset)  # type: ignore[call-overload]
+                pwrite_all(fd, data, int(offsets[label]) + byte_offset)  # type: ignore[call-overload]
 
             pieces = [self._put(segment, put) for segment in file.live.segments]
             if self.fsync:
@@ -224,12 +224,6 @@ def _windows(tensor: torch.Tensor) -> Iterable[memoryview]:
     flat = as_bytes(tensor)
     for start in range(0, flat.numel(), WINDOW_BYTES):
         yield flat[start : start + WINDOW_BYTES].cpu().numpy().data
-
-
-def _pwrite(fd: int, data: memoryview, offset: int) -> None:
-    while len(data):
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
 
 
 def _short(path: str) -> str:

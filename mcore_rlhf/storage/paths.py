@@ -82,3 +82,14 @@ def human(nbytes: int) -> str:
             break
         value /= 1000
     return f"{nbytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all bytes at an offset; the system may take them in parts.
+
+    Raises:
+        OSError: It refuses.
+    """
+    while len(data):
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count

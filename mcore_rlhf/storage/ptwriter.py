@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import StorageError
 from .checksum import combine, crc32
-from .paths import human, storage_error
+from .paths import human, pwrite_all, storage_error
 from .pickling import PickledTree, pickle_tree
 from .zipheaders import ALIGNMENT, Placed, central_entry, descriptor, end_records, local_header, place
 
@@ -200,11 +200,8 @@ class PtWriter:
         return crc32(end, total)
 
     def _pwrite(self, data: Buffer, offset: int) -> None:
-        view = memoryview(data)
         try:
-            while len(view):
-                count = os.pwrite(self._fd, view, offset)
-                view, offset = view[count:], offset + count
+            pwrite_all(self._fd, memoryview(data), offset)
         except OSError as error:
             raise self._error(error) from error
 

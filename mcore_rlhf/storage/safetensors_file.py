@@ -15,7 +15,7 @@ from pathlib import Path
 from ..core.catalog import Record
 from ..errors import StorageError, Unsupported
 from .checksum import combine, crc32
-from .paths import human, storage_error
+from .paths import human, pwrite_all, storage_error
 from .ptwriter import WrittenFile
 
 _ALIGNMENT = 8
@@ -130,9 +130,7 @@ class SafetensorsWriter:
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         try:
-            while len(data):
-                count = os.pwrite(self._fd, data, offset)
-                data, offset = data[count:], offset + count
+            pwrite_all(self._fd, data, offset)
         except OSError as error:
             raise self._error(error) from error
 
