@@ -16,7 +16,7 @@ from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.stubs import Stub
 
-from ..megatron.memory import LiveMemory, Unchecked
+from ..memory import LiveMemory, Unchecked
 from .optimizers import LiveOptimizer
 from .origin import Origin
 from .restoring import (

@@ -21,10 +21,10 @@ from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.mapped import MappedFiles
 
+from ..memory import LiveMemory, Unchecked
 from .chunks import LiveModel
 from .expected import other_attention
 from .groups import continued
-from .memory import LiveMemory, Unchecked
 from .optimizers import Member, kind_of
 from .origin import Origin
 from .slots import LIVE, Slot, live_tensors
