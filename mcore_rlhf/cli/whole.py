@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.step_names import MANIFEST
 from mcore_rlhf.manager.step_values import check_values
+from mcore_rlhf.manager.steps import metrics_of
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.verify.checkpoint import Depth
@@ -53,23 +53,12 @@ def step_facts(step: WholeStep) -> Facts:
         "manifest": manifest
         and {
             "time": manifest.provenance.get("time"),
-            "metrics": _metrics(manifest),
+            "metrics": metrics_of(manifest),
             "files": len(manifest.files),
             "bytes": sum(entry.nbytes for entry in manifest.files.values()),
             "lossless": manifest.lossless,
         },
     }
-
-
-def _metrics(manifest: Manifest) -> dict[str, float]:
-    """Those that are numbers; a manifest has ``nan``, ``inf`` and ``-inf`` as text."""
-    found = manifest.report.get("metrics")
-    items = found.items() if isinstance(found, Mapping) else ()
-    return {str(name): float(value) if isinstance(value, str) else value for name, value in items if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return value in ("nan", "inf", "-inf") if isinstance(value, str) else isinstance(value, int | float)
 
 
 def verify_step(step: WholeStep, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:

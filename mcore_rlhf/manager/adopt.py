@@ -107,8 +107,7 @@ def _step_number(folder: Path) -> int:
 
 
 def _why(folder: Path) -> str:
-    found = [step.why for step in steps.listed(folder.parent) if step.path.name == folder.name]
-    return found[0] if found and found[0] else "it does not fit the files"
+    return steps.why_not_committed(folder) or "it does not fit the files"
 
 
 def _signature(folder: Path) -> _Signature:

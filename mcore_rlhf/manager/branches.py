@@ -51,7 +51,7 @@ def move_aside(folder: Path, name: str) -> Path | None:
     Raises:
         OSError: It cannot be renamed.
     """
-    found = next((step for step in steps.listed(folder.parent) if step.path == folder), None)
+    found = steps.found_at(folder)
     if found is None or folder.is_symlink() or not any(folder.iterdir()):
         return None
     if found.state in ("committed", "damaged") and not steps.is_of_newer_release(folder):

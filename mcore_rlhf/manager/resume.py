@@ -239,6 +239,6 @@ def _named(folder: Path, root: Path) -> _Candidate:
         check(folder, manifest, sizes_only=True).raise_if_any()
         return _Candidate(folder, manifest.step or 0)
     if not steps.is_committed(folder):
-        why = next((step.why for step in steps.listed(folder.parent) if step.path == folder), "it is not what it lists")
+        why = steps.why_not_committed(folder) or "it is not what it lists"
         raise Corrupt(f"{folder}: is damaged: {why}\nResume from another step: mcore-rlhf steps {folder.parent}")
     return _Candidate(folder, number)

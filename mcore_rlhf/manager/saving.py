@@ -189,4 +189,5 @@ class Saver:
 
 def _replaceable(folder: Path) -> bool:
     """A step of ours may be saved again, and replaces what it was; what has no manifest of ours is never replaced."""
-    return any(step.path == folder and step.state in ("committed", "damaged") for step in steps.listed(folder.parent))
+    found = steps.found_at(folder)
+    return found is not None and found.state in ("committed", "damaged")

@@ -84,6 +84,18 @@ def listed(root: Path) -> list[Step]:
     return sorted(found, key=_age)
 
 
+def found_at(folder: Path) -> Step | None:
+    """What one folder is, without a look at the others; None where there is none, or not by a step's name."""
+    number = step_of(folder)
+    return _describe(number, folder) if number is not None and os.path.isdir(folder) else None
+
+
+def why_not_committed(folder: Path) -> str:
+    """What is wrong with a step, one line; empty where there is none, or nothing is."""
+    found = found_at(folder)
+    return found.why if found is not None else ""
+
+
 def committed(root: Path, *, quarantined: bool = False) -> list[Step]:
     """The steps that are all there, oldest first.
 
@@ -206,7 +218,7 @@ def _visible(number: int, path: Path) -> Step:
     roles = tuple(dict.fromkeys(str(part["role"]) for part in manifest.parts if "role" in part))
     written = str(manifest.provenance.get("time") or _changed(path))
     state: State = "damaged" if why else "committed"
-    return Step(number, path, state, nbytes, roles, written, why, _metrics(manifest), quarantined)
+    return Step(number, path, state, nbytes, roles, written, why, _comparable(manifest), quarantined)
 
 
 def _without_manifest(number: int, path: Path) -> Step:
@@ -230,14 +242,21 @@ def _problem(folder: Path, manifest: Manifest, number: int) -> str:
     return problems[0].message.splitlines()[0] + more
 
 
-def _metrics(manifest: Manifest) -> dict[str, float]:
+def _comparable(manifest: Manifest) -> dict[str, float]:
+    return {name: value for name, value in metrics_of(manifest).items() if not math.isnan(value)}
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """The metrics that a step was saved with; infinities and NaN stand in a manifest as text."""
     found = manifest.report.get("metrics")
     items = found.items() if isinstance(found, Mapping) else ()
     return {str(name): float(value) for name, value in items if _is_number(value)}
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _role_folders(path: Path) -> tuple[str, ...]:

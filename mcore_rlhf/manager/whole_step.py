@@ -75,8 +75,9 @@ def _opened(folder: Path) -> WholeStep | None:
     has_manifest = (folder / steps.MANIFEST).is_file()
     manifest = steps.read_manifest(folder) if has_manifest else None
     if manifest is not None and steps.step_of(folder) is not None and not steps.is_committed(folder):
-        why = next((step.why for step in steps.listed(folder.parent) if step.path == folder), "")
-        raise Corrupt(f"{folder}: is damaged: {why}\nUse another step: mcore-rlhf steps {folder.parent}")
+        raise Corrupt(
+            f"{folder}: is damaged: {steps.why_not_committed(folder)}\nUse another step: mcore-rlhf steps {folder.parent}"
+        )
     models = {
         child.name: child
         for child in sorted(folder.iterdir())
