@@ -14,7 +14,7 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Make .venv with everything for development
-	@$(SETUP) megatron,dev
+	@$(SETUP) megatron,hf,dev
 
 setup-demo:
 	@$(SETUP) megatron

@@ -124,7 +124,7 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
     """
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer))
     wanted = format_named(options.to)
-    seen = crossed(opened, wanted.name, options.write)
+    seen = crossed(opened, wanted, options.write)
     job = Job(opened, wanted.target(seen, options.write), seen=None if seen is opened else seen)
     problems = Problems()
     for file in job.target.files:
@@ -283,10 +283,10 @@ class _Stopped(Exception):
     """Another worker failed first."""
 
 
-def _write_text(path: Path, text: str) -> FileEntry:
+def _write_text(path: Path, text: str | bytes) -> FileEntry:
     from .storage.checksum import crc32
 
-    data = text.encode()
+    data = text.encode() if isinstance(text, str) else text
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return FileEntry(len(data), crc32(data))

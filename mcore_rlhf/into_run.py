@@ -52,7 +52,7 @@ def add_to_run(source: Path, root: Path, options: ConvertOptions, progress: Prog
         CheckpointError: Something is wrong; nothing was published.
     """
     job = prepare(source, options)
-    name = job.target.texts[TRACKER]
+    name = str(job.target.texts[TRACKER])
     _refuse_itself(job, root / name)
     publish(job, root / name, options, progress, inner=name)
     return job
@@ -64,7 +64,7 @@ def name_latest(root: Path, job: Job, options: ConvertOptions) -> None:
     Raises:
         StorageError: It could not be replaced.
     """
-    replace_text(root / TRACKER, job.target.texts[TRACKER], fsync=options.fsync)
+    replace_text(root / TRACKER, str(job.target.texts[TRACKER]), fsync=options.fsync)
 
 
 def publish(job: Job, folder: Path, options: ConvertOptions, progress: Progress | None, *, inner: str) -> None:

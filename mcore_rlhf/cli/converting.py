@@ -12,6 +12,7 @@ import typer
 
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.staging import MANIFEST_NAME
@@ -92,17 +93,8 @@ def _facts(job: ConversionJob, done: Job, target: Path, seconds: float) -> Facts
         "casts": done.casts,
         "lossless": done.lossless,
         "report": done.report.as_json(),
-        "load": _load_hint(done.target.format, target),
+        "load": format_named(done.target.format).load_hint(target),
     }
-
-
-def _load_hint(name: str, target: Path) -> str:
-    """What the framework wants to hear."""
-    if name == "deepspeed":
-        return f'engine.load_checkpoint("{target}")'
-    if name == "universal":
-        return f'engine.load_checkpoint("{target}"), with "checkpoint": {{"load_universal": true}} in its configuration'
-    return f"--load {target}"
 
 
 def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Facts:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_PATHS = ("source", "target", "rules", "reference_config")
+_PATHS = ("source", "target", "rules", "reference_config", "tokenizer", "generation_config", "base_model")
 
 
 def _listed(value: Any) -> Any:
@@ -49,6 +49,16 @@ def _joined(value: Any) -> Any:
 
 def _nbytes(value: Any) -> Any:
     return parse_size(value) if isinstance(value, str) else value
+
+
+def _ids(value: Any) -> Any:
+    """``1,2``, ``[1, 2]`` and ``1`` are ids of tokens."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise ValueError(f"should be ids of tokens such as 1,2, found {value!r}")
+        return tuple(map(int, parts))
+    return (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else value
 
 
 def _dtype(value: Any) -> Any:
@@ -97,6 +107,16 @@ class ConversionJob(BaseModel):
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     reference_config: str | None = None
     transformer_impl: Literal["local", "transformer_engine"] | None = None
+    max_shard_size: Annotated[int, BeforeValidator(_nbytes), Field(ge=1)] | None = None
+    tokenizer: str | None = None
+    generation_config: str | None = None
+    eos_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ids)] = ()
+    masters: bool = False
+    with_optimizer: bool = False
+    merge_adapter: bool = False
+    base_model: str | None = None
+    only: str | None = None
+    exclude_frozen: bool = False
 
     trust_replicas: bool = False
     workers: Degree = Field(default_factory=default_workers)
@@ -149,7 +169,9 @@ class ConversionJob(BaseModel):
     def _read(self, rules: Any) -> ReadOptions:
         from mcore_rlhf.formats.base import ReadOptions
 
-        return ReadOptions(self.role, self.step, rules, tuple(self.stub), self.vocab_size)
+        return ReadOptions(
+            self.role, self.step, rules, tuple(self.stub), self.vocab_size, only=self.only, exclude_frozen=self.exclude_frozen
+        )  # fmt: skip
 
     def _write(self, rules: Any) -> WriteOptions:
         from dataclasses import fields

@@ -132,6 +132,43 @@ TransformerImpl = Annotated[
     ),
 ]
 
+# A Hugging Face folder, adapters, and parts of a model
+MaxShardSize = Annotated[
+    str | None,
+    _option("--max-shard-size", help="Largest file of a Hugging Face folder. [default: 5GB]", metavar="SIZE"),
+]
+Tokenizer = Annotated[
+    Path | None,
+    _option("--tokenizer", help="Folder whose tokenizer files go into a Hugging Face folder.", metavar="DIR"),
+]
+GenerationConfig = Annotated[
+    Path | None,
+    _option("--generation-config", help="generation_config.json for a Hugging Face folder.", metavar="FILE"),
+]
+EosTokenIds = Annotated[
+    str | None, _option("--eos-token-ids", help="Tokens that end a text, for models with several.", metavar="N,N")
+]
+Masters = Annotated[bool | None, _option("--masters/--params", help="Take the parameters from their fp32 masters.")]
+WithOptimizer = Annotated[
+    bool | None,
+    _option("--with-optimizer/--without-optimizer", help="Keep the optimizer beside a Hugging Face folder."),
+]
+MergeAdapter = Annotated[
+    bool | None, _option("--merge-adapter/--keep-adapter", help="Add a LoRA adapter to its base weights.")
+]
+BaseModel = Annotated[Path | None, _option("--base-model", help="The model that an adapter belongs to.", metavar="DIR")]
+Only = Annotated[
+    str | None,
+    _option(
+        "--only",
+        help="A part of the model: role, attribute or both (actor.policy), or a pattern with *.",
+        metavar="FILTER",
+    ),
+]
+ExcludeFrozen = Annotated[
+    bool | None, _option("--exclude-frozen/--include-frozen", help="Leave out parameters that are not trained.")
+]
+
 # How a conversion runs
 Config = Annotated[
     Path | None,

@@ -15,8 +15,8 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.zero import ZeroState
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import inside
 
@@ -57,7 +57,7 @@ def parts_of(source: Source, exclude_frozen: bool) -> Parts:
     Raises:
         Incomplete: A parameter is stored nowhere.
     """
-    native = source.native if isinstance(source.native, ZeroState) else ZeroState("")
+    native = source.native if isinstance(source.native, ModuleState) else ModuleState("")
     wanted: dict[str, TensorEntry] = {}
     found: dict[TensorName, TensorEntry] = {}
     problems = Problems()

@@ -114,6 +114,8 @@ class ReadOptions:
         stubs: Further pickled classes that may become inert stubs.
         vocab_size: True size of the vocabulary, where the files do not say.
         optimizer: Whether the optimizer is read at all; without it, its files may be missing or damaged.
+        only: Which part of the model is read: a prefix of names such as ``policy``, or a pattern with ``*``.
+        exclude_frozen: Leave out parameters that are not trained.
     """
 
     role: str | None = None
@@ -122,6 +124,8 @@ class ReadOptions:
     stubs: tuple[str, ...] = ()
     vocab_size: int | None = None
     optimizer: bool = True
+    only: str | None = None
+    exclude_frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,14 @@ class WriteOptions:
         transformer_impl: ``local`` or ``transformer_engine``: whose names a Megatron checkpoint has that is made of another
             family's.
         unused_patterns: Whether patterns of ``universal_checkpoint_info`` may match no parameter.
+        max_shard_size: Bytes of tensors that one file of a Hugging Face folder holds at most.
+        tokenizer: Folder whose tokenizer files and ``generation_config.json`` go into a Hugging Face folder.
+        generation_config: A ``generation_config.json``, or a folder with one.
+        eos_token_ids: Ids of the tokens that end a text, for ``generation_config.json`` and ``config.json``.
+        masters: Take the parameters from their fp32 masters.
+        with_optimizer: Keep the optimizer beside a format that has no place for it.
+        merge_adapter: Add the adapter to the base weights.
+        base_model: Folder of the model that an adapter belongs to.
     """
 
     tp: int | None = None
@@ -163,6 +175,14 @@ class WriteOptions:
     reference_config: str | None = None
     transformer_impl: str | None = None
     unused_patterns: bool = False
+    max_shard_size: int | None = None
+    tokenizer: str | None = None
+    generation_config: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    masters: bool = False
+    with_optimizer: bool = False
+    merge_adapter: bool = False
+    base_model: str | None = None
 
 
 class Written(Protocol):
@@ -228,7 +248,7 @@ class Target:
         parallel: How the model will be cut.
         source: Where its tensors come from: the source's catalogue, or a view of it with other rows or names.
         files: The large files.
-        texts: Small files and their content.
+        texts: Small files and their content; a text is stored as UTF-8.
         report: What was kept, derived, changed and dropped.
     """
 
@@ -236,7 +256,7 @@ class Target:
     parallel: ParallelConfig
     source: Catalog
     files: tuple[TargetFile, ...]
-    texts: dict[str, str]
+    texts: dict[str, str | bytes]
     report: Report
 
 
@@ -246,6 +266,15 @@ class Format(Protocol):
     @property
     def name(self) -> str:
         """What the command line calls it."""
+        ...
+
+    @property
+    def family(self) -> str:
+        """Whose names its tensors have: ``megatron``, or ``module`` for a torch module's own, which are Hugging Face's."""
+        ...
+
+    def load_hint(self, path: Path) -> str:
+        """How the framework is told to load a checkpoint that was written there: an option, or a line of Python."""
         ...
 
     def detect(self, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Conversions between families of formats: Megatron's names and shapes, and Hugging Face's, which DeepSpeed stores.
+"""Conversions between families of formats: Megatron's names and shapes, and Hugging Face's, which all others store.
 
 The source is wrapped in one of the target's family: its catalogue is a view with other names and boxes, its groups and
 arguments are derived, and the target's format never learns of it.
@@ -6,30 +6,28 @@ arguments are derived, and the target's format never learns of it.
 
 from __future__ import annotations
 
-from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.base import Format, Source, WriteOptions
 
 from .crossing_to_huggingface import EMBEDDING, to_huggingface
 from .crossing_to_megatron import to_megatron
 from .megatron.reader import MegatronNative
-from .zero import ZeroState
-
-_ZERO = ("deepspeed", "universal")
+from .module_state import ModuleState
 
 
-def crossed(source: Source, to: str, options: WriteOptions) -> Source:
+def crossed(source: Source, to: Format, options: WriteOptions) -> Source:
     """The source as a target of the format wants it: itself where both are of one family.
 
     Args:
         source: An opened checkpoint.
-        to: Name of the target's format.
+        to: The target's format.
         options: What the target is to be.
 
     Raises:
         CheckpointError: The model has no names in the other family, or what decides its shapes is not known.
     """
-    if isinstance(source.native, MegatronNative) and to in _ZERO:
+    if isinstance(source.native, MegatronNative) and to.family == "module":
         return to_huggingface(source, source.native, options)
-    if isinstance(source.native, ZeroState) and to == "megatron":
+    if isinstance(source.native, ModuleState) and to.family == "megatron":
         return to_megatron(source, source.native, options)
     return source
 
@@ -43,9 +41,9 @@ def alike(a: Source, b: Source) -> tuple[Source, Source]:
     Raises:
         CheckpointError: Megatron's model has no names in the other family.
     """
-    if isinstance(a.native, MegatronNative) and isinstance(b.native, ZeroState):
+    if isinstance(a.native, MegatronNative) and isinstance(b.native, ModuleState):
         return to_huggingface(a, a.native, WriteOptions(vocab_size=_words(b))), b
-    if isinstance(b.native, MegatronNative) and isinstance(a.native, ZeroState):
+    if isinstance(b.native, MegatronNative) and isinstance(a.native, ModuleState):
         return a, to_huggingface(b, b.native, WriteOptions(vocab_size=_words(a)))
     return a, b
 

@@ -20,8 +20,8 @@ from .crossing_view import CrossingView
 from .deepspeed.scaler import scaler_of, static_scaler
 from .megatron.groups import Membership
 from .megatron.reader import MegatronNative
+from .module_state import ModuleState
 from .reference_config import plain, read_config
-from .zero import ZeroState
 
 ORIGIN = "mcore_rlhf_origin"
 """The key of client state under which what only Megatron has waits for the way back."""
@@ -55,7 +55,7 @@ def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions
     return replace(
         source, model=_model(source, relation, sizes, tied), parallel=ParallelConfig(dp=source.parallel.world_size),
         catalog=catalog, state=_state(source, relation, {**config, "vocab_size": sizes.vocabulary}, notes, groups), notes=notes,
-        native=ZeroState(
+        native=ModuleState(
             f"global_step{source.state.iteration}", (*relation.huggingface, *([_LM_HEAD] if tied else [])),
             shared={_LM_HEAD: EMBEDDING} if tied else {},
         ),

@@ -23,8 +23,8 @@ from .crossing_view import CrossingView
 from .megatron.arguments import Arguments
 from .megatron.groups import Membership
 from .megatron.reader import MegatronNative
+from .module_state import ModuleState
 from .reference_config import read_config
-from .zero import ZeroState
 
 _DIVISOR = 128
 _NEW_RUN: dict[str, object] = {
@@ -71,7 +71,7 @@ class _Origin:
         return dict(found) if isinstance(found, Mapping) else {}
 
 
-def to_megatron(source: Source, native: ZeroState, options: WriteOptions) -> Source:
+def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> Source:
     """The source under Megatron's names, with the arguments that a run of such a model would have stored.
 
     Args:
@@ -120,7 +120,7 @@ def _with_extra_states(relation: Relation) -> Iterator[str]:
         yield "output_layer._extra_state"
 
 
-def _check(source: Source, native: ZeroState) -> None:
+def _check(source: Source, native: ModuleState) -> None:
     if native.pipeline:
         raise Unsupported(f"{source.root}: a PipelineModule's names are its layers' numbers, not Hugging Face's")
     if source.model.get(EMBEDDING) is None:
@@ -208,7 +208,7 @@ def _counters(origin: _Origin, iteration: int) -> dict[str, object]:
     return {key: value for key, value in origin.other.items() if key != "iteration"} if same else {}
 
 
-def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, native: ZeroState) -> None:
+def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, native: ModuleState) -> None:
     known, words, rows = relation.architecture, model.vocab_size or 0, model.padded_vocab_size or 0
     notes.add(
         Fate.CHANGED,

@@ -48,6 +48,8 @@ ONLY_IN = {
     "megatron": {"engines", "integrations", "demo"},
     "deepspeed": {"engines", "integrations", "demo"},
     "transformer_engine": {"engines", "integrations", "demo"},
+    "transformers": set(),
+    "peft": set(),
     "typer": {"cli"},
     "rich": {"cli"},
 }

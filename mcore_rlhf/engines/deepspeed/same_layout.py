@@ -17,8 +17,8 @@ from mcore_rlhf.errors import Corrupt, Incomplete
 from mcore_rlhf.formats.base import TrainingState
 from mcore_rlhf.formats.deepspeed.files import TagFiles
 from mcore_rlhf.formats.deepspeed.scaler import scaler_of
+from mcore_rlhf.formats.module_state import LAYOUT_KEYS
 from mcore_rlhf.formats.report import Fate
-from mcore_rlhf.formats.zero import LAYOUT_KEYS
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 

@@ -16,8 +16,8 @@ from mcore_rlhf.core.plan import FilePlan, plan_file
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import Source
 from mcore_rlhf.formats.deepspeed.view import TargetView
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.formats.zero import ZeroState
 
 from .optimizers import LiveOptimizer
 from .origin import Origin
@@ -53,7 +53,7 @@ class LivePlan:
             Unsupported: The checkpoint is of another family.
         """
         source, native = self.source, self.source.native
-        if not isinstance(native, ZeroState):
+        if not isinstance(native, ModuleState):
             raise Unsupported(
                 f"{source.root}: from {source.format} into a DeepSpeed engine: this pair is not supported yet"
             )
@@ -70,7 +70,7 @@ class LivePlan:
         wrapper = {key: value for key, value in native.optimizer.items() if key in WRAPPER}
         return Origin(source.root, paths, plan, source.state, restored, states, wrapper, self.report), slots
 
-    def _stored_as(self, name: str, native: ZeroState) -> str:
+    def _stored_as(self, name: str, native: ModuleState) -> str:
         """The owner of a tied parameter, which may have another of its names here."""
         known = self.source.model
         if known.get(name) is None:
@@ -79,7 +79,7 @@ class LivePlan:
                     return owner
         return name
 
-    def _compare(self, native: ZeroState) -> set[str]:
+    def _compare(self, native: ModuleState) -> set[str]:
         """Note what does not fit; returns the names of weights that stay as they are."""
         known, seen, missing = self.source.model, set[str](), set[str]()
         for weight in self.weights:
@@ -109,7 +109,7 @@ class LivePlan:
         view = TargetView(self.source.catalog, False)
         return view.get(TensorName(self.source.role, name)) is not None
 
-    def _plan(self, slots: Sequence[Slot], native: ZeroState) -> FilePlan:
+    def _plan(self, slots: Sequence[Slot], native: ModuleState) -> FilePlan:
         if self.problems:
             plan = FilePlan(LIVE)
         else:
@@ -118,7 +118,7 @@ class LivePlan:
         plan.problems.extend(self.problems.found)
         return plan
 
-    def _entries(self, slot: Slot, native: ZeroState) -> list[TensorEntry]:
+    def _entries(self, slot: Slot, native: ModuleState) -> list[TensorEntry]:
         role, dtype = self.source.role, slot.record.dtype
         return [
             TensorEntry(TensorName(role, self._stored_as(name, native), slot.state), shape, dtype, chunks)
@@ -126,7 +126,7 @@ class LivePlan:
             if chunks
         ]
 
-    def _from_masters(self, native: ZeroState) -> bool:
+    def _from_masters(self, native: ModuleState) -> bool:
         """Whether weights are rounded from their masters, because the live model has another element type."""
         known = self.source.model
         for weight in self.weights if MASTER in self.source.states else ():

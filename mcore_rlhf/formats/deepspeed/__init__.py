@@ -1,16 +1,16 @@
 """Native DeepSpeed checkpoints: ``<tag>/…model_states.pt`` and ``…optim_states.pt`` of ZeRO stages 0 to 3, ``latest``.
 
 What a :class:`~mcore_rlhf.formats.base.Source` of the DeepSpeed family looks like, whichever format read it
-(:mod:`mcore_rlhf.formats.zero` says what both keep besides tensors, as ``Source.native``):
+(:mod:`mcore_rlhf.formats.module_state` says what both keep besides tensors, as ``Source.native``):
 
 * Names are the module's own (``model.layers.0.mlp.up_proj.weight``; ``1.mlp.up_proj.weight`` and
   ``tied_modules.embed.…`` in a ``PipelineModule``). A parameter that is tied has one name, its owner's; the others are in
-  ``ZeroState.shared``.
+  ``ModuleState.shared``.
 * States are ``param`` (the weight as the model computes with it, buffers and frozen parameters too), ``master``, and the
   optimizer's own keys: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, … Stage 3 stores no weights but masters of what it
   trains, so its catalogue has no ``param`` for those: it is ``master``, rounded to the dtype of its ``ParamSpec``.
 * ``model.params`` are in the order of the module's state dict. What is not ``trainable`` is a buffer if its name is in
-  ``ZeroState.buffers``, and frozen otherwise.
+  ``ModuleState.buffers``, and frozen otherwise.
 * ``state.groups`` are the optimizer's param groups in order: ``fields`` has everything but ``params``, and ``step`` with it;
   ``scalars`` names those fields (``step``) that live in the optimizer's state and not in the group; ``params`` has the
   names, in the optimizer's own order, not shuffled by ``round_robin_gradients``.
@@ -32,6 +32,11 @@ class DeepSpeedFormat:
     """DeepSpeed's own checkpoints, written by ``engine.save_checkpoint``."""
 
     name: str = "deepspeed"
+    family: str = "module"
+
+    def load_hint(self, path: Path) -> str:
+        """How the framework is told to load it."""
+        return f'engine.load_checkpoint("{path}")'
 
     def detect(self, path: Path) -> bool:
         """Whether a folder is a tag's, or a root with tags."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.formats.zero import ZeroState
 
 _NO_MEANING = ("vpp", "ep", "etp", "pipeline_layout", "optimizer", "rng", "padded_vocab_size")
 _SUB_GROUP_SIZE = 1_000_000_000
@@ -62,7 +62,7 @@ class Choices:
         return self.pp * self.tp
 
 
-def choose(source: Source, native: ZeroState, options: WriteOptions, report: Report) -> Choices:
+def choose(source: Source, native: ModuleState, options: WriteOptions, report: Report) -> Choices:
     """Decide what the target is to be.
 
     Raises:
@@ -116,7 +116,7 @@ def _refuse_options(source: Source, options: WriteOptions) -> None:
             )
 
 
-def _stage(source: Source, native: ZeroState, options: WriteOptions, optimizer: bool) -> int:
+def _stage(source: Source, native: ModuleState, options: WriteOptions, optimizer: bool) -> int:
     if options.zero_stage is not None:
         return options.zero_stage
     kind = source.optimizer or ""
@@ -128,7 +128,7 @@ def _stage(source: Source, native: ZeroState, options: WriteOptions, optimizer: 
     return stage if isinstance(stage, int) and 0 <= stage <= 3 else 2
 
 
-def _refuse_stage(source: Source, native: ZeroState, stage: int, tp: int, optimizer: bool) -> None:
+def _refuse_stage(source: Source, native: ModuleState, stage: int, tp: int, optimizer: bool) -> None:
     pp = source.parallel.pp
     if stage == 3 and not optimizer:
         raise Unsupported(
@@ -152,7 +152,7 @@ def _refuse_stage(source: Source, native: ZeroState, stage: int, tp: int, optimi
         )
 
 
-def _is_bf16_optimizer(source: Source, native: ZeroState) -> bool:
+def _is_bf16_optimizer(source: Source, native: ModuleState) -> bool:
     """Whether the run accumulates gradients in fp32, which is what makes DeepSpeed take ``BF16_Optimizer`` in stage 1."""
     if source.optimizer == "zero1":
         return "dynamic_loss_scale" not in native.optimizer
@@ -160,7 +160,7 @@ def _is_bf16_optimizer(source: Source, native: ZeroState) -> bool:
     return accumulates in ("fp32", "float32")
 
 
-def _is_fused(source: Source, native: ZeroState, report: Report) -> bool:
+def _is_fused(source: Source, native: ModuleState, report: Report) -> bool:
     """Whether the run's own optimizer is ``FusedAdam``: one that DeepSpeed made of ``ds_config``."""
     if source.optimizer == "zero0":
         return "clip_grad" in native.optimizer

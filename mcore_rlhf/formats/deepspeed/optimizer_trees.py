@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.formats.base import ParamGroup, TrainingState
-from mcore_rlhf.formats.zero import ZeroState
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.storage.ptfile import StoredTensor
 from mcore_rlhf.storage.stubs import new_stub, stub_class
@@ -41,7 +41,7 @@ class OptimizerTrees:
 
     blueprint: Blueprint
     state: TrainingState
-    native: ZeroState
+    native: ModuleState
 
     @property
     def choices(self) -> Choices:

@@ -10,8 +10,8 @@ from pathlib import Path
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.formats.zero import ZeroState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
@@ -30,7 +30,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 
 
 @dataclass(slots=True)
-class DeepSpeedNative(ZeroState):
+class DeepSpeedNative(ModuleState):
     """What only a native target needs of a native source.
 
     Args:

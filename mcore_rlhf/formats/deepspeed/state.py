@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.formats.base import ParamGroup, TrainingState
+from mcore_rlhf.formats.module_state import LAYOUT_KEYS, SHARDED_KEYS, ModuleState
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.formats.zero import LAYOUT_KEYS, SHARDED_KEYS, ZeroState
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .modules import ModuleReading
@@ -21,7 +21,7 @@ from .opened import Opened
 from .scaler import scaler_of
 from .values import same
 
-State = TypeVar("State", bound=ZeroState)
+State = TypeVar("State", bound=ModuleState)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.formats.base import TrainingState
-from mcore_rlhf.formats.zero import ZeroState
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .choices import Choices
@@ -34,7 +34,7 @@ class Trees:
 
     blueprint: Blueprint
     state: TrainingState
-    native: ZeroState
+    native: ModuleState
     opaque: Sequence[Mapping[str, object]] = ()
 
     @property

@@ -11,8 +11,8 @@ from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.formats.zero import ZeroState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptwriter import PtWriter
@@ -42,7 +42,7 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
         CheckpointError: It cannot be done; all problems together.
     """
     native = source.native
-    if not isinstance(native, ZeroState):
+    if not isinstance(native, ModuleState):
         raise Unsupported(f"from {source.format} to deepspeed: this pair of formats is not supported yet")
     report = Report(list(source.notes.lines))
     choices = choose(source, native, options, report)
@@ -52,7 +52,7 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
 @dataclass
 class _Writer:
     source: Source
-    native: ZeroState
+    native: ModuleState
     choices: Choices
     report: Report
 

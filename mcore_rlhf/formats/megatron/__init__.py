@@ -20,6 +20,11 @@ class MegatronFormat:
     """The ``torch`` checkpoint format of Megatron-LM."""
 
     name: str = "megatron"
+    family: str = "megatron"
+
+    def load_hint(self, path: Path) -> str:
+        """How the framework is told to load it."""
+        return f"--load {path}"
 
     def detect(self, path: Path) -> bool:
         """Whether a folder is an iteration, or a root with iterations."""

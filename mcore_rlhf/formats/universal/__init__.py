@@ -20,6 +20,11 @@ class UniversalFormat:
     """DeepSpeed's universal checkpoint."""
 
     name: str = "universal"
+    family: str = "module"
+
+    def load_hint(self, path: Path) -> str:
+        """How the framework is told to load it."""
+        return f'engine.load_checkpoint("{path}"), with "checkpoint": {{"load_universal": true}} in its configuration'
 
     def detect(self, path: Path) -> bool:
         """Whether a folder is a ``<tag>_uni``, or a root that has nothing but universal checkpoints."""

@@ -14,8 +14,8 @@ from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16, FLOAT32, DType
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.module_state import SHARDED_KEYS, ModuleState
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.formats.zero import SHARDED_KEYS, ZeroState
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile
 
@@ -195,12 +195,12 @@ class _Reading:
             other=other,
         )
 
-    def _native(self, others: list[dict[str, object]]) -> ZeroState:
+    def _native(self, others: list[dict[str, object]]) -> ModuleState:
         optimizer = {key: value for key, value in (self.zero.optimizer or {}).items() if key not in SHARDED_KEYS}
         per_rank = tuple(others) if len(others) > 1 else ()
         keys = {name: files.keys for name, files in self.zero.params.items() if files.keys}
         pipeline = self.states.first.get("module") is None
-        return ZeroState(
+        return ModuleState(
             self.located.tag,
             self.states.order,
             self.states.buffers,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.zero import ZeroState
+from mcore_rlhf.formats.module_state import ModuleState
 
 from .names import CAT_DIM, N_SUB_PARAMS, VOCAB_TENSOR
 
@@ -36,7 +36,7 @@ class TensorParallelKeys:
     known: Mapping[str, Mapping[str, object]]
 
     @classmethod
-    def of(cls, info: object, native: ZeroState) -> TensorParallelKeys:
+    def of(cls, info: object, native: ModuleState) -> TensorParallelKeys:
         """From what a source carries."""
         return cls(info if isinstance(info, dict) else {}, native.keys)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mcore_rlhf.core.catalog import Record, TensorEntry
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.formats.base import FileLayout, ParamGroup, Source
-from mcore_rlhf.formats.zero import ZeroState
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -43,7 +43,7 @@ class ModelFile:
     """
 
     source: Source
-    native: ZeroState
+    native: ModuleState
     file: str
     mp_rank: int
     whole: bool
@@ -121,7 +121,7 @@ def _size(spec: ParamSpec) -> torch.Size:
     return torch.Size(spec.global_shape)
 
 
-def optimizer_tree(source: Source, native: ZeroState) -> dict[str, object]:
+def optimizer_tree(source: Source, native: ModuleState) -> dict[str, object]:
     """What stages 1 and 2 read under ``param_groups``, stage 3 under ``optimizer_state_dict``.
 
     Stage 3 copies its first group over every other. So it gets only the fields in which all groups agree: the engine keeps

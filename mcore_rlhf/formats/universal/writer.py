@@ -10,8 +10,8 @@ from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.formats.base import FileLayout, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.formats.zero import ZeroState
 from mcore_rlhf.models.spec import ParamSpec
 
 from .names import INFO, LATEST, OPTIMIZER_FILE, SUFFIX, ZERO, model_file, stage3_model_file
@@ -35,7 +35,7 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
         CheckpointError: It cannot be done; all problems together.
     """
     native = source.native
-    if not isinstance(native, ZeroState):
+    if not isinstance(native, ModuleState):
         raise Unsupported(f"from {source.format} to universal: this pair of formats is not supported yet")
     given = [name for name in _NO_MEANING if getattr(options, name) is not None]
     if given:
@@ -49,7 +49,7 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
 @dataclass
 class _Writer:
     source: Source
-    native: ZeroState
+    native: ModuleState
     options: WriteOptions
 
     def target(self) -> Target:

@@ -14,7 +14,7 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.crossing import crossed
-from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.models.rules import Rule, Rules
 from tests.helpers import universal_by_hand
@@ -155,14 +155,14 @@ def without_words() -> Source:
 
 def test_megatrons_padding_is_not_cut_on_a_guess() -> None:
     with pytest.raises(UsageError, match="--vocab-size"):
-        crossed(without_words(), "universal", WriteOptions())
-    assert crossed(without_words(), "universal", WriteOptions(vocab_size=131)).model.vocab_size == 131
+        crossed(without_words(), format_named("universal"), WriteOptions())
+    assert crossed(without_words(), format_named("universal"), WriteOptions(vocab_size=131)).model.vocab_size == 131
 
 
 def test_the_reference_says_how_many_words_there_are(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_key_value_heads": 2, "vocab_size": 140}))
-    model = crossed(without_words(), "deepspeed", WriteOptions(reference_config=str(tmp_path))).model
+    model = crossed(without_words(), format_named("deepspeed"), WriteOptions(reference_config=str(tmp_path))).model
     assert [model.params[0].global_shape, model.params[-1].global_shape] == [(140, 64), (140, 64)]
 
 
@@ -221,7 +221,7 @@ def test_a_loss_scale_goes_along() -> None:
     source = open_checkpoint(LLAMA, ReadOptions())
     source.state.args["loss_scale_window"] = 500.0
     source.state.grad_scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 1, "hysteresis_tracker": 2}
-    scaler: Any = crossed(source, "deepspeed", WriteOptions()).state.grad_scaler
+    scaler: Any = crossed(source, format_named("deepspeed"), WriteOptions()).state.grad_scaler
     assert (scaler.dynamic, scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter, scaler.scale_window) == (
         True,
         4096.0,
@@ -229,7 +229,7 @@ def test_a_loss_scale_goes_along() -> None:
         500,
     )
     source.state.grad_scaler, source.state.args["loss_scale"] = {}, 128.0
-    constant: Any = crossed(source, "deepspeed", WriteOptions()).state.grad_scaler
+    constant: Any = crossed(source, format_named("deepspeed"), WriteOptions()).state.grad_scaler
     assert (constant.dynamic, constant.cur_scale) == (False, 128.0)
 
 

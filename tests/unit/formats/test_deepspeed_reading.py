@@ -11,8 +11,8 @@ from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.zero import ZeroState
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.deepspeed_goldens import GOLDENS, NAMES, WITH_EXPECTATION, expected, opened, tag, tensor
 from tests.helpers.zero_reader import MASTER, read_zero
@@ -47,7 +47,7 @@ def test_groups_hold_the_parameters_that_they_held_in_the_engine(name: str) -> N
 @pytest.mark.parametrize("name", [name for name in WITH_EXPECTATION if not name.startswith("z0")])
 def test_the_module_is_what_a_naive_merge_finds(name: str) -> None:
     merged, source = read_zero(tag(name)), opened(name)
-    assert isinstance(source.native, ZeroState)
+    assert isinstance(source.native, ModuleState)
     stored = {n for n in merged.param if n not in source.native.shared}
     assert stored == {n.param for n in source.catalog if n.state == PARAM}
     for param in stored:
@@ -85,7 +85,7 @@ def test_what_it_is(name: str) -> None:
 def test_ties_are_one_parameter() -> None:
     for name in ("z0_bf16_tied_dp2", "z1_fp32_tied_dp2", "z3_fp32_tied_subgroups_dp4"):
         source = opened(name)
-        assert isinstance(source.native, ZeroState)
+        assert isinstance(source.native, ModuleState)
         assert dict(source.native.shared) == {"lm_head.weight": "model.embed_tokens.weight"}
         assert source.model.tied
         assert source.model.get("lm_head.weight") is None
@@ -95,7 +95,7 @@ def test_ties_are_one_parameter() -> None:
 @pytest.mark.parametrize("name", ["z2_fp32_frozen_dp4", "z3_bf16_frozen_dp2"])
 def test_frozen_parameters_and_buffers_are_not_trained(name: str) -> None:
     source = opened(name)
-    assert isinstance(source.native, ZeroState)
+    assert isinstance(source.native, ModuleState)
     assert source.native.buffers == ("model.scale_buf", "model.step_buf")
     frozen = [s.name for s in source.model.params if not s.trainable and s.name not in source.native.buffers]
     assert len(frozen) == 15

@@ -10,8 +10,8 @@ import torch
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import detect, open_checkpoint
-from mcore_rlhf.formats.zero import ZeroState
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.universal_by_hand import FIELDS, adam, write
 
@@ -55,7 +55,7 @@ def test_param_groups_have_the_members_that_the_optimizer_had(name: str) -> None
 def test_the_module_has_weights_buffers_and_aliases_in_its_order() -> None:
     source = _open("z2_bf16_ac_dp2")
     native = source.native
-    assert isinstance(native, ZeroState)
+    assert isinstance(native, ModuleState)
     assert native.shared == {"actor.lm_head.weight": "actor.model.embed_tokens.weight"}
     assert "actor.lm_head.weight" not in {
         spec.name for spec in source.model.params
@@ -112,7 +112,7 @@ def test_tensor_parallel_ranks_have_whole_masters() -> None:
 
 def test_pipeline_stages_are_put_together() -> None:
     source = _open("pp2_z1_fp32_dp2")
-    assert isinstance(source.native, ZeroState)
+    assert isinstance(source.native, ModuleState)
     assert source.native.pipeline
     assert len(source.native.per_rank) == 2
     assert not torch.equal(source.native.per_rank[0]["rng_state"], source.native.per_rank[1]["rng_state"])  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.formats.universal import FORMAT
 from mcore_rlhf.formats.universal.tp_keys import TensorParallelKeys
-from mcore_rlhf.formats.zero import ZeroState
 from tests.helpers.damage import edited
 from tests.helpers.plain_load import plain_load, same
 from tests.helpers.universal_by_hand import FIELDS, adam, write
@@ -121,7 +121,7 @@ def test_layouts_that_cannot_be_written_are_refused() -> None:
 
 def test_an_affine_map_takes_precedence() -> None:
     info = {"affine_map": {"version": 1, "params": {r"^q\.weight$": {}}}, ROW: [r"q\.weight", r"o\.weight"]}
-    keys = TensorParallelKeys.of(info, ZeroState("step1"))
+    keys = TensorParallelKeys.of(info, ModuleState("step1"))
     assert (keys.of_param("q.weight"), keys.of_param("o.weight")) == ({}, {"cat_dim": 1})
 
 

@@ -1,9 +1,10 @@
-"""What DeepSpeed's two formats, native and universal, keep besides tensors and the :class:`~.base.TrainingState`.
+"""What formats under a torch module's own names keep besides tensors and the :class:`~.base.TrainingState`.
 
-Both fill ``TrainingState`` alike: ``iteration`` is ``global_steps``, ``args`` the stored ``ds_config``, ``scheduler`` the
+These are DeepSpeed's two, native and universal, torch's DCP, and Hugging Face's folders. DeepSpeed's two fill
+``TrainingState`` alike: ``iteration`` is ``global_steps``, ``args`` the stored ``ds_config``, ``scheduler`` the
 ``lr_scheduler`` state, ``grad_scaler`` the ``loss_scaler``, and ``other`` everything else at the top of the first
-``…model_states.pt`` (counters, client state), without the keys in :data:`LAYOUT_KEYS`. A param group's optimizer step is its
-field ``step``, named in its ``scalars``.
+``…model_states.pt`` (counters, client state), without the keys in :data:`LAYOUT_KEYS`. In all of them a param group's
+optimizer step is its field ``step``, named in its ``scalars``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Source: DeepSpeed 0.19.8, ``runtime/zero/{stage_1_and_2,stage3}.py`` and ``runti
 
 
 @dataclass(slots=True)
-class ZeroState:
-    """DeepSpeed's own view of a checkpoint; ``Source.native`` of both of its formats is one, or extends it.
+class ModuleState:
+    """A checkpoint under a module's own names; ``Source.native`` of all formats of this family is one, or extends it.
 
     Args:
         tag: Name of the checkpoint's folder without ``_uni``: ``global_step1000``.
@@ -51,6 +52,7 @@ class ZeroState:
             has the first rank's; empty where there is one rank.
         keys: For a parameter, what a universal file says besides the tensor: ``cat_dim``, ``vocab_tensor``, …
         pipeline: Whether the model is a ``PipelineModule``, whose weights lie in layer files.
+        config: The model's description, as Hugging Face's ``config.json`` has it; empty where nobody said.
     """
 
     tag: str
@@ -61,3 +63,4 @@ class ZeroState:
     per_rank: tuple[Mapping[str, object], ...] = ()
     keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     pipeline: bool = False
+    config: Mapping[str, object] = field(default_factory=dict)
