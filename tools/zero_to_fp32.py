@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rlhf.cli.scripts import exit_code_of
-from mcore_rlhf.cli.units import parse_size
 from mcore_rlhf.consolidate.shards import Consolidation, consolidate
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.storage.sizes import parse_size
 
 EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
 

@@ -10,10 +10,11 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.manager import interval
 from mcore_rlhf.manager.interval import Costs, Estimate
 from mcore_rlhf.manager.measured import Measured, measure
+from mcore_rlhf.storage.sizes import parse_size
 
 from .output import Column, Facts, console, emit_json, print_table
 from .steps import require_root
-from .units import count, duration, parse_size, size
+from .units import count, duration, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mcore_rlhf.errors import CheckpointError, Problems, UsageError
+from mcore_rlhf.storage.sizes import parse_size
 
 from .options import default_workers
-from .units import parse_size
 
 if TYPE_CHECKING:
     from mcore_rlhf.convert import ConvertOptions

@@ -12,11 +12,12 @@ import typer
 from mcore_rlhf.errors import Corrupt, Problems, UsageError
 from mcore_rlhf.manager import retention, steps
 from mcore_rlhf.manager.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
+from mcore_rlhf.storage.sizes import parse_size
 
 from .output import Column, Facts, console, emit_json, print_table
 from .progress import shown_progress
 from .steps import require_root
-from .units import count, parse_size, size
+from .units import count, size
 from .whole import check_manifest
 
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max)(?::(?P<k>[1-9][0-9]*))?)?")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)", re.IGNORECASE)
 
 
 def size(nbytes: int) -> str:
@@ -40,17 +36,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def parse_size(text: str) -> int:
-    """Bytes from ``2GB`` (decimal), ``2GiB`` or ``2G`` (binary), ``500000`` (bytes).
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"should be a size such as 2GB, 512MiB or 500000000, found {text!r}")
-    number, power, binary, unit = match.groups()
-    base = 1000 if unit and power and not binary else 1024
-    return int(float(number) * base ** _POWERS[power.upper()])

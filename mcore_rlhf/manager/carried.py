@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, TypeGuard
 
+from ..engines.stateful import Stateful
 from ..errors import LayoutMismatch, Problems, UsageError
 from .data_state import WHERE, DataState, pack, unpack
 from .fingerprint import Fingerprint
@@ -19,18 +20,6 @@ KIND = "stateful"
 DRIVER = "driver"
 
 _logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """A loader that can tell where it is."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Go on from there."""
-        ...
 
 
 class Carried:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)(B?)", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+from mcore_rlhf.storage.sizes import parse_size
+
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)?", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"(?:(\d+)-)?((?:\d+:)?\d+:\d\d)")
@@ -19,14 +19,7 @@ def size(value: object) -> object:
     Raises:
         ValueError: It is none of these.
     """
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None:
-        raise ValueError(f"expected a size such as 2TB, 512GiB or 500000000, found {value!r}")
-    number, power, binary, unit = match.groups()
-    base = 1000 if unit and power and not binary else 1024
-    return int(float(number) * base ** _POWERS[power.upper()])
+    return parse_size(value) if isinstance(value, str) else value
 
 
 def duration(value: object) -> object:

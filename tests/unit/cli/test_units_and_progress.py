@@ -4,7 +4,8 @@ import pytest
 
 from mcore_rlhf.cli import progress
 from mcore_rlhf.cli.output import plain
-from mcore_rlhf.cli.units import count, duration, parse_size, rate, size
+from mcore_rlhf.cli.units import count, duration, rate, size
+from mcore_rlhf.storage.sizes import parse_size
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_all_mistakes_are_named_at_once_with_line_and_guess(tmp_path: Path) -> N
         "bad.yaml:13: data.rollout_batch_size: expected a valid integer, found '8'",
         "bad.yaml:14: cluster: this section is for another program",
         "bad.yaml:15: save_interval: unknown key; did you mean runner.save_interval?",
-        "bad.yaml:16: checkpoint.keep.max_size: expected a size such as 2TB, 512GiB or 500000000, found 'lots'",
+        "bad.yaml:16: checkpoint.keep.max_size: should be a size such as 2GB, 512MiB or 500000000, found 'lots'",
         "bad.yaml:16: checkpoint.save.time_limit: expected a time such as 90s, 30m, 4h, 2d or 23:30:00, found 'soon'",
         "override actor.paralel: unknown key; did you mean 'parallel'?",
         "override actor.optim: expected a section of keys, found 1",
