@@ -25,8 +25,8 @@ from .zipheaders import ALIGNMENT, Placed, central_entry, descriptor, end_record
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_SERIALIZATION_ID = ".data/serialization_id"
-_ID_DIGITS = 40
+SERIALIZATION_ID = ".data/serialization_id"
+ID_DIGITS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class PtWriter:
             Unsupported: The tree holds something that cannot be saved.
         """
         pickled = pickle_tree(tree, file)
-        small = _small_members(pickled)
-        members = _layout(path.stem or "archive", small, pickled)
+        small = small_members(pickled)
+        members = layout(path.stem or "archive", small, pickled)
         directory = b"".join(central_entry(member, 0) for member in members.values())
         cursor = _end(members)
         nbytes = cursor + len(directory) + len(end_records(len(members), len(directory), cursor))
@@ -93,11 +93,15 @@ class PtWriter:
     @property
     def open_records(self) -> list[str]:
         """Keys of the records that have yet to be written, and whose checksums :meth:`finish` wants."""
-        return [name for name in self.members if name not in self._crcs and name != _SERIALIZATION_ID]
+        return [name for name in self.members if name not in self._crcs and name != SERIALIZATION_ID]
 
     def offset(self, key: str) -> int:
         """Where a record starts in the file, in bytes."""
         return self.members[key].data_offset
+
+    def record_nbytes(self, key: str) -> int:
+        """Length of a record, in bytes."""
+        return self.members[key].nbytes
 
     def write(self, key: str, byte_offset: int, data: Buffer) -> None:
         """Put bytes into a record. What is never written reads as zeros.
@@ -132,10 +136,10 @@ class PtWriter:
             ValueError: A CRC is missing.
         """
         known = {**crcs, **self._crcs}
-        missing = [name for name in self.members if name not in known and name != _SERIALIZATION_ID]
+        missing = [name for name in self.members if name not in known and name != SERIALIZATION_ID]
         if missing:
             raise ValueError(f"{self.path}: no CRC was given for {', '.join(missing)}")
-        known[_SERIALIZATION_ID] = self._write_id(known)
+        known[SERIALIZATION_ID] = self._write_id(known)
         crc = self._write_ends(known)
         try:
             if fsync:
@@ -179,10 +183,10 @@ class PtWriter:
         """Torch stores a hash of names and CRCs (``PyTorchStreamWriter::writeSerializationId``); ours is one
         too.
         """
-        text = ";".join(f"{name}:{crcs[name]:08x}" for name in self.members if name != _SERIALIZATION_ID)
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10**_ID_DIGITS
-        digits = f"{number:0{_ID_DIGITS}d}".encode()
-        self.write(_SERIALIZATION_ID, 0, digits)
+        text = ";".join(f"{name}:{crcs[name]:08x}" for name in self.members if name != SERIALIZATION_ID)
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10**ID_DIGITS
+        digits = f"{number:0{ID_DIGITS}d}".encode()
+        self.write(SERIALIZATION_ID, 0, digits)
         return crc32(digits)
 
     def _write_ends(self, crcs: Mapping[str, int]) -> int:
@@ -210,7 +214,7 @@ class PtWriter:
         return storage_error(error, self.path, "write", f"the file needs {human(self.nbytes)}, {human(free)} are free")
 
 
-def _small_members(pickled: PickledTree) -> dict[str, bytes]:
+def small_members(pickled: PickledTree) -> dict[str, bytes]:
     """Everything but records and the id, in torch's order; see ``torch/serialization.py`` 2.13, ``_save``."""
     small = {"data.pkl": pickled.data, ".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode()}
     in_torch_order = [f"data/{number}" for number in range(len(pickled.records))]
@@ -220,13 +224,15 @@ def _small_members(pickled: PickledTree) -> dict[str, bytes]:
     return small | {"byteorder": b"little", "version": b"3\n"}
 
 
-def _layout(stem: str, small: Mapping[str, bytes], pickled: PickledTree) -> dict[str, Placed]:
+def layout(stem: str, small: Mapping[str, bytes], pickled: PickledTree) -> dict[str, Placed]:
+    """Where everything will lie in a zip of that name, records and id included."""
+
     def sizes() -> Iterable[tuple[str, int]]:
         for name, data in small.items():
             if name == "version":
                 yield from pickled.records.items()
             yield name, len(data)
-        yield _SERIALIZATION_ID, _ID_DIGITS
+        yield SERIALIZATION_ID, ID_DIGITS
 
     members: dict[str, Placed] = {}
     cursor = 0
@@ -237,4 +243,4 @@ def _layout(stem: str, small: Mapping[str, bytes], pickled: PickledTree) -> dict
 
 
 def _end(members: Mapping[str, Placed]) -> int:
-    return members[_SERIALIZATION_ID].end
+    return members[SERIALIZATION_ID].end

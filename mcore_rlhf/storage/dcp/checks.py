@@ -1,0 +1,123 @@
+"""What must hold of a DCP folder before anything of it is used: files are there, items lie in them, chunks tile tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from mcore_rlhf.core.box import Box
+from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
+
+from ..paths import cannot_open, inside
+from .closed import RESTORE
+from .metadata import FILE, DcpMetadata, Place, Shape, TensorMeta
+
+
+def item_key(fqn: str, offset: Shape | None) -> str:
+    """What an item is called in messages and among the records of its file: ``layers.0.weight[4,0]``; an object, its name."""
+    return fqn if offset is None else f"{fqn}[{','.join(map(str, offset))}]"
+
+
+def boxes(tensor: TensorMeta) -> Iterator[Box]:
+    """The chunks that hold something; FSDP stores an empty one for each rank that has none."""
+    return (Box(offsets, sizes) for offsets, sizes in tensor.chunks if 0 not in sizes)
+
+
+def check(folder: Path, metadata: DcpMetadata, *, tiled: bool) -> dict[str, int]:
+    """Check a folder against its ``.metadata``.
+
+    Args:
+        folder: The folder.
+        metadata: What ``.metadata`` says.
+        tiled: Whether the chunks of a tensor must cover it without a gap.
+
+    Returns:
+        The length of every file that is named.
+
+    Raises:
+        Untrusted: A file is named that lies outside the folder.
+        Incomplete: Files, items or chunks are missing.
+        Corrupt: Items or chunks contradict each other.
+    """
+    problems = Problems()
+    sizes = _sizes(folder, metadata, problems)
+    _check_items(folder, metadata, sizes, problems)
+    for fqn, tensor in metadata.tensors.items():
+        _check_chunks(folder, metadata, fqn, tensor, problems, tiled=tiled)
+    for fqn in metadata.objects:
+        if (fqn, None) not in metadata.places:
+            problems.add(Incomplete, f"{folder / FILE}: says nowhere where {fqn} lies", RESTORE)
+    problems.raise_if_any()
+    return sizes
+
+
+def _sizes(folder: Path, metadata: DcpMetadata, problems: Problems) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name in sorted({place.file for place in metadata.places.values()}):
+        try:
+            sizes[name] = inside(folder, name).stat().st_size
+        except Untrusted as error:
+            problems.add_error(error)
+        except FileNotFoundError:
+            problems.add(Incomplete, f"{folder / name}: missing; {FILE} names it", RESTORE)
+        except OSError as error:
+            problems.add_error(cannot_open(error, folder / name))
+    return sizes
+
+
+def _check_items(folder: Path, metadata: DcpMetadata, sizes: Mapping[str, int], problems: Problems) -> None:
+    """Items lie in their files, one behind the other."""
+    ends: dict[str, int] = {}
+    for (fqn, offset), place in sorted(metadata.places.items(), key=_position):
+        if place.file not in sizes:
+            continue
+        key, stop = item_key(fqn, offset), place.offset + place.length
+        if stop > sizes[place.file]:
+            problems.add(
+                Incomplete,
+                f"{folder / place.file}: {key} should lie at bytes {place.offset} to {stop}, but the file has "
+                f"{sizes[place.file]}: it was cut off",
+                RESTORE,
+            )
+        elif place.offset < ends.get(place.file, 0):
+            problems.add(
+                Corrupt, f"{folder / place.file}: {key}, at byte {place.offset}, overlaps the item before it", RESTORE
+            )
+        ends[place.file] = max(stop, ends.get(place.file, 0))
+
+
+def _position(item: tuple[tuple[str, Shape | None], Place]) -> tuple[str, int]:
+    return item[1].file, item[1].offset
+
+
+def _check_chunks(
+    folder: Path, metadata: DcpMetadata, fqn: str, tensor: TensorMeta, problems: Problems, *, tiled: bool
+) -> None:
+    shape, held = tensor.global_shape, sorted(boxes(tensor), key=lambda box: box.offset)
+    for box in held:
+        if (fqn, box.offset) not in metadata.places:
+            problems.add(Incomplete, f"{folder / FILE}: says nowhere where {item_key(fqn, box.offset)} lies", RESTORE)
+        if not Box.whole(shape).contains(box):
+            problems.add(Corrupt, f"{folder / FILE}: {fqn} has the shape {shape}, but a chunk {box}", RESTORE)
+    overlap = _overlap(held)
+    if overlap is not None:
+        problems.add(Corrupt, f"{folder / FILE}: the chunks {overlap[0]} and {overlap[1]} of {fqn} overlap", RESTORE)
+    elif tiled and sum(box.numel for box in held) < prod(shape):
+        there = ", ".join(map(str, held[:8])) or "none"
+        problems.add(
+            Incomplete, f"{folder / FILE}: {fqn} has the shape {shape}, but its chunks ({there}) leave a gap", RESTORE
+        )
+
+
+def _overlap(held: list[Box]) -> tuple[Box, Box] | None:
+    """Two chunks that share elements. Boxes are in order of their offsets; those that end before the next row are done with."""
+    active: list[Box] = []
+    for box in held:
+        if box.shape:
+            active = [other for other in active if other.stop[0] > box.offset[0]]
+        for other in active:
+            if other.intersect(box) is not None:
+                return other, box
+        active.append(box)
+    return None

@@ -1,0 +1,212 @@
+"""One item of a ``.distcp``: a whole zip of ``torch.save`` in the middle of a file, and where the data lie in it.
+
+Source: torch 2.13.0, ``distributed/checkpoint/filesystem.py`` (``_write_item``): tensors go through ``torch.save`` to the
+file, objects through ``torch.save`` to memory; either way the zip's own offsets count from the item's first byte.
+:mod:`..torchzip` reads a file that is one zip, header by header; here a folder can have a hundred thousand small ones, so
+an item's two ends are read, in one go each, and everything is checked in them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported
+
+from .. import zipheaders as z
+from ..paths import cannot_open
+from ..ptfile import PtFile
+from ..resolve import Resolver
+from ..stored import StoredTensor
+from ..torchzip import Directory, Member
+from ..unpickle import unpickle
+from .closed import RESTORE
+
+_END_NBYTES = 1024
+"""Both ends of an item of one tensor fit: torch 2.13 writes 700 bytes before the data and 900 behind them."""
+
+
+class OpenFile:
+    """A ``.distcp`` that is open for reading, until nobody holds this object any more. For several threads.
+
+    Args:
+        path: The file.
+
+    Raises:
+        NotACheckpoint: There is no such file.
+        StorageError: It cannot be read.
+    """
+
+    __slots__ = ("fd", "nbytes", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.fd = path, -1
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.nbytes = os.fstat(self.fd).st_size
+        except OSError as error:
+            raise cannot_open(error, path) from error
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file.
+
+        Raises:
+            Incomplete: It ends before.
+            StorageError: They cannot be read.
+        """
+        pieces, at, stop = [], offset, offset + nbytes
+        while at < stop:
+            try:
+                piece = os.pread(self.fd, stop - at, at)
+            except OSError as error:
+                raise cannot_open(error, self.path) from error
+            if not piece:
+                raise Incomplete(f"{self.path}: ends at byte {at}, but bytes up to {stop} were expected.\n{RESTORE}")
+            pieces.append(piece)
+            at += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def item_directory(file: OpenFile, key: str, offset: int, length: int) -> Directory:
+    """The members of one item; their offsets count from the start of the file.
+
+    Args:
+        file: The file.
+        key: The item's name, for messages.
+        offset, length: Where it lies, as ``.metadata`` says.
+
+    Raises:
+        Incomplete: The file is too short.
+        Corrupt: There is no zip of ``torch.save`` between these bytes, or it contradicts itself.
+        Unsupported: It is compressed or encrypted.
+    """
+    if offset + length > file.nbytes:
+        raise Incomplete(
+            f"{file.path}: {key} should lie at bytes {offset} to {offset + length}, but the file has {file.nbytes}; "
+            f"it was cut off.\n{RESTORE}"
+        )
+    return _Item(file, key, offset, length, *_ends(file, offset, length)).directory()
+
+
+def _ends(file: OpenFile, offset: int, length: int) -> tuple[bytes, bytes]:
+    if length <= 2 * _END_NBYTES:
+        whole = file.read(offset, length)
+        return whole, whole
+    return file.read(offset, _END_NBYTES), file.read(offset + length - _END_NBYTES, _END_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    file: OpenFile
+    key: str
+    offset: int
+    length: int
+    head: bytes
+    tail: bytes
+
+    def directory(self) -> Directory:
+        try:
+            found = {member.name: member for member in self._members()}
+        except (struct.error, ValueError, UnicodeDecodeError) as error:
+            raise self._corrupt(f"the directory of its zip cannot be read ({error})") from error
+        if "data.pkl" not in found:
+            raise self._corrupt("its zip has no data.pkl: torch.save did not write it")
+        return Directory(self.file.path, "archive", self.file.nbytes, found, any(m.crc32 for m in found.values()))
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Bytes of the item, from what is in memory where possible."""
+        behind = at - (self.length - len(self.tail))
+        if at + nbytes <= len(self.head):
+            return self.head[at : at + nbytes]
+        if behind >= 0 and behind + nbytes <= len(self.tail):
+            return self.tail[behind : behind + nbytes]
+        if at < 0 or at + nbytes > self.length:
+            raise self._corrupt(f"its zip points to byte {at + nbytes} of {self.length}")
+        return self.file.read(self.offset + at, nbytes)
+
+    def _members(self) -> Iterator[Member]:
+        count, nbytes, start = self._locate()
+        for entry in z.parse_entries(self.read(start, nbytes), count):
+            if entry.method or entry.flags & z.IS_ENCRYPTED:
+                raise Unsupported(f"{self.file.path}: {self.key}: {entry.name!r} in it is compressed or encrypted.")
+            name = entry.name.decode().partition("/")[2]
+            at = self._data_offset(entry)
+            if at + entry.nbytes > start:
+                raise self._corrupt(f"the record {name!r} in it is longer than the item")
+            self._check_descriptor(entry, at)
+            yield Member(name, self.offset + at, entry.nbytes, entry.crc32)
+
+    def _locate(self) -> tuple[int, int, int]:
+        """The zip's directory: (entries, bytes, offset from the item's start). torch writes no comment behind it."""
+        size = z.END64.size + z.LOCATOR64.size + z.END.size
+        ends = self.tail[-size:]
+        if len(ends) < size or not ends.startswith(z.END64_SIGNATURE) or z.END_SIGNATURE not in ends[-z.END.size :]:
+            raise self._corrupt(
+                f"bytes {self.offset} to {self.offset + self.length} do not end as a zip of torch.save does"
+            )
+        *_, count, nbytes, start = z.END64.unpack_from(ends)
+        if start + nbytes + size != self.length:
+            raise self._corrupt(f"its zip has {start + nbytes + size} bytes, .metadata says {self.length}")
+        return count, nbytes, start
+
+    def _data_offset(self, entry: z.Entry) -> int:
+        raw = self.read(entry.header_offset, z.LOCAL.size + len(entry.name))
+        _, _, flags, _, _, _, _, _, _, name_nbytes, extra_nbytes = z.LOCAL.unpack_from(raw)
+        same = raw.startswith(z.LOCAL_SIGNATURE) and flags == entry.flags and raw[z.LOCAL.size :] == entry.name
+        if not same or name_nbytes != len(entry.name):
+            raise self._corrupt(f"there is no header of {entry.name!r} at byte {self.offset + entry.header_offset}")
+        return entry.header_offset + len(raw) + int(extra_nbytes)
+
+    def _check_descriptor(self, entry: z.Entry, at: int) -> None:
+        """Behind the data, length and CRC stand a second time: a flipped bit in the directory shows here."""
+        if not entry.nbytes or not entry.flags & z.HAS_DESCRIPTOR:
+            return
+        placed = z.Placed("", entry.header_offset, at, entry.nbytes)
+        expected = z.descriptor(placed, entry.crc32)
+        if self.read(placed.data_end, len(expected)) != expected:
+            raise self._corrupt(f"length or CRC behind {entry.name!r} are not those of the directory of its zip")
+
+    def _corrupt(self, what: str) -> CheckpointError:
+        return Corrupt(f"{self.file.path}: {self.key}, at byte {self.offset}: {what}.\n{RESTORE}")
+
+
+def load_tree(file: OpenFile, directory: Directory, stubs: Collection[str]) -> PtFile:
+    """What an item holds: its structure, with stored tensors; nothing of it is run.
+
+    Args:
+        file: The file.
+        directory: The item's members.
+        stubs: Names of classes that the user allows as inert stubs.
+
+    Raises:
+        CheckpointError: As :func:`..ptfile.read_pt`.
+    """
+    keys = [name.removeprefix("data/") for name in directory.members if name.startswith("data/")]
+    unpickled = unpickle(directory.read("data.pkl"), keys, str(file.path), stubs)
+    tree: Any = Resolver(file.path.name, directory, unpickled).resolve_root()
+    return PtFile(file.path.parent, file.path.name, tree, directory)
+
+
+def stored_tensor(file: OpenFile, key: str, directory: Directory) -> StoredTensor:
+    """How an item stores its one tensor.
+
+    Args:
+        file: The file.
+        key: The item's name, for messages.
+        directory: The item's members.
+
+    Raises:
+        Corrupt: It is something else than a tensor.
+    """
+    tree = load_tree(file, directory, ()).tree
+    if not isinstance(tree, StoredTensor):
+        raise Corrupt(f"{file.path}: {key} should be a tensor, but holds a {type(tree).__name__}.\n{RESTORE}")
+    return tree

@@ -1,0 +1,188 @@
+"""Reading ``.metadata``, the pickle that says which tensors a DCP folder has and where their parts lie.
+
+It is unpickled in a closed world (:mod:`.closed`): every name becomes one of the inert classes of :mod:`.classes`, or a stub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported
+
+from ..paths import cannot_open
+from ..stubs import stub_class
+from . import classes
+from .closed import RESTORE, is_dtype, unpickle_closed
+
+FILE = ".metadata"
+
+Shape = tuple[int, ...]
+Path_ = tuple[str | int, ...]
+
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "LoadPlan", "ReadItem", "LoadItemType")
+_KNOWN = {f"torch.distributed.checkpoint.planner.{name}" for name in _PLANS} | {classes.STORAGE_META}
+"""Stubs that nobody looks at: what Megatron's ``all_local_plans`` adds, and the id of the save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one item lies: a whole zip of ``torch.save``.
+
+    Args:
+        file: Name of the file, relative to the folder.
+        offset: First byte of the zip.
+        length: Its bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor as ``.metadata`` describes it: dtype, whole shape, and ``(offsets, sizes)`` of its chunks."""
+
+    dtype: DType
+    global_shape: Shape
+    chunks: tuple[tuple[Shape, Shape], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """The content of ``.metadata``.
+
+    Args:
+        tensors: By name.
+        objects: Names of what is not a tensor.
+        places: Where each item lies, by name and offset of the chunk; the offset is None for an object.
+        planner_data: For every name the path in the saved nest of dictionaries, an int being a list's index; empty where
+            the writer left it out, as Megatron does.
+    """
+
+    tensors: Mapping[str, TensorMeta]
+    objects: tuple[str, ...]
+    places: Mapping[tuple[str, Shape | None], Place]
+    planner_data: Mapping[str, Path_] = field(default_factory=dict)
+
+
+def read_metadata(folder: Path, stubs: Collection[str] = ()) -> DcpMetadata:
+    """Read ``.metadata`` without running anything of it.
+
+    Args:
+        folder: The DCP folder.
+        stubs: Names of classes that the user allows as inert stubs.
+
+    Raises:
+        Incomplete: There is none: the save was not finished. Or it is cut off.
+        Untrusted: It names something that is not known to be harmless.
+        Corrupt: It is not a pickle of torch's ``Metadata``, or contradicts itself.
+        Unsupported: It has something that is not supported: sparse tensors, transformed items.
+        StorageError: It cannot be read.
+    """
+    path = folder / FILE
+    return _Checked(path, unpickle_closed(_bytes(path), str(path), _resolved, stubs)).metadata()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        failure = cannot_open(error, path)
+        if isinstance(failure, NotACheckpoint):
+            raise Incomplete(
+                f"{path}: missing: torch writes it last, so this save was not finished (or a copy left out files whose "
+                "names begin with a dot).\nCopy the folder with its hidden files, or use an older step."
+            ) from error
+        raise failure from error
+
+
+def _resolved(name: str) -> Any:
+    """What a name of torch's or Megatron's becomes."""
+    return stub_class(name) if name in _KNOWN else classes.READ.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What was unpickled, taken over value by value: a pickle can hold anything anywhere."""
+
+    path: Path
+    value: Any
+
+    def metadata(self) -> DcpMetadata:
+        value = self.value
+        if not isinstance(value, classes.Metadata):
+            raise self._corrupt(f"holds a {type(value).__name__} instead of torch's Metadata")
+        described = self._dict(value.state_dict_metadata, "state_dict_metadata")
+        tensors = {fqn: self._tensor(fqn, v) for fqn, v in described.items() if not _is_bytes(v)}
+        objects = tuple(fqn for fqn, v in described.items() if _is_bytes(v))
+        planner = value.planner_data if value.planner_data is not None else {}
+        paths = {fqn: self._path(fqn, path) for fqn, path in self._dict(planner, "planner_data").items()}
+        return DcpMetadata(tensors, objects, dict(self._places(value.storage_data)), paths)
+
+    def _dict(self, value: Any, what: str) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise self._corrupt(f"{what} is a {type(value).__name__}, not a dictionary")
+        if any(type(key) is not str for key in value):
+            raise self._corrupt(f"a key of {what} is not a string")
+        return value
+
+    def _tensor(self, fqn: str, value: Any) -> TensorMeta:
+        if not isinstance(value, classes.StoredTensorMeta) or not isinstance(value.properties, classes.Properties):
+            raise self._corrupt(f"{fqn} is described by a {type(value).__name__}")
+        dtype, layout = value.properties.dtype, value.properties.layout
+        if layout != classes.STRIDED:
+            raise Unsupported(f"{self.path}: {fqn} has the layout {layout!r}; only dense tensors are supported.")
+        if type(dtype) is not str or not is_dtype(dtype):
+            raise self._corrupt(f"{fqn} has the dtype {dtype!r}")
+        shape = self._shape(fqn, value.size)
+        chunks = value.chunks if isinstance(value.chunks, list) else []
+        return TensorMeta(dtype_of(dtype), shape, tuple(self._chunk(fqn, chunk, len(shape)) for chunk in chunks))
+
+    def _chunk(self, fqn: str, value: Any, ndim: int) -> tuple[Shape, Shape]:
+        if not isinstance(value, classes.ChunkMeta):
+            raise self._corrupt(f"{fqn} has a chunk that is a {type(value).__name__}")
+        offsets, sizes = self._shape(fqn, value.offsets), self._shape(fqn, value.sizes)
+        if len(offsets) != ndim or len(sizes) != ndim:
+            raise self._corrupt(f"{fqn} has {ndim} dimensions, but a chunk at {offsets} of {sizes}")
+        return offsets, sizes
+
+    def _shape(self, fqn: str, value: Any) -> Shape:
+        if type(value) is not tuple or any(type(n) is not int or n < 0 for n in value):
+            raise self._corrupt(f"{fqn} has {value!r} where a shape belongs")
+        return value
+
+    def _path(self, fqn: str, value: Any) -> Path_:
+        if type(value) is not tuple or not all(type(part) in (str, int) for part in value):
+            raise self._corrupt(f"planner_data of {fqn} is {value!r}, not a path")
+        return value
+
+    def _places(self, value: Any) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
+        if type(value) is not dict:
+            raise self._corrupt(f"storage_data is a {type(value).__name__}, not a dictionary")
+        names: dict[str, str] = {}  # one string for each file, not one for each item
+        for index, info in value.items():
+            if not isinstance(index, classes.Index) or not isinstance(info, classes.StorageInfo):
+                raise self._corrupt(f"storage_data maps a {type(index).__name__} to a {type(info).__name__}")
+            fqn, offset = index.fqn, index.offset
+            if type(fqn) is not str or type(info.relative_path) is not str:
+                raise self._corrupt(f"an item has the name {fqn!r} and lies in {info.relative_path!r}")
+            if info.transform_descriptors:
+                raise Unsupported(
+                    f"{self.path}: {fqn} was stored through {info.transform_descriptors!r}; only plain items can be "
+                    "read.\nSave it again without extensions of the storage writer."
+                )
+            start, length = self._shape(fqn, (info.offset, info.length))
+            key = fqn, None if offset is None else self._shape(fqn, offset)
+            yield key, Place(names.setdefault(info.relative_path, info.relative_path), start, length)
+
+    def _corrupt(self, what: str) -> Corrupt:
+        return Corrupt(f"{self.path}: {what}.\n{RESTORE}")
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, classes.StoredBytesMeta)

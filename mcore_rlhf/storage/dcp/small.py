@@ -1,0 +1,83 @@
+"""Small values of a DCP folder as what they are: counters, steps, random states; and a zip inside a tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.catalog import Chunk
+from mcore_rlhf.errors import Unsupported
+
+from .folder import DcpFolder, DcpTensor
+from .items import OpenFile, item_directory, load_tree
+from .writer import saved
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_ELEMENTS = 16 << 20
+"""What is larger is a model's tensor, and is not loaded whole."""
+
+
+def load_tensor(tensor: DcpTensor) -> torch.Tensor:
+    """A small tensor, whole.
+
+    Args:
+        tensor: It.
+
+    Raises:
+        Unsupported: It is not small.
+        CheckpointError: It is damaged.
+    """
+    import torch
+
+    dtype: torch.dtype = getattr(torch, tensor.dtype.name)
+    result = torch.empty(tensor.global_shape, dtype=dtype)
+    if result.numel() > _MOST_ELEMENTS:
+        raise Unsupported(
+            f"{tensor.folder.folder}: {tensor.fqn} has {result.numel():,} elements, but is neither a weight nor a state of the "
+            "optimizer\nIf the folder holds several models, convert them one by one: save each into a folder of its own."
+        )
+    for chunk in tensor.chunks():
+        box = chunk.box
+        where = tuple(slice(start, stop) for start, stop in zip(box.offset, box.stop, strict=True))
+        result[where] = _loaded(tensor.folder, chunk, dtype)
+    return result
+
+
+def _loaded(folder: DcpFolder, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    record = chunk.record
+    data = bytearray(OpenFile(folder.root / record.file).read(record.byte_offset, record.nbytes))
+    return torch.frombuffer(data, dtype=dtype).as_strided(chunk.box.shape, chunk.strides, chunk.start)
+
+
+def wrapped(tree: Any) -> bytes:
+    """An object as the zip of a byte tensor that holds the zip of the object.
+
+    Whoever loads all items of a folder, as ``dcp_to_torch_save`` does, then gets a tensor and needs none of the classes.
+
+    Args:
+        tree: See :func:`.writer.saved`.
+    """
+    import torch
+
+    return saved(torch.frombuffer(bytearray(saved(tree)), dtype=torch.uint8))
+
+
+def unwrap(folder: DcpFolder, fqn: str) -> Any:
+    """The object that :func:`wrapped` stored under a name.
+
+    Raises:
+        CheckpointError: It is damaged, or something else.
+    """
+    file, directory = folder.item(fqn)
+    outer = load_tree(file, directory, ()).tree
+    inside = getattr(outer, "record", None)
+    if inside is None or outer.strides != row_major(outer.shape):
+        raise Unsupported(f"{file.path}: {fqn} is not what it says: a stored object was expected")
+    data = directory.members[inside.key]
+    inner = item_directory(file, fqn, data.byte_offset, data.nbytes)
+    opened = load_tree(file, inner, folder.stubs)
+    return opened.materialize(opened.tree)
