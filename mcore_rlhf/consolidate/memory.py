@@ -6,12 +6,14 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.convert import ConvertOptions
-from mcore_rlhf.core.catalog import TensorEntry
+from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.formats.base import FileLayout, FileWriter, TargetFile
+from mcore_rlhf.formats.hf.shards import Part
 from mcore_rlhf.storage.manifest import FileEntry
 
 from .parts import carry_out, open_tag, parts_of
@@ -39,11 +41,10 @@ def load_fp32_state_dict(
     source = open_tag(Path(path), tag, ())
     parts = parts_of(source, exclude_frozen_parameters)
     memory: dict[str, _MemoryFile] = {}
-    files = tuple(TargetFile(part.name.param, partial(_memory_layout, part, memory)) for part in parts.entries)
+    files = tuple(TargetFile(part.names[0], partial(_memory_layout, part, memory)) for part in parts.tensors)
     carry_out(source, parts, files, Path(), ConvertOptions(fsync=False))
-    names = {owner: memory[owner].tensor for owner in memory}
-    shared = {alias: names[owner] for alias, owner in parts.aliases.items()}
-    return OrderedDict((name, {**names, **shared}[name]) for name in parts.order)
+    found = {name: memory[part.names[0]].tensor for part in parts.tensors for name in part.names}
+    return OrderedDict((name, found[name]) for name in parts.order)
 
 
 @dataclass(slots=True)
@@ -65,12 +66,15 @@ class _MemoryFile:
         return FileEntry(self.tensor.nbytes, next(iter(crcs.values()), 0))
 
 
-def _memory_layout(part: TensorEntry, memory: dict[str, _MemoryFile]) -> FileLayout:
+def _memory_layout(part: Part, memory: dict[str, _MemoryFile]) -> FileLayout:
     import torch
 
-    def create(_: Path) -> FileWriter:
-        made = torch.zeros(part.global_shape, dtype=getattr(torch, part.dtype.name))
-        memory[part.name.param] = _MemoryFile(made)
-        return memory[part.name.param]
+    name = part.names[0]
+    record = Record(name, name, part.dtype, prod(part.shape), 0)
 
-    return FileLayout([part], [part.chunks[0].record], create)
+    def create(_: Path) -> FileWriter:
+        made = torch.zeros(part.shape, dtype=getattr(torch, part.dtype.name))
+        memory[name] = _MemoryFile(made)
+        return memory[name]
+
+    return FileLayout([part.placed(record)], [record], create)

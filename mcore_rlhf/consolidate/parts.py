@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
-from mcore_rlhf.core.box import Box, row_major
-from mcore_rlhf.core.catalog import Catalog, Chunk, FixedCatalog, Record, TensorEntry
+from mcore_rlhf.core.catalog import Catalog, FixedCatalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.hf.shards import Part
 from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry
@@ -26,15 +25,13 @@ class Parts:
     """What a state dict is made of.
 
     Args:
-        entries: What is wanted: whole tensors, as chunks of no particular record.
+        tensors: What is wanted, each tensor with all its names.
         catalog: Where they come from.
-        aliases: Second names of tied parameters.
         order: All names in the module's order.
     """
 
-    entries: list[TensorEntry]
+    tensors: list[Part]
     catalog: Catalog
-    aliases: Mapping[str, str]
     order: list[str]
 
 
@@ -58,7 +55,7 @@ def parts_of(source: Source, exclude_frozen: bool) -> Parts:
         Incomplete: A parameter is stored nowhere.
     """
     native = source.native if isinstance(source.native, ModuleState) else ModuleState("")
-    wanted: dict[str, TensorEntry] = {}
+    tensors: list[Part] = []
     found: dict[TensorName, TensorEntry] = {}
     problems = Problems()
     for spec in source.model.params:
@@ -73,13 +70,12 @@ def parts_of(source: Source, exclude_frozen: bool) -> Parts:
             continue
         dtype = FLOAT32 if entry.dtype in FLOATING else entry.dtype
         found[entry.name] = entry
-        record = Record(spec.name, spec.name, dtype, prod(entry.global_shape), 0)
-        chunk = Chunk(Box.whole(entry.global_shape), record, 0, row_major(entry.global_shape))
-        wanted[spec.name] = TensorEntry(entry.name, entry.global_shape, dtype, (chunk,))
+        aliases = (alias for alias, owner in native.shared.items() if owner == spec.name)
+        tensors.append(Part(entry.name, entry.global_shape, dtype, (spec.name, *aliases)))
     problems.raise_if_any()
-    aliases = {alias: owner for alias, owner in native.shared.items() if owner in wanted}
-    names = dict.fromkeys([*native.order, *wanted, *aliases])
-    return Parts(list(wanted.values()), FixedCatalog(found), aliases, [n for n in names if n in wanted or n in aliases])
+    names = {name for part in tensors for name in part.names}
+    order = dict.fromkeys([*native.order, *(name for part in tensors for name in part.names)])
+    return Parts(tensors, FixedCatalog(found), [name for name in order if name in names])
 
 
 def carry_out(

@@ -1,5 +1,7 @@
 """Writing a safetensors file as a stream: its header first, its tensors in any order.
 
+:mod:`.safetensors_reader` reads one.
+
 Layout: the length of the header in 8 bytes, the header as JSON, then the tensors without gaps, in the header's order.
 Source: safetensors 0.4, ``README.md`` ("Format"), ``safetensors/src/tensor.rs``.
 """
@@ -11,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 from ..core.catalog import Record
 from ..errors import StorageError, Unsupported
@@ -19,11 +22,13 @@ from .paths import human, pwrite_all, storage_error
 from .ptwriter import WrittenFile
 
 _ALIGNMENT = 8
-_DTYPES = {
+DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
-    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
 }  # fmt: skip
+"""torch's names of element types, and safetensors'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +72,10 @@ class SafetensorsWriter:
         at = 0
         for tensor in tensors:
             record = tensor.record
-            if record.dtype.name not in _DTYPES:
+            if record.dtype.name not in DTYPES:
                 raise Unsupported(f"{path}: {record.key}: safetensors has no {record.dtype}")
             stop = at + record.nbytes
-            dtype = _DTYPES[record.dtype.name]
+            dtype = DTYPES[record.dtype.name]
             entries[record.key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, stop]}
             offsets[record.key] = (at, record.nbytes)
             at = stop
@@ -82,9 +87,18 @@ class SafetensorsWriter:
         writer._open()
         return writer
 
+    @property
+    def open_records(self) -> list[str]:
+        """Names of the tensors, whose checksums :meth:`finish` wants."""
+        return list(self._offsets)
+
     def offset(self, key: str) -> int:
         """Where a tensor starts in the file, in bytes."""
         return self._offsets[key][0]
+
+    def record_nbytes(self, key: str) -> int:
+        """Length of a tensor, in bytes."""
+        return self._offsets[key][1]
 
     def write(self, key: str, byte_offset: int, data: memoryview) -> None:
         """Put bytes into a tensor. What is never written reads as zeros.
@@ -119,6 +133,21 @@ class SafetensorsWriter:
         except OSError as error:
             raise self._error(error) from error
         return WrittenFile(self.path, self.nbytes, total)
+
+    def abort(self) -> None:
+        """Close the file and remove it; nothing happens if it is finished."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
 
     def _open(self) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from mcore_rlhf.models.spec import ModelSpec
 from .deployments import MODELS, RUNS, Model, Run
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-# The others are configurations of runs: see test_runs.py.
-JOBS = sorted(path for path in CONFIGS.glob("*.yaml") if "\nrunner:\n" not in path.read_text(encoding="utf-8"))
+GOLDENS = CONFIGS.parent / "tests" / "goldens"
+# The others are configurations of runs (see test_runs.py), and exports, which have no layout.
+JOBS = sorted(path for path in CONFIGS.glob("*.yaml") if "\nto: megatron\n" in path.read_text(encoding="utf-8"))
+EXPORTS = sorted(path for path in CONFIGS.glob("*.yaml") if "\nto: hf\n" in path.read_text(encoding="utf-8"))
 LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "no_optimizer", "vocab_size")
 
 
@@ -84,6 +88,23 @@ def test_the_command_line_takes_it(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {name: getattr(options.write, name) for name in LAYOUT_OPTIONS if name in job} == {
         name: job[name] for name in LAYOUT_OPTIONS if name in job
     }
+
+
+@pytest.mark.parametrize("export", EXPORTS, ids=lambda path: path.stem)
+def test_an_export_becomes_a_folder(export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job itself, with a small checkpoint and model in the place of those that it was written for."""
+    from mcore_rlhf.cli.job import make_job
+    from mcore_rlhf.convert import convert
+
+    model = tmp_path / "model"
+    shutil.copytree(GOLDENS / "huggingface" / "llama_tied_bf16_sharded", model)
+    for name, value in (("CHECKPOINT", "a"), ("TARGET", "b"), ("MODEL", str(model))):
+        monkeypatch.setenv(name, value)
+    job = make_job({}, export)
+    assert (job.name, job.to, job.max_shard_size) == (export.stem, "hf", 5 * 10**9)
+    done = convert(model, tmp_path / "out", replace(job.convert_options(), fsync=False))
+    assert done.lossless
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_it_is_named_after_its_file(path: Path, job: dict[str, Any]) -> None:

@@ -1,0 +1,46 @@
+"""Hugging Face's model folders: ``model.safetensors`` or several such files, ``config.json``, a tokenizer.
+
+``reader`` opens one (``series`` → ``config`` → ``kept`` → ``catalog``), ``writer`` describes one (``weights`` → ``shards``,
+``tokenizer``, ``config``, ``kept``). ``names`` has the file names of both, ``kept`` what lies in ``optimizer/`` beside the
+weights, in the JSON of ``exact_json``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+
+from .series import find_series
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceFormat:
+    """A folder that ``from_pretrained`` takes."""
+
+    name: str = "hf"
+    family: str = "module"
+
+    def load_hint(self, path: Path) -> str:
+        """How transformers is told to load it."""
+        return f'AutoModelForCausalLM.from_pretrained("{path}")'
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder has weights under Hugging Face's file names."""
+        return path.is_dir() and find_series(path) is not None
+
+    def read(self, path: Path, options: ReadOptions) -> Source:
+        """Open a folder."""
+        from .reader import read_hf
+
+        return read_hf(path, options)
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe a new folder."""
+        from .writer import hf_target
+
+        return hf_target(source, options)
+
+
+FORMAT = HuggingFaceFormat()

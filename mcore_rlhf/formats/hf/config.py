@@ -1,0 +1,159 @@
+"""``config.json`` and the tensors: what one says of the other, and what a conversion changes in it.
+
+Source: transformers 5.23.0, ``configuration_utils.py``; the names of layers as in ``models/llama/modeling_llama.py`` and all
+that are made after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+
+from .series import read_json
+
+Config = Mapping[str, object]
+
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = "tie_word_embeddings"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OTHER_HEADS = ("score.", "classifier.", "value_head.", "v_head.", "summary.")
+"""Tensors of models that predict something else than words."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""What 5.x of transformers writes, and what 4.x does; 5.x reads both."""
+_CHECK_ADVICE = "The config is another model's, or was edited: take the one that belongs to these weights."
+
+
+def read_own_config(folder: Path) -> dict[str, object]:
+    """The ``config.json`` of a checkpoint's folder; empty where there is none.
+
+    Raises:
+        CheckpointError: It is no JSON.
+    """
+    return read_json(folder, "config.json") if (folder / "config.json").is_file() else {}
+
+
+def text_config(config: Config) -> Config:
+    """The part that describes the language model: of a model with images or sound, a section of its own."""
+    section = config.get("text_config")
+    return section if isinstance(section, Mapping) else config
+
+
+def check_config(config: Config, shapes: Mapping[str, Shape], tied: bool | None, where: str) -> None:
+    """Hold a model's description against its tensors, as far as their names are known.
+
+    Args:
+        config: The description; nothing is checked of an empty one.
+        shapes: The tensors by name, tied second names left out.
+        tied: Whether the output layer is the embedding; None where that is not known.
+        where: Where the description comes from, for messages.
+
+    Raises:
+        LayoutMismatch: They contradict each other; every pair of values is named.
+    """
+    problems, text = Problems(), text_config(config)
+    embedding = shapes.get(EMBEDDING)
+    if embedding is not None and len(embedding) == 2:
+        for key, count in (("vocab_size", embedding[0]), ("hidden_size", embedding[1])):
+            _same(text, key, count, f"{EMBEDDING} is {list(embedding)}", where, problems)
+    _check_layers(text, shapes, where, problems)
+    said = text.get(TIED)
+    if isinstance(said, bool) and tied is not None and said != tied:
+        found = "is the embedding itself" if tied else "is a tensor of its own"
+        problems.add(LayoutMismatch, f"{where}: {TIED} is {str(said).lower()}, but {LM_HEAD} {found}", _CHECK_ADVICE)
+    problems.raise_if_any()
+
+
+def is_tied(config: Config, names: Collection[str], where: str) -> bool:
+    """Whether the output layer is the embedding.
+
+    Args:
+        config: The description; may be empty.
+        names: All tensors that are stored.
+        where: Where the description comes from, for messages.
+
+    Raises:
+        LayoutMismatch: It is said to be a tensor of its own, and is not there.
+    """
+    said, text = text_config(config).get(TIED), text_config(config)
+    if LM_HEAD in names:
+        return said is True and EMBEDDING in names
+    if EMBEDDING not in names or any(name.startswith(_OTHER_HEADS) for name in names):
+        return False
+    if said is not False:
+        return True
+    if _is_language_model(text) or _is_language_model(config):
+        raise LayoutMismatch(f"{where}: {TIED} is false, but {LM_HEAD} is not among the tensors\n{_CHECK_ADVICE}")
+    return False
+
+
+def _is_language_model(config: Config) -> bool:
+    classes = config.get("architectures")
+    return isinstance(classes, list) and any(str(name).endswith("ForCausalLM") for name in classes)
+
+
+def layers_in(names: Collection[str]) -> int:
+    """How many decoder layers the names have."""
+    return len({match.group(1) for name in names if (match := _LAYER.match(name))})
+
+
+def _same(config: Config, key: str, found: int, what: str, where: str, problems: Problems) -> None:
+    said = config.get(key)
+    if isinstance(said, int) and said != found:
+        problems.add(LayoutMismatch, f"{where}: {key} is {said}, but {what}", _CHECK_ADVICE)
+
+
+def _check_layers(config: Config, shapes: Mapping[str, Shape], where: str, problems: Problems) -> None:
+    """All layers are there, and none besides those that predict further tokens, which are numbered after them."""
+    layers = {int(match.group(1)) for name in shapes if (match := _LAYER.match(name))}
+    said, more = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if not layers or not isinstance(said, int):
+        return
+    further = more if isinstance(more, int) else 0
+    if layers not in (set(range(said)), set(range(said + further))):
+        found = f"{len(layers)} layers, {min(layers)} to {max(layers)}"
+        problems.add(
+            LayoutMismatch, f"{where}: num_hidden_layers is {said}, but the tensors have {found}", _CHECK_ADVICE
+        )
+
+
+def refuse_scaled(shapes: Mapping[str, Shape], where: Path) -> None:
+    """Refuse block-wise fp8, whose weights mean nothing without their scales.
+
+    Source: deepseek-ai/DeepSeek-V3, ``inference/fp8_cast_bf16.py``: ``<name>_scale_inv`` per block of 128 × 128.
+
+    Raises:
+        Unsupported: There are scales.
+    """
+    scaled = [name for name in shapes if name.endswith("_scale_inv")]
+    if scaled:
+        raise Unsupported(
+            f"{where}: {scaled[0]} and {len(scaled) - 1} more say that the weights are fp8 with a scale per block: "
+            "a weight alone is not its value, and would be converted wrongly\n"
+            "Convert the folder to bf16 first, with the script that the model's publisher gives for it (fp8_cast_bf16.py)."
+        )
+
+
+def with_dtype(config: Config, dtype: DType) -> dict[str, object]:
+    """The description with another element type, under the keys that it has; under both where it has none."""
+    present = [key for key in _DTYPE_KEYS if key in config]
+    return {**config, **dict.fromkeys(present or _DTYPE_KEYS, dtype.name)}
+
+
+def dtype_in(config: Config) -> DType | None:
+    """The element type that a description names, or None."""
+    for key in _DTYPE_KEYS:
+        try:
+            return dtype_of(config[key])
+        except (KeyError, ValueError):
+            continue
+    return None
+
+
+def with_eos(config: Config, eos: tuple[int, ...]) -> dict[str, object]:
+    """A description, of the model or of how it generates, with the ids of the tokens that end a text."""
+    return {**config, "eos_token_id": eos[0] if len(eos) == 1 else list(eos)} if eos else dict(config)

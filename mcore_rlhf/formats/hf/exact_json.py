@@ -1,0 +1,259 @@
+"""Values as JSON that says exactly what they are: what is read is what was written, type by type and bit by bit.
+
+What JSON has by itself stays itself. Everything else is an object with one key that begins with ``$``: ``{"$tuple": [1, 2]}``,
+``{"$float": "inf"}``, ``{"$tensor": ["float32", [], "AADAfw=="]}``. Each kind is one row of a table, with the way there
+and the way back side by side. The names of classes that are only carried along (a loss scaler of DeepSpeed's) are judged as
+in a pickle, since a conversion may write them into one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.errors import Corrupt, Untrusted
+from mcore_rlhf.storage.stubs import Stub, StubType, new_stub, stub_class
+from mcore_rlhf.storage.trust import Verdict, require_trust
+
+MAX_ARRAY_NBYTES = 16 << 20
+"""Larger tensors are no settings, and do not belong into a text."""
+
+_PLAIN = (bool, int, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One type of value.
+
+    Args:
+        tag: The key that marks it.
+        fits: Whether a value is of this kind.
+        parts: What it is made of: something that is encoded in its turn.
+        made: The value, made of its parts again.
+    """
+
+    tag: str
+    fits: Callable[[Any], bool]
+    parts: Callable[[Any], Any]
+    made: Callable[[Any], Any]
+
+
+def _exactly(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
+
+
+def _of_torch(name: str) -> Callable[[Any], bool]:
+    return lambda value: (type(value).__module__, type(value).__name__) == ("torch", name)
+
+
+def _sorted(values: Any) -> list[Any]:
+    return sorted(values, key=repr)
+
+
+def _pairs(mapping: Any) -> list[Any]:
+    return [[key, value] for key, value in mapping.items()]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _stub_parts(stub: Any) -> list[Any]:
+    items = stub.stub_items
+    return [type(stub).stub_name, list(stub.stub_args), stub.stub_called, items, stub.stub_state]
+
+
+def _stub_of(parts: Any) -> Stub:
+    name, args, called, items, state = parts
+    made = new_stub(name, state, *args)
+    made.stub_called, made.stub_items = called, items
+    return made
+
+
+def _size_of(shape: Any) -> Any:
+    import torch
+
+    return torch.Size(shape)
+
+
+def _torch_dtype(name: Any) -> Any:
+    import torch
+
+    return getattr(torch, dtype_of(name).name)
+
+
+def _tensor_parts(tensor: Any) -> list[Any]:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _text(data)]
+
+
+def _tensor_of(parts: Any) -> Any:
+    import torch
+
+    name, shape, text = parts
+    dtype, data = _torch_dtype(name), bytearray(_bytes(text))
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _is_array(value: Any) -> bool:
+    import numpy as np
+
+    return type(value) is np.ndarray and _is_number(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    import numpy as np
+
+    return isinstance(value, np.generic) and _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return value.dtype.kind in "biufc" and value.nbytes <= MAX_ARRAY_NBYTES
+
+
+def _array_parts(array: Any) -> list[Any]:
+    return [array.dtype.str, list(array.shape), _text(array.tobytes())]
+
+
+def _array_of(parts: Any) -> Any:
+    import numpy as np
+
+    name, shape, text = parts
+    dtype = np.dtype(str(name))
+    if dtype.kind not in "biufc":
+        raise ValueError(f"an array of {name} is no numbers")
+    return np.frombuffer(bytearray(_bytes(text)), dtype).reshape(shape)
+
+
+_KINDS = (
+    _Kind("$float", lambda value: type(value) is float and not math.isfinite(value), repr, float),
+    _Kind("$tuple", _exactly(tuple), list, tuple),
+    _Kind("$set", _exactly(set), _sorted, set),
+    _Kind("$frozenset", _exactly(frozenset), _sorted, frozenset),
+    _Kind("$dict", _exactly(dict), _pairs, dict),
+    _Kind("$ordered", _exactly(OrderedDict), _pairs, OrderedDict),
+    _Kind("$bytes", _exactly(bytes), _text, _bytes),
+    _Kind("$namespace", _exactly(argparse.Namespace), lambda v: dict(vars(v)), lambda parts: argparse.Namespace(**parts)),
+    _Kind("$stub", lambda value: isinstance(value, Stub), _stub_parts, _stub_of),
+    _Kind("$class", lambda value: isinstance(value, StubType), lambda value: value.stub_name, stub_class),
+    _Kind("$size", _of_torch("Size"), list, _size_of),
+    _Kind("$dtype", _of_torch("dtype"), lambda value: str(value).removeprefix("torch."), _torch_dtype),
+    _Kind(
+        "$tensor", lambda value: _of_torch("Tensor")(value) and value.nbytes <= MAX_ARRAY_NBYTES, _tensor_parts, _tensor_of
+    ),
+    _Kind("$array", _is_array, _array_parts, _array_of),
+    _Kind("$scalar", _is_scalar, _array_parts, lambda parts: _array_of(parts)[()]),
+)  # fmt: skip
+_BY_TAG = {kind.tag: kind for kind in _KINDS}
+_NAMED = ("$stub", "$class")
+
+
+@dataclass(slots=True)
+class Encoder:
+    """Turns values into what JSON has, and remembers what it could not.
+
+    Args:
+        lost: Where something was that cannot be kept, and what it was.
+    """
+
+    lost: list[str] = field(default_factory=list)
+
+    def encode(self, value: object, where: str) -> object:
+        """A value as a nest of what JSON has; what cannot be kept is left out of its dictionary, or becomes null.
+
+        Args:
+            value: A nest of containers, plain values, tensors, arrays and stubs.
+            where: What it is, for :attr:`lost`.
+        """
+        if type(value) in _PLAIN or (type(value) is float and math.isfinite(value)):
+            return value
+        if type(value) is list:
+            return [self.encode(item, f"{where}/{number}") for number, item in enumerate(value)]
+        if type(value) in (dict, OrderedDict):
+            return self._mapping(value, where)  # type: ignore[arg-type]
+        kind = _kind_of(value)
+        if kind is None:
+            self.lost.append(f"{where} ({type(value).__name__})")
+            return None
+        return {kind.tag: self.encode(kind.parts(value), where)}
+
+    def _mapping(self, value: dict[object, object], where: str) -> object:
+        kept = {}
+        for key, item in value.items():
+            if _can(item):
+                kept[key] = item
+            else:
+                self.lost.append(f"{where}/{key} ({type(item).__name__})")
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in kept):
+            return {key: self.encode(item, f"{where}/{key}") for key, item in kept.items()}
+        tag = "$dict" if type(value) is dict else "$ordered"
+        return {tag: [[self.encode(key, where), self.encode(item, f"{where}/{key}")] for key, item in kept.items()]}
+
+
+def _kind_of(value: object) -> _Kind | None:
+    return next((kind for kind in _KINDS if kind.fits(value)), None)
+
+
+def _can(value: object) -> bool:
+    return type(value) in (*_PLAIN, float, list) or _kind_of(value) is not None
+
+
+def decode(value: object, where: str, stubs: Collection[str] = ()) -> object:
+    """The value that was encoded.
+
+    Args:
+        value: What JSON has of it.
+        where: The file, for messages.
+        stubs: Further classes that may become inert stubs.
+
+    Raises:
+        Untrusted: It names a class that is not allowed.
+        Corrupt: It is not what :class:`Encoder` makes.
+    """
+    try:
+        return _Decoder(where, stubs).decoded(value)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
+        raise Corrupt(f"{where}: a value in it is not what it says: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    where: str
+    stubs: Collection[str]
+
+    def decoded(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decoded(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        tag = next(iter(value), "")
+        if not tag.startswith("$"):
+            return {key: self.decoded(item) for key, item in value.items()}
+        if len(value) != 1 or tag not in _BY_TAG:
+            raise ValueError(f"unknown kind {tag!r}")
+        parts = self.decoded(value[tag])
+        if tag in _NAMED:
+            self._judge(parts if tag == "$class" else parts[0])
+        return _BY_TAG[tag].made(parts)
+
+    def _judge(self, name: object) -> None:
+        """Only what a pickle may name as a stub."""
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is no name of a class")
+        if require_trust([name], self.stubs, self.where)[name] is not Verdict.STUB:
+            raise Untrusted(
+                f"{self.where}: {name!r} is no class of a training framework's, which is all that it may name"
+            )

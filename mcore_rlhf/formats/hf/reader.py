@@ -1,0 +1,237 @@
+"""Opening a Hugging Face folder: weights, config and what we kept beside them become one Source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.dtype import FLOATING
+from mcore_rlhf.core.names import PARAM
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
+from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.staging import MANIFEST_NAME
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .catalog import HuggingFaceCatalog
+from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_scaled
+from .kept import Kept, read_kept
+from .names import CONFIG, OPTIMIZER, SAFETENSORS, STATE
+from .series import Series, find_series, read_series
+
+_WHOLE = "whole file"
+"""What a checksum of our manifest is of."""
+_STEP_MANIFEST = "manifest.json"
+"""The manifest of a whole step, whose roles are folders in it."""
+
+
+def read_hf(path: Path, options: ReadOptions) -> Source:
+    """Open a Hugging Face folder.
+
+    Args:
+        path: The folder with the weights.
+        options: Which stubs; whether the optimizer that we kept there is read.
+
+    Raises:
+        CheckpointError: It is incomplete, damaged, or contradicts itself.
+    """
+    found = find_series(path)
+    if found is None:
+        raise NotACheckpoint(
+            f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
+        )
+    notes, config = Report(), read_own_config(path)
+    weights = read_series(path, *found, options.stubs)
+    refuse_scaled({name: stored.shape for name, stored in weights.tensors.items()}, path)
+    kept = _kept(path, options, notes)
+    return _Reading(path, options, config, weights, kept, _manifest(path, notes), notes).source()
+
+
+def _kept(path: Path, options: ReadOptions, notes: Report) -> Kept | None:
+    """What was kept beside the weights; damage matters only to someone who wants the optimizer."""
+    try:
+        return read_kept(path, options.stubs)
+    except CheckpointError as error:
+        if options.optimizer:
+            raise
+        notes.add(Fate.LOST, f"what {STATE} keeps: {error}")
+        return None
+
+
+def _manifest(path: Path, notes: Report) -> Manifest | None:
+    """Our manifest, where the folder is one that we wrote: in it, or above it where it is a role of a whole step."""
+    for file, prefix in ((path / MANIFEST_NAME, ""), (path.parent / _STEP_MANIFEST, f"{path.name}/")):
+        try:
+            found = Manifest.read(file)
+        except NotACheckpoint:
+            continue
+        except CheckpointError as error:
+            notes.add(Fate.NOTE, f"checksums are not used: {error}")
+            continue
+        files = {n.removeprefix(prefix): entry for n, entry in found.files.items() if n.startswith(prefix)}
+        if files:
+            return replace(found, files=files)
+    return None
+
+
+@dataclass
+class _Reading:
+    path: Path
+    options: ReadOptions
+    config: Mapping[str, object]
+    weights: Series
+    kept: Kept | None
+    manifest: Manifest | None
+    notes: Report
+    states: dict[str, Series] = field(default_factory=dict)
+
+    def source(self) -> Source:
+        for text in self.weights.notes:
+            self.notes.add(Fate.NOTE, text)
+        if self.kept is not None and self.options.optimizer:
+            self.states = {s: read_series(self.path, f"{OPTIMIZER}/{s}", SAFETENSORS) for s in self.kept.states}
+        shared, twice = self._shared()
+        params = {name: stored for name, stored in self.weights.tensors.items() if name not in twice}
+        self._check(params, shared, twice)
+        role = self.options.role or "actor"
+        model = self._model(params, shared)
+        optimizer = self.kept.optimizer or None if self.kept is not None and self.options.optimizer else None
+        return Source(
+            "hf", self.path, role, model, ParallelConfig(), HuggingFaceCatalog(role, self._places(params, twice)),
+            self._training(), tuple(self._files()), tuple(self.states), optimizer, self.notes, self._native(model, shared),
+        )  # fmt: skip
+
+    def _shared(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Second names of tied tensors, and those of them that are stored a second time: ``{alias: owner}`` each."""
+        shared = dict(self.weights.shared)
+        if shared.get(EMBEDDING) == LM_HEAD:  # the other way round, as everyone else has it
+            self.weights.tensors[EMBEDDING] = self.weights.tensors.pop(LM_HEAD)
+            shared = {
+                LM_HEAD: EMBEDDING,
+                **{a: EMBEDDING if o == LM_HEAD else o for a, o in shared.items() if a != EMBEDDING},
+            }
+        names = {*self.weights.tensors, *shared}
+        known = self._known_ties()
+        twice = {a: o for a, o in known.items() if a in self.weights.tensors and o in self.weights.tensors}
+        if known.get(EMBEDDING) != LM_HEAD and is_tied(self.config, names, str(self.path / CONFIG)):
+            shared[LM_HEAD] = EMBEDDING
+            if LM_HEAD in self.weights.tensors:
+                twice[LM_HEAD] = EMBEDDING
+        shared.update({alias: owner for alias, owner in known.items() if owner in self.weights.tensors})
+        for alias, owner in twice.items():
+            self.notes.add(Fate.NOTE, f"{alias} is tied to {owner} and stored a second time: both must be equal")
+        return shared, twice
+
+    def _known_ties(self) -> dict[str, str]:
+        """What was kept of ties, as far as it leads from a name to an owner, and not in circles."""
+        found = self.kept.shared if self.kept is not None else {}
+        return {alias: owner for alias, owner in found.items() if owner not in found}
+
+    def _check(self, params: Mapping[str, StoredTensor], shared: Mapping[str, str], twice: Mapping[str, str]) -> None:
+        problems, shapes = Problems(), {name: stored.shape for name, stored in params.items()}
+        for alias, owner in twice.items():
+            if self.weights.tensors[alias].shape != shapes[owner]:
+                text = f"{alias} is tied to {owner}, but their shapes are {self.weights.tensors[alias].shape} and {shapes[owner]}"
+                problems.add(LayoutMismatch, f"{self.path}: {text}")
+        for state, series in self.states.items():
+            for name, stored in series.tensors.items():
+                self._check_state(state, name, stored.shape, shapes, problems)
+        for group in self._training().groups:
+            unknown = [name for name in group.params if name not in shapes]
+            if unknown:
+                problems.add(
+                    LayoutMismatch, f"{self.path / STATE}: a param group holds {unknown[0]}, which is no weight here"
+                )
+        problems.raise_if_any()
+        tied = (
+            shared.get(LM_HEAD) == EMBEDDING
+            if EMBEDDING in shapes and (LM_HEAD in shapes or LM_HEAD in shared)
+            else None
+        )
+        check_config(self.config, shapes, tied, str(self.path / CONFIG))
+
+    def _check_state(
+        self, state: str, name: str, shape: Shape, shapes: Mapping[str, Shape], problems: Problems
+    ) -> None:
+        if shapes.get(name) != shape:
+            expected = f"the weight has {shapes[name]}" if name in shapes else "there is no such weight"
+            text = f"{self.path / OPTIMIZER}: {state} of {name} has the shape {shape}, but {expected}"
+            problems.add(LayoutMismatch, text, "Weights and optimizer are of different models, or steps.")
+
+    def _model(self, params: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> ModelSpec:
+        known = self.kept.order if self.kept is not None else ()
+        still = {*self.kept.frozen, *self.kept.buffers} if self.kept is not None else set()
+        specs = []
+        for name in dict.fromkeys([*(name for name in known if name in params), *params]):
+            dtype = params[name].record.dtype
+            trained = name not in still and dtype in FLOATING
+            specs.append(ParamSpec(name, params[name].shape, dtype, REPLICATED, trained))
+        rows = params[EMBEDDING].shape[0] if EMBEDDING in params else None
+        return ModelSpec(
+            tuple(specs),
+            layers_in(params),
+            bool(shared),
+            vocab_size=self.options.vocab_size or rows,
+            padded_vocab_size=rows,
+        )
+
+    def _places(
+        self, params: Mapping[str, StoredTensor], twice: Mapping[str, str]
+    ) -> dict[str, dict[str, tuple[StoredTensor, ...]]]:
+        places: dict[str, dict[str, tuple[StoredTensor, ...]]] = {n: {PARAM: (s,)} for n, s in params.items()}
+        for alias, owner in twice.items():
+            places[owner][PARAM] += (self.weights.tensors[alias],)
+        for state, series in self.states.items():
+            for name, stored in series.tensors.items():
+                places[name][state] = (stored,)
+        return places
+
+    def _training(self) -> TrainingState:
+        if self.kept is not None:
+            state = self.kept.training()
+            return state if self.options.optimizer else replace(state, groups=())
+        step = (self.manifest.step if self.manifest is not None else None) or 0
+        return TrainingState(step, release=not step)
+
+    def _native(self, model: ModelSpec, shared: Mapping[str, str]) -> ModuleState:
+        kept = self.kept
+        if kept is None:
+            buffers = tuple(spec.name for spec in model.params if not spec.trainable)
+            return ModuleState(
+                f"global_step{self._training().iteration}", buffers=buffers, shared=shared, config=self.config
+            )
+        return ModuleState(
+            kept.tag,
+            kept.order,
+            kept.buffers,
+            shared,
+            kept.values,
+            keys=kept.keys,
+            pipeline=kept.pipeline,
+            config=self.config,
+        )
+
+    def _files(self) -> list[StoredFile]:
+        """All files that matter; those without checksums of their own have the manifest's, where there is one."""
+        files = [*self.weights.files, *(file for series in self.states.values() for file in series.files)]
+        for name in (CONFIG, STATE):
+            if (self.path / name).is_file():
+                files.append(StoredFile(name, (self.path / name).stat().st_size, ()))
+        return [file if file.records else self._with_checksum(file) for file in files]
+
+    def _with_checksum(self, file: StoredFile) -> StoredFile:
+        entry = self.manifest.files.get(file.path) if self.manifest is not None else None
+        if entry is None:
+            return file
+        if entry.nbytes != file.nbytes:
+            self.notes.add(
+                Fate.NOTE, f"{file.path}: was changed after its manifest was written: not checked against it"
+            )
+            return file
+        return replace(file, records=((_WHOLE, 0, entry.nbytes, entry.crc32),))

@@ -1,0 +1,212 @@
+"""Reading the weight files of a folder: one, or several with an index, safetensors or ``.bin``."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from mcore_rlhf.core.catalog import Record
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from mcore_rlhf.formats.base import StoredFile
+from mcore_rlhf.storage.paths import cannot_open, inside
+from mcore_rlhf.storage.ptfile import PtFile, read_pt
+from mcore_rlhf.storage.safetensors_reader import read_safetensors
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .names import BIN, MODEL_STEM, SAFETENSORS, file_name, index_name, shard_count
+
+_AGAIN = "Download or copy the folder again; every file that the index names must be in it."
+
+
+@dataclass(slots=True)
+class Series:
+    """The tensors of one state dict, in one file or several.
+
+    Args:
+        tensors: What it holds, by name.
+        shared: Second names of the same stored elements: ``{alias: owner}``.
+        files: Its files, the index included.
+        notes: What a reader should know of it.
+    """
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    files: list[StoredFile] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_series(folder: Path) -> tuple[str, str] | None:
+    """Stem and ending of the model's weight files in a folder, or None where there are none; as transformers looks for them.
+
+    Source: transformers 5.23.0, ``modeling_utils.py`` (``_get_resolved_checkpoint_files``).
+    """
+    for ending, stem in MODEL_STEM.items():
+        if (folder / file_name(stem, ending)).is_file() or (folder / index_name(stem, ending)).is_file():
+            return stem, ending
+    return next(((stem, ending) for ending, stem in MODEL_STEM.items() if _loose(folder, stem, ending)), None)
+
+
+def read_series(root: Path, stem: str, ending: str, stubs: tuple[str, ...] = ()) -> Series:
+    """Open the files of a state dict; no tensor is read.
+
+    Args:
+        root: The checkpoint's folder.
+        stem: What the files' names begin with; may have a folder before it.
+        ending: ``safetensors`` or ``bin``.
+        stubs: Further pickled classes that may become inert stubs, in ``.bin`` files.
+
+    Raises:
+        CheckpointError: Files are missing, damaged, or not what the index says; all problems together.
+    """
+    reading = _Reading(root, ending, stubs)
+    whole, index = file_name(stem, ending), index_name(stem, ending)
+    if inside(root, whole).is_file():
+        reading.read([whole])
+    elif inside(root, index).is_file():
+        reading.read_indexed(index)
+    else:
+        reading.read(_complete(root, stem, ending))
+        reading.series.notes.append(f"{index} is not there; the names of the files say that all are")
+    reading.problems.raise_if_any()
+    return reading.series
+
+
+def read_json(root: Path, file: str) -> dict[str, object]:
+    """A JSON object in the checkpoint's folder.
+
+    Raises:
+        NotACheckpoint: There is no such file.
+        Corrupt: It is no JSON, or no object.
+        StorageError: It cannot be read.
+    """
+    path = inside(root, file)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot_open(error, path) from error
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{path}: is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Corrupt(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _loose(root: Path, stem: str, ending: str) -> list[str]:
+    """Shards without an index."""
+    folder = root / PurePosixPath(stem).parent
+    found = sorted(folder.glob(f"{PurePosixPath(stem).name}-*-of-*.{ending}"))
+    return [path.relative_to(root).as_posix() for path in found if shard_count(path.name) is not None]
+
+
+def _complete(root: Path, stem: str, ending: str) -> list[str]:
+    """All shards, where their names say how many there are."""
+    found = _loose(root, stem, ending)
+    if not found:
+        raise NotACheckpoint(f"{root}: has neither {file_name(stem, ending)} nor {index_name(stem, ending)}")
+    count = shard_count(found[0]) or 1
+    expected = [file_name(stem, ending, number, count) for number in range(1, count + 1)]
+    missing = [name for name in expected if name not in found]
+    if missing or len(found) > count:
+        odd = f"{', '.join(missing[:5])} missing" if missing else f"{len(found)} files instead of {count}"
+        raise Incomplete(f"{root}: {index_name(stem, ending)} is not there, and of its files: {odd}\n{_AGAIN}")
+    return expected
+
+
+@dataclass
+class _Reading:
+    root: Path
+    ending: str
+    stubs: tuple[str, ...]
+    series: Series = field(default_factory=Series)
+    problems: Problems = field(default_factory=Problems)
+    places: dict[Record, dict[tuple[object, ...], str]] = field(default_factory=dict)
+
+    def read(self, files: Iterable[str]) -> dict[str, str]:
+        """Read files; returns which tensor is in which."""
+        where: dict[str, str] = {}
+        for file in files:
+            try:
+                tensors = self._tensors(file)
+            except CheckpointError as error:
+                self.problems.add_error(error)
+                continue
+            for name, tensor in tensors.items():
+                if name in where:
+                    self.problems.add(Corrupt, f"{self.root}: {name} is in {where[name]} and again in {file}")
+                where[name] = file
+                self._add(name, tensor)
+        return where
+
+    def read_indexed(self, index: str) -> None:
+        """Read the files that an index names, and hold it against them."""
+        text = read_json(self.root, index)
+        weights = text.get("weight_map")
+        if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
+            raise Corrupt(f"{self.root / index}: expected a weight_map of names and files, found {weights!r:.80}")
+        self._note_file(index)
+        folder = PurePosixPath(index).parent
+        named = {name: (folder / file).as_posix() for name, file in weights.items()}
+        files = list(dict.fromkeys(named.values()))
+        missing = [file for file in files if not inside(self.root, file).is_file()]
+        for file in missing:
+            count = sum(other == file for other in named.values())
+            self.problems.add(
+                Incomplete, f"{self.root / file}: is not there; {index} says that {count} tensors are in it", _AGAIN
+            )
+        found = self.read(file for file in files if file not in missing)
+        if not self.problems:
+            self._compare(index, named, found)
+
+    def _compare(self, index: str, named: Mapping[str, str], found: Mapping[str, str]) -> None:
+        for name, file in named.items():
+            if found.get(name) != file:
+                really = f"it is in {found[name]}" if name in found else "none of the files has it"
+                self.problems.add(
+                    Incomplete, f"{self.root / index}: says that {name} is in {file}, but {really}", _AGAIN
+                )
+        for name, file in found.items():
+            if name not in named:
+                self.problems.add(Corrupt, f"{self.root / file}: holds {name}, which {index} does not name", _AGAIN)
+
+    def _tensors(self, file: str) -> Mapping[str, StoredTensor]:
+        if self.ending == SAFETENSORS:
+            opened = read_safetensors(self.root, file)
+            self.series.files.append(StoredFile(file, opened.nbytes, ()))
+            return opened.tensors
+        pt = read_pt(self.root, file, stubs=self.stubs)
+        self.series.files.append(_stored_file(pt))
+        return self._state_dict(pt)
+
+    def _state_dict(self, pt: PtFile) -> Mapping[str, StoredTensor]:
+        tree = pt.tree
+        if type(tree) not in (dict, OrderedDict) or not tree or not all(isinstance(name, str) for name in tree):
+            raise Unsupported(
+                f"{pt.root / pt.file}: expected a state dict of names and tensors, found {type(tree).__name__}"
+            )
+        others = [name for name, value in tree.items() if not isinstance(value, StoredTensor)]
+        if others:
+            some = ", ".join(others[:3])
+            raise Unsupported(
+                f"{pt.root / pt.file}: holds what are no tensors: {some}; expected a model's state dict alone"
+            )
+        return tree  # type: ignore[no-any-return]
+
+    def _add(self, name: str, tensor: StoredTensor) -> None:
+        """Note a tensor; one that lies exactly where another does is its second name."""
+        place = (tensor.start, tensor.shape, tensor.strides)
+        owner = self.places.setdefault(tensor.record, {}).setdefault(place, name) if self.ending == BIN else name
+        if owner == name or 0 in tensor.shape:
+            self.series.tensors[name] = tensor
+        else:
+            self.series.shared[name] = owner
+
+    def _note_file(self, file: str) -> None:
+        self.series.files.append(StoredFile(file, inside(self.root, file).stat().st_size, ()))
+
+
+def _stored_file(pt: PtFile) -> StoredFile:
+    members = pt.directory.members.values() if pt.directory.checksummed else ()
+    return StoredFile(pt.file, pt.directory.nbytes, tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members))

@@ -1,0 +1,198 @@
+"""Opening a safetensors file: its header at once, its tensors as places in the file.
+
+The header comes from strangers: everything that it says is held against the file before anything points into it. A file
+must be as the format's own parser wants it: no gap, no overlap, no byte left over.
+Source: safetensors 0.8.0, ``safetensors/src/tensor.rs`` (``SafeTensors::read_metadata``, ``Metadata::validate``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ..core.box import Shape, row_major
+from ..core.catalog import Record
+from ..core.dtype import DType, dtype_of
+from ..errors import Corrupt, Incomplete, Problems, Unsupported
+from .paths import cannot_open, human, inside
+from .safetensors_file import DTYPES
+from .stored import StoredTensor
+
+MAX_HEADER = 100_000_000
+"""Source: safetensors 0.8.0, ``safetensors/src/tensor.rs`` (``MAX_HEADER_SIZE``)."""
+
+_LENGTH = 8
+_METADATA = "__metadata__"
+_AGAIN = "Copy the file again from where it came from, and compare its checksum with the one that is published there."
+_TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """A safetensors file that was opened.
+
+    Args:
+        file: Path relative to the checkpoint's root.
+        nbytes: Its length.
+        tensors: What it holds, in the order of the header.
+        metadata: The header's own texts, such as ``{"format": "pt"}``.
+    """
+
+    file: str
+    nbytes: int
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+
+def read_safetensors(root: Path, file: str) -> SafetensorsFile:
+    """Open a safetensors file. No byte of a tensor is read.
+
+    Args:
+        root: The checkpoint's folder.
+        file: Path relative to it, with ``/``.
+
+    Raises:
+        NotACheckpoint: There is no such file.
+        Untrusted: ``file`` leads out of ``root``.
+        Incomplete: It is cut off.
+        Corrupt: Its header is none, or contradicts the file; everything that is wrong is named.
+        Unsupported: It holds elements of a type that is not known.
+        StorageError: It cannot be read.
+    """
+    path = inside(root, file)
+    header, nbytes = _header(path)
+    entries = _parsed(header, path)
+    metadata = entries.pop(_METADATA, {})
+    return _Reading(path, file, _LENGTH + len(header), nbytes, Problems()).opened(entries, metadata)
+
+
+def _header(path: Path) -> tuple[bytes, int]:
+    """The header's bytes, and the length of the file."""
+    try:
+        nbytes = path.stat().st_size
+        with path.open("rb") as opened:
+            length = int.from_bytes(opened.read(_LENGTH), "little")
+            _check_length(path, length, nbytes)
+            return opened.read(length), nbytes
+    except OSError as error:
+        raise cannot_open(error, path) from error
+
+
+def _check_length(path: Path, length: int, nbytes: int) -> None:
+    if nbytes < _LENGTH:
+        raise Incomplete(
+            f"{path}: has {nbytes} bytes; a safetensors file begins with {_LENGTH} that say how long its header is\n{_AGAIN}"
+        )
+    if length > MAX_HEADER:
+        raise Corrupt(
+            f"{path}: says that its header has {length} bytes, and no safetensors header is longer than {human(MAX_HEADER)}: "
+            f"it is no safetensors file, or damaged\n{_AGAIN}"
+        )
+    if _LENGTH + length > nbytes:
+        raise Incomplete(
+            f"{path}: says that its header has {length} bytes, but the file has {nbytes}: it is cut off\n{_AGAIN}"
+        )
+
+
+def _parsed(header: bytes, path: Path) -> dict[str, object]:
+    try:
+        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{path}: the header is not the JSON that it should be: {error}\n{_AGAIN}") from None
+    if not isinstance(entries, dict):
+        raise Corrupt(f"{path}: the header should be an object of tensors, found {type(entries).__name__}\n{_AGAIN}")
+    return entries
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands in it twice")
+        found[name] = value
+    return found
+
+
+@dataclass
+class _Reading:
+    """A header on its way into tensors.
+
+    Args:
+        path: The file.
+        file: Its path relative to the checkpoint's root.
+        start: Where its tensors begin, in bytes.
+        nbytes: Its length.
+        problems: Told of everything that is wrong.
+    """
+
+    path: Path
+    file: str
+    start: int
+    nbytes: int
+    problems: Problems
+
+    def opened(self, entries: Mapping[str, object], metadata: object) -> SafetensorsFile:
+        spans = [span for name, entry in entries.items() if (span := self._span(name, entry)) is not None]
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            self._wrong(f"{_METADATA} should hold texts")
+        if not self.problems:
+            self._check_order(spans)
+        self.problems.raise_if_any()
+        tensors = {name: self._stored(name, dtype, shape, begin) for name, dtype, shape, begin, _ in spans}
+        return SafetensorsFile(self.file, self.nbytes, tensors, metadata if isinstance(metadata, dict) else {})
+
+    def _stored(self, name: str, dtype: DType, shape: Shape, begin: int) -> StoredTensor:
+        record = Record(self.file, name, dtype, prod(shape), self.start + begin)
+        return StoredTensor(record, 0, shape, row_major(shape))
+
+    def _span(self, name: str, entry: object) -> tuple[str, DType, Shape, int, int] | None:
+        """One tensor of the header: name, type, shape, first byte and end."""
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            self._wrong(f"{name}: expected dtype, shape and data_offsets, found {entry!r:.80}")
+            return None
+        kind = _TORCH_NAMES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        shape, offsets = _naturals(entry["shape"]), _naturals(entry["data_offsets"])
+        if kind is None:
+            text = f"{name}: elements of type {entry['dtype']!r}; known are {', '.join(_TORCH_NAMES)}"
+            self._wrong(text, Unsupported)
+        elif shape is None or offsets is None or len(offsets) != 2:
+            found = f"{entry['shape']!r:.60} or data_offsets {entry['data_offsets']!r:.60}"
+            self._wrong(f"{name}: shape {found} are no sizes")
+        else:
+            return self._sized(name, dtype_of(kind), shape, offsets[0], offsets[1])
+        return None
+
+    def _sized(
+        self, name: str, dtype: DType, shape: Shape, begin: int, end: int
+    ) -> tuple[str, DType, Shape, int, int] | None:
+        needs = prod(shape) * dtype.itemsize
+        if end - begin == needs:
+            return name, dtype, shape, begin, end
+        self._wrong(f"{name}: {list(shape)} of {dtype} need {needs} bytes, but its offsets are {begin}:{end}")
+        return None
+
+    def _check_order(self, spans: list[tuple[str, DType, Shape, int, int]]) -> None:
+        """Tensors lie one after the other, from the header to the end of the file."""
+        at, room = 0, self.nbytes - self.start
+        for name, _, _, begin, end in sorted(spans, key=lambda span: span[3:]):
+            if begin != at:
+                what = "overlaps the tensor before it" if begin < at else "leaves a gap before it"
+                self._wrong(f"{name}: begins at byte {begin} of the data, and {what}, which ends at {at}")
+            at = max(at, end)
+        if at > room:
+            text = f"{self.path}: its tensors need {at} bytes after the header, and {room} are there: it is cut off"
+            self.problems.add(Incomplete, text, _AGAIN)
+        elif at < room:
+            self._wrong(f"{room - at} bytes after the last tensor belong to nothing")
+
+    def _wrong(self, text: str, kind: type[Corrupt] | type[Unsupported] = Corrupt) -> None:
+        self.problems.add(kind, f"{self.path}: {text}", _AGAIN if kind is Corrupt else "")
+
+
+def _naturals(value: object) -> tuple[int, ...] | None:
+    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+        return tuple(value)
+    return None

@@ -1,0 +1,115 @@
+"""Reading Hugging Face folders: ties, configs that fit the tensors or do not, and what checking can and cannot see."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_rlhf.convert import convert
+from mcore_rlhf.errors import Corrupt, LayoutMismatch
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.verify.checkpoint import Depth, verify
+from tests.helpers.conversions import options
+from tests.unit.formats.hf_by_hand import CONFIG, llama, write
+from tests.unit.formats.refusal import refused
+from tests.unit.formats.test_hf_reading import EMBEDDING, HEAD, TIED, native, opened, unequal
+
+
+class TestTies:
+    def test_a_head_that_is_not_stored(self, tmp_path: Path) -> None:
+        source = opened(write(tmp_path / "hf", llama(tied=True), TIED))
+        assert native(source).shared == {HEAD: EMBEDDING}
+        assert source.model.tied
+
+    def test_a_head_that_is_stored_as_well_must_be_equal(self, tmp_path: Path) -> None:
+        tensors = llama(tied=True)
+        folder = write(tmp_path / "hf", {**tensors, HEAD: tensors[EMBEDDING].clone()}, TIED)
+        source = opened(folder)
+        assert unequal(source, tensors) == []
+        assert "stored a second time" in source.notes.lines[0][1]
+        assert verify(folder, ReadOptions(), Depth.DEEP).intact
+        save_file({**tensors, HEAD: tensors[EMBEDDING] + 1}, folder / "model.safetensors")
+        verdict = verify(folder, ReadOptions(), Depth.DEEP)
+        assert "differ between the copies" in verdict.problems.describe()
+        refused(folder, Corrupt, "differ between the copies", EMBEDDING)
+
+    def test_a_head_of_its_own_beside_a_config_that_says_nothing(self, tmp_path: Path) -> None:
+        config = {key: value for key, value in CONFIG.items() if key != "tie_word_embeddings"}
+        assert not opened(write(tmp_path / "a", llama(), config)).model.tied
+        assert opened(write(tmp_path / "b", llama(tied=True), config)).model.tied
+        assert opened(write(tmp_path / "c", llama(tied=True))).model.tied
+
+    def test_a_head_that_is_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(LayoutMismatch, match=f"tie_word_embeddings is false, but {HEAD} is not among"):
+            opened(write(tmp_path / "hf", llama(tied=True), CONFIG))
+
+    def test_another_head(self, tmp_path: Path) -> None:
+        tensors = {**llama(tied=True), "score.weight": torch.ones(1, 8)}
+        config = {**CONFIG, "architectures": ["LlamaForSequenceClassification"]}
+        source = opened(write(tmp_path / "hf", tensors, config))
+        assert not source.model.tied
+        assert native(source).shared == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("vocab_size", 21, "vocab_size is 21, but model.embed_tokens.weight is [20, 8]"),
+        ("hidden_size", 16, "hidden_size is 16, but model.embed_tokens.weight is [20, 8]"),
+        ("num_hidden_layers", 3, "num_hidden_layers is 3, but the tensors have 2 layers, 0 to 1"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors(key: str, value: int, found: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "hf", llama(), {**CONFIG, key: value})
+    assert str(folder / "config.json") in refused(folder, LayoutMismatch, found)
+
+
+def test_layers_that_predict_further_tokens_are_counted_apart(tmp_path: Path) -> None:
+    config = {**CONFIG, "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    assert opened(write(tmp_path / "hf", llama(), config)).model.num_layers == 2
+
+
+def test_a_config_of_a_model_with_images_has_a_section_for_the_text(tmp_path: Path) -> None:
+    opened(write(tmp_path / "a", llama(), {"model_type": "x", "text_config": CONFIG}))
+    with pytest.raises(LayoutMismatch, match="vocab_size is 5"):
+        opened(write(tmp_path / "b", llama(), {"text_config": {**CONFIG, "vocab_size": 5}}))
+
+
+def test_a_config_that_is_no_json(tmp_path: Path) -> None:
+    folder = write(tmp_path / "hf", llama(), CONFIG)
+    (folder / "config.json").write_text("{]")
+    refused(folder, Corrupt, "config.json: is no JSON")
+
+
+class TestVerify:
+    def test_it_does_not_claim_checksums_that_nobody_stored(self, tmp_path: Path) -> None:
+        verdict = verify(write(tmp_path / "hf", llama(), CONFIG), ReadOptions())
+        assert verdict.intact
+        said = " ".join(verdict.checked)
+        assert "no checksum (2 files store none" in said
+        assert "model.safetensors" in said
+        assert verdict.nbytes == 0
+
+    def test_our_own_folders_have_them_in_the_manifest(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "hf", llama(), CONFIG)
+        convert(folder, tmp_path / "out", replace(options(), to="hf"))
+        verdict = verify(tmp_path / "out", ReadOptions())
+        assert verdict.intact
+        assert "every record's CRC-32" in " ".join(verdict.checked)
+        path = tmp_path / "out" / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 4
+        path.write_bytes(content)
+        assert "whole file" in verify(tmp_path / "out", ReadOptions()).problems.describe()
+        refused(tmp_path / "out", Corrupt, "model.safetensors: whole file", "damaged")
+
+    def test_a_folder_that_was_changed_afterwards_is_not_held_against_the_manifest(self, tmp_path: Path) -> None:
+        convert(write(tmp_path / "hf", llama(), CONFIG), tmp_path / "out", replace(options(), to="hf"))
+        (tmp_path / "out" / "config.json").write_text(json.dumps({**CONFIG, "use_cache": False}))
+        source = opened(tmp_path / "out")
+        assert any("config.json: was changed after" in text for _, text in source.notes.lines)
