@@ -138,6 +138,7 @@ def arguments_for(
     padded_vocab_size: int | None,
     params_dtype: DType | None,
     optimizer: str | None,
+    ckpt_format: str = "torch",
 ) -> dict[str, object]:
     """The arguments that a run at the new layout would have stored.
 
@@ -151,6 +152,7 @@ def arguments_for(
         padded_vocab_size: Rows of the embedding.
         params_dtype: A torch name for the parameters' element type when it changes, else None.
         optimizer: ``distributed``, ``plain`` or None.
+        ckpt_format: Megatron's name of the format that is written: ``torch`` or ``torch_dist``.
     """
     vpp = parallel.vpp if parallel.vpp > 1 else None
     moe = bool(old.get("num_experts"))
@@ -176,6 +178,8 @@ def arguments_for(
     }
     if parallel.tp == 1:
         where_present["tp_comm_overlap"] = False  # overlaps what sequence parallelism communicates
+    if old.get("ckpt_format") not in (None, ckpt_format):
+        where_present.update(ckpt_format=ckpt_format, use_dist_ckpt=ckpt_format == "torch_dist")
     if rank is not None:
         where_present.update(rank=rank, local_rank=0)
     if old.get("inprocess_active_world_size") == old.get("world_size"):

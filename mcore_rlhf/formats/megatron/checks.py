@@ -73,9 +73,16 @@ def _from_names(folders: Sequence[str]) -> ParallelConfig:
 
 
 def check_against_arguments(
-    args: Arguments, file: str, model: ModelSpec, chunks: Sequence[ModelChunk], parallel: ParallelConfig
+    args: Arguments, file: str, model: ModelSpec, chunks: Sequence[ModelChunk] | None, parallel: ParallelConfig
 ) -> None:
     """The model as found in the files must be the one that the arguments describe.
+
+    Args:
+        args: The arguments.
+        file: Where they are stored.
+        model: What the files hold.
+        chunks: How the files deal the layers to model chunks; None where they do not.
+        parallel: The degrees.
 
     Raises:
         LayoutMismatch: It is not; every contradiction is listed.
@@ -93,7 +100,7 @@ def check_against_arguments(
         compare("embedding rows", embedding.global_shape[0], "padded_vocab_size")
         compare("hidden size", embedding.global_shape[1], "hidden_size")
     _check_qkv(args, file, model, problems)
-    if not problems:
+    if not problems and chunks is not None:
         _check_chunks(args, file, model, chunks, parallel, problems)
     problems.raise_if_any()
 

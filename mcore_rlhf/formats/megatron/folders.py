@@ -6,6 +6,7 @@ Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get_
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
 _MOST_RANKS = 1 << 20
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_ITERATION = re.compile(r"[0-9]{1,18}")
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
 
 
@@ -137,12 +139,31 @@ def is_iteration_folder(path: Path) -> bool:
     return bool(rank_folders(path))
 
 
-def looks_like_root(path: Path) -> bool:
-    """Whether a folder holds iterations of this format."""
-    return any(is_iteration_folder(child) for child in _iteration_folders(path).values())
+def looks_like_root(path: Path, is_checkpoint: Callable[[Path], bool] = is_iteration_folder) -> bool:
+    """Whether a folder holds iterations of a format; where the tracker names one that is there, that one decides.
+
+    Args:
+        path: The folder.
+        is_checkpoint: Whether a folder directly holds a checkpoint of the format.
+    """
+    found = iteration_folders(path)
+    tracked = [n for n in _tracked(path) if n in found]
+    return any(is_checkpoint(found[n]) for n in tracked or found)
 
 
-def _iteration_folders(root: Path) -> dict[int | None, Path]:
+def _tracked(root: Path) -> tuple[int | None, ...]:
+    """The iteration that the tracker names, None for a release; nothing where it says nothing that can be read."""
+    try:
+        text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ()
+    if text == "release":
+        return (None,)
+    return (int(text),) if _ITERATION.fullmatch(text) else ()
+
+
+def iteration_folders(root: Path) -> dict[int | None, Path]:
+    """The ``iter_…`` and ``release`` folders of a root by iteration, None for the release; whatever is in them."""
     found: dict[int | None, Path] = {}
     for child in sorted(root.iterdir()) if root.is_dir() else []:
         match = _ITERATION_FOLDER.fullmatch(child.name)
@@ -153,19 +174,30 @@ def _iteration_folders(root: Path) -> dict[int | None, Path]:
     return found
 
 
-def locate(path: Path, step: int | None) -> Located:
+def locate(
+    path: Path,
+    step: int | None,
+    is_checkpoint: Callable[[Path], bool] = is_iteration_folder,
+    holds: str = "mp_rank_… folders",
+) -> Located:
     """Find the iteration that a path means: an ``iter_`` folder itself, or a root whose tracker decides.
+
+    Args:
+        path: The folder.
+        step: The iteration that is wanted, where the tracker does not decide.
+        is_checkpoint: Whether a folder directly holds a checkpoint of the format.
+        holds: What such a folder has in it, for the message.
 
     Raises:
         NotACheckpoint: There is none.
         UsageError: Several iterations, and neither a tracker nor ``step`` says which.
     """
-    if is_iteration_folder(path):
+    if is_checkpoint(path):
         match = _ITERATION_FOLDER.fullmatch(path.name)
         return Located(path.parent, path, int(match.group(1)) if match else None)
-    found = {n: folder for n, folder in _iteration_folders(path).items() if is_iteration_folder(folder)}
+    found = {n: folder for n, folder in iteration_folders(path).items() if is_checkpoint(folder)}
     if not found:
-        raise NotACheckpoint(f"{path}: no iter_XXXXXXX or release folder with mp_rank_… folders in it")
+        raise NotACheckpoint(f"{path}: no iter_XXXXXXX or release folder with {holds} in it")
     wanted = _wanted(path, step, found)
     if wanted not in found:
         name = iteration_folder_name(wanted)
@@ -186,6 +218,6 @@ def _wanted(path: Path, step: int | None, found: dict[int | None, Path]) -> int 
             f"{path}: there is no {TRACKER} to say which checkpoint is meant; found {candidates}\nGive --step N."
         )
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
+    if text != "release" and not _ITERATION.fullmatch(text):
         raise LayoutMismatch(f"{tracker}: expected an iteration or 'release', found {text[:40]!r}\nGive --step N.")
     return None if text == "release" else int(text)

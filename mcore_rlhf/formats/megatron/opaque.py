@@ -16,7 +16,7 @@ from mcore_rlhf.models.megatron import expert_of, is_routed_expert
 
 from .folders import FileRank
 from .rank_layout import LocalItem, RankLayout
-from .shards import RankShard
+from .shards import RankValues
 
 
 class OpaqueValues:
@@ -28,9 +28,9 @@ class OpaqueValues:
         new: The new degrees.
     """
 
-    def __init__(self, shards: Sequence[RankShard], old: ParallelConfig, new: ParallelConfig) -> None:
+    def __init__(self, shards: Sequence[RankValues], old: ParallelConfig, new: ParallelConfig) -> None:
         self._old, self._new = old, new
-        self._values: dict[tuple[str, int, int], tuple[RankShard, object]] = {}
+        self._values: dict[tuple[str, int, int], tuple[RankValues, object]] = {}
         for shard in shards:
             for part in shard.parts:
                 for name, value in part.opaque.items():
@@ -44,7 +44,7 @@ class OpaqueValues:
             if found is None or not self._kept(item.item.name):
                 return None
             shard, stored = found
-            return shard.pt.materialize(stored)
+            return shard.materialize(stored)
 
         return value
 

@@ -56,7 +56,7 @@ class PartitionFinder:
         specs = []
         if EMBEDDING in holders:
             self._words = holders[EMBEDDING][0].param.shape[0]
-        self._gated = self._find_gated({name: held[0].param.shape for name, held in holders.items()})
+        self._gated = is_gated({name: held[0].param.shape for name, held in holders.items()}, self.args)
         for name in names:
             try:
                 specs.append(self._spec(name, holders[name]))
@@ -88,27 +88,6 @@ class PartitionFinder:
         if "_down_proj." in name:
             return self._latent(name, shape, partition)
         return partition
-
-    def _find_gated(self, shapes: Mapping[str, Shape]) -> bool:
-        """Whether feed-forwards are gated, as their own shapes say: the first matrix is then twice as wide.
-
-        Raises:
-            LayoutMismatch: The arguments say otherwise: ``[gate; up]`` would be cut in the wrong places.
-        """
-        for name, first in shapes.items():
-            second = shapes.get(second_matrix(name) or "")
-            if second is None:
-                continue
-            stacked = name.endswith("weight1")
-            width, inner = (first[1], second[0]) if stacked else (first[0], second[1])
-            gated = width == 2 * inner
-            if "swiglu" in self.args.values and gated != self.args.gated:
-                raise LayoutMismatch(
-                    f"{name} has shape {first} and {second_matrix(name)} {second}: the feed-forward is {'' if gated else 'not '}gated, "
-                    f"but args.swiglu is {self.args.values['swiglu']}\nThe args are not those of this model."
-                )
-            return gated
-        return self.args.gated
 
     def _counts_words(self, shape: Shape) -> bool:
         if self._words is not None:
@@ -157,3 +136,28 @@ def _common_shape(name: str, holders: list[Holder]) -> Shape:
         found = ", ".join(f"{shape} in {tensor.record.file}" for shape, tensor in shapes.items())
         raise LayoutMismatch(f"{name}: ranks hold different shapes: {found}")
     return next(iter(shapes))
+
+
+def is_gated(shapes: Mapping[str, Shape], args: Arguments) -> bool:
+    """Whether feed-forwards are gated, as their own shapes say: the first matrix is then twice as wide.
+
+    Args:
+        shapes: Of all parameters; stacked experts as they are stored, or as (experts, rows, columns).
+        args: The run's arguments.
+
+    Raises:
+        LayoutMismatch: The arguments say otherwise: ``[gate; up]`` would be cut in the wrong places.
+    """
+    for name, first in shapes.items():
+        second = shapes.get(second_matrix(name) or "")
+        if second is None:
+            continue
+        width, inner = (first[-1], second[-2]) if name.endswith("weight1") else (first[0], second[1])
+        gated = width == 2 * inner
+        if "swiglu" in args.values and gated != args.gated:
+            raise LayoutMismatch(
+                f"{name} has shape {first} and {second_matrix(name)} {second}: the feed-forward is {'' if gated else 'not '}gated, "
+                f"but args.swiglu is {args.values['swiglu']}\nThe args are not those of this model."
+            )
+        return gated
+    return args.gated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from .consistency import check_keys, check_ranks
 from .folders import Located, file_ranks, locate, rank_folders
 from .optimizer import OptimizerReading, read_optimizer
 from .partitions import PartitionFinder
-from .shards import RankFiles, RankShard, globalize
+from .shards import RankFiles, RankShard, RankValues, globalize
 from .state import training_state
 
 
@@ -42,7 +42,7 @@ class MegatronNative:
 
     located: Located | None
     args: Arguments
-    shards: list[RankShard]
+    shards: Sequence[RankValues]
     order: list[str]
     unknown: list[str]
     scalars: dict[str, object] = field(default_factory=dict)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .folders import FileRank
+from .shards import RankValues
+from .state import OLD_RNG_KEYS
 
 if TYPE_CHECKING:
     import torch
@@ -141,3 +143,12 @@ def _digest(state: object) -> bytes:
 
     feed(state)
     return digest.digest()
+
+
+def saved_rng(shard: RankValues) -> list[Mapping[str, object]]:
+    """The RNG states that a rank of the source stored, with real tensors."""
+    stored = shard.top.get("rng_state")
+    if stored is None and "rng_tracker_states" in shard.top:
+        stored = [{key: shard.top[key] for key in OLD_RNG_KEYS if key in shard.top}]
+    listed = shard.materialize(stored)
+    return listed if isinstance(listed, list) else []

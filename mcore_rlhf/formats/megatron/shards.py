@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -35,6 +36,29 @@ class ModelPart:
     local_layers: int = 0
 
 
+class RankValues(Protocol):
+    """What a source has for one rank that belongs to it alone, whichever format stored it."""
+
+    @property
+    def at(self) -> FileRank:
+        """Which rank it is."""
+        ...
+
+    @property
+    def top(self) -> Mapping[str, object]:
+        """Values by the key that they have at the top of a legacy file: ``args``, ``rng_state``, counters."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[ModelPart]:
+        """Its model chunks, as far as they have values that are no parameters."""
+        ...
+
+    def materialize(self, value: object) -> Any:
+        """A value of :attr:`top` or :attr:`parts` with real tensors in it."""
+        ...
+
+
 @dataclass(slots=True)
 class RankShard:
     """Everything that one rank's folder holds, unread.
@@ -56,6 +80,10 @@ class RankShard:
         """The model file's top-level dictionary."""
         assert isinstance(self.pt.tree, dict)
         return self.pt.tree
+
+    def materialize(self, value: object) -> Any:
+        """A value of the model file with real tensors in it."""
+        return self.pt.materialize(value)
 
 
 @dataclass(slots=True)

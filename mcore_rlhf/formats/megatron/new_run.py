@@ -1,0 +1,243 @@
+"""What a new Megatron checkpoint has besides its layout, whichever of Megatron's formats it is in: arguments, random states,
+and the report of what became of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mcore_rlhf.core.dtype import DType
+from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
+from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.report import Fate, Report
+
+from .arguments import arguments_for, stored_arguments
+from .buffers import OUTPUT
+from .choices import Choices, choose, same_coordinates
+from .folders import FileRank
+from .groups import Membership
+from .optimizer import DISTRIBUTED
+from .reader import MegatronNative
+from .rng import RngMaker, saved_rng
+from .shards import RankValues
+from .state import PER_RANK_KEYS
+from .view import TargetView
+
+RngStates = Sequence[Mapping[str, object]]
+
+
+@dataclass
+class NewRun:
+    """A checkpoint that is to be written.
+
+    Args:
+        source: What it is made of.
+        native: Megatron's view of the source.
+        choices: The new layout.
+        options: What the user asked for.
+        report: Told what becomes of everything.
+        ckpt_format: Megatron's name of the format: ``torch`` or ``torch_dist``.
+    """
+
+    source: Source
+    native: MegatronNative
+    choices: Choices
+    options: WriteOptions
+    report: Report
+    ckpt_format: str = "torch"
+
+    @classmethod
+    def of(cls, source: Source, options: WriteOptions, to: str, ckpt_format: str) -> NewRun:
+        """Decide the layout of the checkpoint that holds what a source has.
+
+        Args:
+            source: An opened checkpoint.
+            options: What the user asked for.
+            to: What the command line calls the target's format.
+            ckpt_format: What Megatron calls it.
+
+        Raises:
+            CheckpointError: It cannot be done.
+        """
+        native = source.native
+        if not isinstance(native, MegatronNative):
+            raise Unsupported(f"from {source.format} to {to}: this pair of formats is not supported yet")
+        report = Report(list(source.notes.lines))
+        choices = _without_ranks(choose(source, native.args, options, report), native, options)
+        if native.unknown and choices.parallel.tp > 1:
+            raise LayoutMismatch(
+                f"{len(native.unknown)} parameters are in no table, and with one tensor-parallel rank their copies cannot be "
+                f"compared: {', '.join(native.unknown[:5])}\n"
+                "Say how they are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
+            )
+        return cls(source, native, choices, options, report, ckpt_format)
+
+    @property
+    def tracker(self) -> str:
+        """The content of the tracker file."""
+        return "release" if self.source.state.release else str(self.source.state.iteration)
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration, None for a release."""
+        return None if self.source.state.release else self.source.state.iteration
+
+    @cached_property
+    def view(self) -> TargetView:
+        """The source's tensors as the target wants them."""
+        from_masters = self.choices.dtype is not None and MASTER in self.source.states
+        return TargetView(self.source.catalog, self.source.model, self.choices.padded_vocab_size, from_masters)
+
+    @property
+    def membership(self) -> Membership:
+        """Decides which param group a parameter is in."""
+        return Membership(self.native.args, self.options.rules)
+
+    @cached_property
+    def same_ranks(self) -> bool:
+        """Whether what belongs to a rank can stay with it."""
+        return bool(self.native.shards) and same_coordinates(self.source.parallel, self.choices.parallel)
+
+    @property
+    def same_world(self) -> bool:
+        """Whether all ranks stay what they are."""
+        return self.same_ranks and self.source.parallel.world_size == self.choices.parallel.world_size
+
+    def shard_of(self, at: FileRank) -> RankValues:
+        """The source's rank that has the same folder."""
+        return next(shard for shard in self.native.shards if shard.at.folder == at.folder)
+
+    def arguments(self, at: FileRank | None) -> dict[str, object]:
+        """The arguments of a rank; for None those that all ranks share."""
+        if not self.source.state.args:
+            return {}
+        dtype, old, rank = self.choices.dtype, self.source.state.args, None if at is None else at.rank
+        if at is not None and self.same_world:
+            own = stored_arguments(self.shard_of(at).top)
+            old, rank = (own, None) if own else (old, rank)
+        new = arguments_for(
+            old, self.choices.parallel, self.choices.split, rank=rank,
+            padded_vocab_size=self.choices.padded_vocab_size, params_dtype=dtype, optimizer=self.choices.optimizer,
+            ckpt_format=self.ckpt_format,
+        )  # fmt: skip
+        if self.options.no_optimizer:
+            new["no_save_optim"] = True  # what a run says that saved no optimizer
+        if dtype is not None:
+            import torch
+
+            new["params_dtype"] = getattr(torch, dtype.name)
+        return new
+
+    @cached_property
+    def state_dtypes(self) -> Mapping[str, DType]:
+        """Element types of the optimizer's states, as the first trained parameter has them."""
+        first = next((spec.name for spec in self.source.model.params if spec.trainable), None)
+        found: dict[str, DType] = {}
+        for state in self.source.states if first is not None else ():
+            entry = self.source.catalog.get(TensorName(self.source.role, str(first), state))
+            if entry is not None:
+                found[state] = entry.dtype
+        return found
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the optimizer's states, without the masters."""
+        return tuple(state for state in self.source.states if state != MASTER)
+
+    @cached_property
+    def rng(self) -> RngMaker:
+        """Maker of random states."""
+        saved = saved_rng(self.native.shards[0]) if self.native.shards else []
+        seed = self.native.args.integer("seed", 1234)
+        return RngMaker(saved[0] if saved else None, self.source.state.iteration, seed)
+
+    def rng_states(self, at: FileRank) -> RngStates | None:
+        """One state, or one per data-parallel rank in a run with ``--data-parallel-random-init``; None to store none."""
+        wanted = self.choices.parallel.dp if self.native.args.flag("data_parallel_random_init") else 1
+        kept = saved_rng(self.shard_of(at))[:wanted] if self.choices.rng == "keep" else []
+        if self.choices.rng == "keep" and not kept:
+            return None
+        make = self.rng.fresh if self.choices.rng == "drop" else self.rng.derived
+        return [*kept, *(make(at, dp_rank) for dp_rank in range(len(kept), wanted))]
+
+    def note(self) -> None:
+        """Say what becomes of the vocabulary's padding, random states, masters, and of what only fits one layout."""
+        self._note_vocabulary()
+        self._note_rng()
+        if self.choices.optimizer == DISTRIBUTED and MASTER not in self.source.states:
+            self.report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
+        if self.choices.dtype is not None:
+            kept = MASTER in self.source.states and self.choices.optimizer is not None
+            self.report.add(
+                Fate.DERIVED if kept else Fate.LOST,
+                f"parameters: converted to {self.choices.dtype}"
+                + (" from their fp32 masters, which are kept" if kept else ""),
+            )
+        if any(key in shard.top for shard in self.native.shards for key in PER_RANK_KEYS) and not self.same_world:
+            self.report.add(
+                Fate.LOST, "rerun_state_machine: belongs to the ranks of the source; Megatron ignores it as well"
+            )
+        if OUTPUT in self.source.model.unused and self.choices.parallel.pp == 1:
+            self.report.add(
+                Fate.NOTE, f"{OUTPUT}: left out; on one stage Megatron has no such weight, the embedding is tied"
+            )
+        self._note_batch()
+
+    def _note_vocabulary(self) -> None:
+        """Say which rows of the embedding are new, or cut."""
+        rows, new = self.source.model.padded_vocab_size, self.choices.padded_vocab_size
+        if rows is None or new is None or rows == new:
+            return
+        if new > rows:
+            text = f"vocabulary rows {rows}–{new - 1} are new padding and repeat row {rows - 1}, in every state; all others are kept"
+        else:
+            text = f"vocabulary rows {new}–{rows - 1} are padding that the new layout does not have, and are cut"
+        self.report.add(Fate.CHANGED, text)
+
+    def _note_rng(self) -> None:
+        fates = {
+            "keep": (Fate.KEPT, "RNG states of every rank")
+            if self.rng.saved
+            else (Fate.NOTE, "the source has no RNG states"),
+            "derive": (
+                Fate.DERIVED,
+                "RNG states: seeded from the source's, since its ranks are not those of the new layout",
+            ),
+            "drop": (Fate.LOST, "RNG states: fresh ones from args.seed, as --rng drop asks"),
+        }
+        if not self.native.shards:
+            fates["drop"] = (
+                Fate.DERIVED,
+                "RNG states: fresh ones from args.seed, since Megatron did not write the source",
+            )
+        self.report.add(*fates[self.choices.rng])
+
+    def _note_batch(self) -> None:
+        """Megatron asserts that the global batch divides into micro-batches of all data-parallel ranks."""
+        args = self.native.args
+        micro, batch = args.optional("micro_batch_size"), args.optional("global_batch_size")
+        dp = self.choices.parallel.dp
+        if micro and batch and batch % (micro * dp):
+            self.report.add(
+                Fate.NOTE,
+                f"global_batch_size {batch} is not a multiple of micro_batch_size {micro} × DP {dp}: Megatron will want another --dp, "
+                "or other batch sizes",
+            )
+
+
+def _without_ranks(choices: Choices, native: MegatronNative, options: WriteOptions) -> Choices:
+    """Files that Megatron did not write have no ranks whose RNG could be kept, or derived from.
+
+    Raises:
+        UsageError: It was to be kept.
+    """
+    if native.shards:
+        return choices
+    if options.rng == "keep":
+        raise UsageError(
+            "--rng keep: the source has no RNG states of Megatron's\nLeave it out: fresh ones are written."
+        )
+    return replace(choices, rng="drop")

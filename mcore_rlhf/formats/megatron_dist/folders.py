@@ -1,0 +1,68 @@
+"""Which folders are ``torch_dist`` checkpoints.
+
+Source: megatron-core 0.16.1, ``dist_checkpointing/core.py`` (``CheckpointingConfig``, ``maybe_load_config``) and
+``dist_checkpointing/strategies/common.py`` (``COMMON_STATE_FNAME``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.formats.megatron.folders import Located, locate
+from mcore_rlhf.storage.dcp import METADATA_FILE
+
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+BACKEND = "torch_dist"
+CONFIG_TEXT = json.dumps(
+    {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+)
+"""The content of ``metadata.json``."""
+
+
+def is_dist_folder(path: Path) -> bool:
+    """Whether a folder directly holds such a checkpoint, or what is left of one."""
+    if "sharded_backend" in _config(path):
+        return True
+    return (path / COMMON).is_file() and ((path / METADATA_FILE).is_file() or any(path.glob("__*_*.distcp")))
+
+
+def locate_dist(path: Path, step: int | None) -> Located:
+    """Find the checkpoint that a path means, and look at its ``metadata.json``.
+
+    Raises:
+        NotACheckpoint: There is none.
+        UsageError: Several, and nothing says which.
+        Incomplete: Its save was not finished.
+        Unsupported: It is one of another backend of Megatron-core's.
+    """
+    located = locate(path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}")
+    folder = located.folder
+    config = _config(folder)
+    if not config:
+        raise Incomplete(
+            f"{folder / CONFIG}: missing or empty; Megatron writes it last: the save was not finished\n"
+            "Use an older step, or copy the folder again if it was whole where it came from."
+        )
+    backend = config.get("sharded_backend")
+    if backend != BACKEND:
+        raise Unsupported(
+            f"{folder / CONFIG}: sharded_backend is {backend!r}, expected {BACKEND!r}\n"
+            "Load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist or torch."
+        )
+    for name, advice in ((METADATA_FILE, "a plain ls or cp * passes over it"), (COMMON, "it has the arguments")):
+        if not (folder / name).is_file():
+            raise Incomplete(f"{folder / name}: missing ({advice})\nCopy the folder again, or use an older step.")
+    return located
+
+
+def _config(path: Path) -> dict[str, object]:
+    """What ``metadata.json`` says; empty where there is none that can be read."""
+    file = path / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,271 @@
+"""The relation between Megatron's own names and the keys of ``torch_dist``: rows of a table, read both ways.
+
+A key has no numbers: the layers (and experts) of a model lie stacked in one tensor, in front of the parameter's own dimensions.
+Models with layers of several kinds keep the layer's number in the key. Separate norms go by the name of the linear layer behind
+them, as if Transformer Engine had fused them.
+
+Sources: megatron-core 0.16.1, ``transformer/transformer_block.py`` (``sharded_state_dict``), ``models/gpt/gpt_layer_specs.py``
+(``sharded_state_dict_keys_map``), ``transformer/moe/experts.py``, ``transformer/mlp.py`` (``apply_swiglu_sharded_factory``),
+``extensions/transformer_engine.py`` (``_sharded_state_dict_grouped``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import product
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.formats.megatron.arguments import Arguments
+from mcore_rlhf.models.megatron import expert_of, renumbered
+
+_NUMBER = "{n}"
+
+
+class Experts(Enum):
+    """How a model names its routed experts."""
+
+    SEQUENTIAL = "local_experts.3.linear_fc1.weight"
+    GROUPED = "linear_fc1.weight3"
+    PACKED = "weight1"
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """What decides which keys a model has.
+
+    Args:
+        separate_norms: Whether norms that are modules of their own go by the name of the linear layer behind them: the local
+            layer specification without multi-latent attention.
+        experts: How routed experts are named.
+        stacked: Whether all layers are of one kind, and lie in one tensor.
+        singleton: Whether experts, and the halves of a gated matrix, have keys of their own (``singleton_local_shards``).
+    """
+
+    separate_norms: bool
+    experts: Experts
+    stacked: bool
+    singleton: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a parameter lies: at an index of a key's tensor.
+
+    Args:
+        key: The key.
+        index: Layer and expert numbers, for the leading dimensions of the tensor.
+        transposed: Whether the last two dimensions change places: ``GroupedMLP`` has its matrices the other way round.
+        half: Which half of a gated matrix it is; None for the whole parameter.
+    """
+
+    key: str
+    index: Shape = ()
+    transposed: bool = False
+    half: int | None = None
+
+    def turned(self, values: Shape) -> Shape:
+        """One value for each of the parameter's dimensions, in the order in which the key has them; or the other way."""
+        return (*values[:-2], values[-1], values[-2]) if self.transposed else values
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A part of a name, and the same part of a key; ``{n}`` is a number, which the key has as well, or in its index."""
+
+    name: str
+    key: str
+    transposed: bool = False
+
+    @property
+    def stacks(self) -> bool:
+        """Whether the number becomes an index."""
+        return _NUMBER in self.name and _NUMBER not in self.key
+
+    def in_name(self, text: str) -> re.Match[str] | None:
+        """Where the row's part stands in a name."""
+        return _pattern(self.name).search(text)
+
+    def in_key(self, text: str) -> re.Match[str] | None:
+        """Where the row's part stands in a key."""
+        return _pattern(self.key).search(text)
+
+
+_PATTERNS: dict[str, re.Pattern[str]] = {}
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """The template as a whole part of a dotted name: it begins behind a dot, and ends with one, or where the name does."""
+    if template not in _PATTERNS:
+        end = "" if template.endswith((".", "_")) else "$"
+        text = re.escape(template).replace(re.escape(_NUMBER), r"(\d+)")
+        _PATTERNS[template] = re.compile(rf"(?<![^.]){text}{end}")
+    return _PATTERNS[template]
+
+
+_LAYERS = _Row("decoder.layers.{n}.", "decoder.layers.")
+_NORMS = (
+    _Row("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    _Row("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+_EXPERTS = {
+    Experts.SEQUENTIAL: (_Row("mlp.experts.local_experts.{n}.", "mlp.experts.experts."),),
+    Experts.GROUPED: tuple(
+        _Row(f"mlp.experts.{layer}.{kind}{{n}}", f"mlp.experts.experts.{layer}.{kind}")
+        for layer in ("linear_fc1", "linear_fc2")
+        for kind in ("weight", "bias", "_extra_state")
+    ),
+    Experts.PACKED: (
+        _Row("mlp.experts.weight1", "mlp.experts.experts.linear_fc1.weight", transposed=True),
+        _Row("mlp.experts.weight2", "mlp.experts.experts.linear_fc2.weight", transposed=True),
+    ),
+}
+_SINGLETON_EXPERTS = (_Row("mlp.experts.local_experts.{n}.", "mlp.experts.experts.{n}."),)
+_HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias))_([wv])")
+EXPERT_STATES = ("mlp.experts.experts.linear_fc1._extra_state", "mlp.experts.experts.linear_fc2._extra_state")
+"""Keys that every mixture layer has, also where its module keeps no such state, or one for all experts."""
+
+
+def rows_of(spelling: Spelling) -> tuple[_Row, ...]:
+    """The rows that hold for a model, in the order in which they are read from name to key."""
+    layers = (_LAYERS,) if spelling.stacked else ()
+    norms = _NORMS if spelling.separate_norms else ()
+    experts = _EXPERTS[spelling.experts]
+    if spelling.singleton and spelling.experts is Experts.SEQUENTIAL:
+        experts = _SINGLETON_EXPERTS
+    return (*layers, *norms, *experts)
+
+
+def home_of(name: str, spelling: Spelling) -> Home:
+    """The key of a parameter, and its index there.
+
+    Args:
+        name: Its global name.
+        spelling: What decides.
+    """
+    index: list[int] = []
+    transposed = False
+    for row in rows_of(spelling):
+        match = row.in_name(name)
+        if match is None:
+            continue
+        transposed = transposed or row.transposed
+        if row.stacks:
+            index += map(int, match.groups())
+        name = name[: match.start()] + row.key.replace(_NUMBER, "".join(match.groups())) + name[match.end() :]
+    return Home(name, tuple(index), transposed)
+
+
+def stacked_axes(key: str, spelling: Spelling) -> int:
+    """How many leading dimensions of a key's tensor count layers and experts."""
+    return sum(1 for row in rows_of(spelling) if row.stacks and row.in_key(key) is not None)
+
+
+def name_at(key: str, index: Shape, spelling: Spelling) -> str:
+    """The name of the parameter that lies at an index of a key's tensor: :func:`home_of`, read the other way."""
+    numbers, name = list(index), key
+    for row in reversed(rows_of(spelling)):
+        match = row.in_key(name)
+        if match is None:
+            continue
+        number = str(numbers.pop()) if row.stacks else "".join(match.groups())
+        name = name[: match.start()] + row.name.replace(_NUMBER, number) + name[match.end() :]
+    return name
+
+
+def extents(home: Home, spelling: Spelling, layers: int, experts: int) -> Shape:
+    """How many layers and experts lie along each index of a home.
+
+    Args:
+        home: A parameter's home.
+        spelling: What decides.
+        layers: Decoder layers of the model.
+        experts: Its routed experts.
+    """
+    stacked = spelling.stacked and _LAYERS.in_key(home.key) is not None
+    counts = (layers, experts) if stacked else (experts,)
+    return counts[: len(home.index)]
+
+
+def names_in(key: str, shape: Shape, spelling: Spelling) -> Iterator[tuple[str, Home]]:
+    """All parameters of which a key's tensor holds something.
+
+    Args:
+        key: The key.
+        shape: Shape of its tensor.
+        spelling: What decides.
+    """
+    halved = _HALF.fullmatch(key) if spelling.singleton else None
+    whole, half = (halved.group(1), "wv".index(halved.group(2))) if halved else (key, None)
+    transposed = any(row.transposed and row.in_key(whole) is not None for row in rows_of(spelling))
+    for index in product(*map(range, shape[: stacked_axes(whole, spelling)])):
+        yield name_at(whole, index, spelling), Home(key, index, transposed, half)
+
+
+def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
+    """What decides, for a checkpoint: its keys, and where they do not tell, its arguments.
+
+    Args:
+        keys: Of the model's tensors.
+        args: The run's arguments.
+    """
+    listed = list(keys)
+    numbered = any(re.match(r"decoder\.layers\.\d+\.", key) for key in listed)
+    singleton = any(_HALF.fullmatch(key) for key in listed)
+    local = not args.transformer_engine and not args.flag("multi_latent_attention")
+    return Spelling(local, _experts_of(args), not numbered, singleton)
+
+
+def _experts_of(args: Arguments) -> Experts:
+    """Which module holds the experts.
+
+    Source: megatron-core 0.16.1, ``models/backends.py``, ``extensions/transformer_engine_spec_provider.py``
+    (``grouped_mlp_modules``).
+    """
+    if not args.flag("moe_grouped_gemm"):
+        return Experts.SEQUENTIAL
+    packed = not args.transformer_engine or args.flag("moe_use_legacy_grouped_gemm")
+    return Experts.PACKED if packed else Experts.GROUPED
+
+
+def spelling_of_names(names: Iterable[str], args: Arguments) -> Spelling:
+    """What decides, for a model that is to be written: its names, and of its layers also the arguments.
+
+    Args:
+        names: All its parameters.
+        args: The run's arguments.
+    """
+    kinds: dict[str, set[str]] = {}
+    for name in names:
+        match = _LAYERS.in_name(name)
+        if match is not None:
+            kinds.setdefault(match.group(1), set()).add(_unnumbered(name[match.end() :]))
+    suffixes = set().union(*kinds.values())
+    separate = {"input_layernorm.weight", "self_attention.linear_qkv.weight"} <= suffixes
+    experts = Experts.SEQUENTIAL
+    if "mlp.experts.weight1" in suffixes:
+        experts = Experts.PACKED
+    elif "mlp.experts.linear_fc1.weight0" in suffixes:
+        experts = Experts.GROUPED
+    same = len({frozenset(kind) for kind in kinds.values()}) <= 1
+    return Spelling(separate, experts, same and not _several_kinds(args))
+
+
+def _unnumbered(suffix: str) -> str:
+    """A layer's parameter as that of expert 0."""
+    return renumbered(suffix, 0, -(expert_of(suffix) or 0))
+
+
+def _several_kinds(args: Arguments) -> bool:
+    """Whether Megatron takes the layers to be of several kinds, whatever they are.
+
+    Source: megatron-core 0.16.1, ``transformer/transformer_block.py`` (``non_homogeneous_layers``); Megatron-LM
+    core_v0.16.1, ``megatron/training/arguments.py``.
+    """
+    for name in ("moe_layer_freq", "linear_attention_freq"):
+        value = args.values.get(name)
+        if isinstance(value, list) or (isinstance(value, int) and value > 1):
+            return True
+    return any(args.values.get(name) for name in ("heterogeneous_layers_config_path", "hetereogenous_dist_checkpoint"))

@@ -1,0 +1,112 @@
+"""Describing a new ``torch_dist`` checkpoint from an opened source: fully reshardable, so that it loads on any layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.megatron.folders import TRACKER, iteration_folder_name
+from mcore_rlhf.formats.megatron.new_run import NewRun
+from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFileWriter, Item, ObjectItem, dcp_metadata, records
+from mcore_rlhf.storage.ptwriter import PtWriter
+
+from .common import common_tree
+from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT
+from .items import Contents
+from .names import Spelling, spelling_of_names
+from .objects import Objects
+from .optimizer import FULLY_RESHARDABLE
+from .ranks import rng_ranks
+from .reader import DistNative
+
+
+def dist_target(source: Source, options: WriteOptions) -> Target:
+    """Describe the ``torch_dist`` checkpoint that holds what the source has.
+
+    Args:
+        source: An opened checkpoint.
+        options: What the user asked for.
+
+    Raises:
+        CheckpointError: It cannot be done; all problems together.
+    """
+    run = NewRun.of(source, options, "megatron-dist", BACKEND)
+    spelling = spelling_of_names([spec.name for spec in source.model.params], run.native.args)
+    return _Writer(run, spelling, source.model.num_layers).target()
+
+
+@dataclass
+class _Writer:
+    run: NewRun
+    spelling: Spelling
+    num_layers: int
+    contents: Contents = field(init=False)
+    objects: list[ObjectItem] = field(init=False)
+
+    def __post_init__(self) -> None:
+        objects = Objects(self.run, self.spelling, self.num_layers)
+        self.contents = Contents(self.run, self.spelling, self.num_layers)
+        self.objects = list(objects.items())
+        self.run.note()
+        objects.note()
+        self._note_sharding()
+
+    @property
+    def folder(self) -> str:
+        """Folder of the iteration, relative to the root."""
+        return iteration_folder_name(self.run.iteration)
+
+    def target(self) -> Target:
+        """The described checkpoint."""
+        numbers = range(1 + len(self.contents.files))
+        files = [TargetFile(f"{self.folder}/{COMMON}", self._common)]
+        files += [TargetFile(f"{self.folder}/{_name(number)}", partial(self._file, number)) for number in numbers]
+        metadata = dcp_metadata(self.contents.shapes(), {_name(number): self._items(number) for number in numbers})
+        texts: dict[str, str | bytes] = {
+            f"{self.folder}/{METADATA_FILE}": metadata,
+            f"{self.folder}/{CONFIG}": CONFIG_TEXT,
+            TRACKER: self.run.tracker,
+        }
+        return Target("megatron-dist", self.run.choices.parallel, self.run.view, tuple(files), texts, self.run.report)
+
+    def _items(self, number: int) -> list[Item]:
+        """What a file holds: the first the objects, the others tensors."""
+        return [*self.contents.items(number - 1)] if number else [*self.objects]
+
+    def _file(self, number: int) -> FileLayout:
+        path = f"{self.folder}/{_name(number)}"
+        found = records(path, self._items(number))
+        entries = self.contents.entries(number - 1, found) if number else []
+
+        def create(root: Path) -> FileWriter:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            return DcpFileWriter.create(root / path, self._items(number))
+
+        return FileLayout(entries, found, create)
+
+    def _common(self) -> FileLayout:
+        path = f"{self.folder}/{COMMON}"
+
+        def create(root: Path) -> FileWriter:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            _, first = next(rng_ranks(self.run.choices.parallel))
+            return PtWriter.create(root / path, common_tree(self.run, first), file=path)
+
+        return FileLayout((), (), create)
+
+    def _note_sharding(self) -> None:
+        """Say what the optimizer's states become where the source had them otherwise."""
+        native = self.run.native
+        old = native.sharding if isinstance(native, DistNative) else None
+        if self.run.choices.optimizer == DISTRIBUTED and old not in (None, FULLY_RESHARDABLE):
+            self.run.report.add(
+                Fate.CHANGED, f"optimizer states: {old} → {FULLY_RESHARDABLE}, which loads on any layout"
+            )
+
+
+def _name(number: int) -> str:
+    return f"__{number}_0.distcp"

@@ -1,0 +1,229 @@
+"""Reading what real Megatron and megatron-core wrote as torch_dist: every element, against the legacy save of the same run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.formats.megatron_dist.folders import CONFIG_TEXT
+from mcore_rlhf.formats.registry import detect, open_checkpoint
+from mcore_rlhf.storage.dcp import DcpFileWriter, Item, ObjectItem, TensorItem, dcp_metadata, records, saved
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.verify.checkpoint import Depth, verify
+from mcore_rlhf.verify.differ import Differ
+from tests.helpers.catalog_values import tensor_of
+from tests.helpers.conversions import GOLDENS
+from tests.helpers.dist_reader import DistReading, read_whole
+from tests.helpers.plain_load import plain_save
+
+DIST = GOLDENS.parent / "megatron_dist"
+FULLY, BUCKETS = DIST / "tp2pp2dp2_fully_reshardable", DIST / "tp2pp2dp2_dp_reshardable"
+LEGACY = GOLDENS / "tp2pp2dp2_bf16_do"
+
+
+def opened(path: Path, **options: Any) -> Source:
+    return open_checkpoint(path, ReadOptions(**options))
+
+
+def differences(a: Source, b: Source) -> list[Any]:
+    with MappedFiles(a.root) as files_a, MappedFiles(b.root) as files_b:
+        return Differ(a, b, files_a, files_b).compare().differences
+
+
+@pytest.mark.parametrize("path", [FULLY, BUCKETS], ids=["fully", "buckets"])
+def test_it_is_the_run_that_the_legacy_format_holds(path: Path) -> None:
+    """Written by Megatron-LM at the same iteration of the same run, in three formats."""
+    dist, legacy = opened(path), opened(LEGACY)
+    assert differences(dist, legacy) == []
+    for field in ("model", "parallel", "states", "optimizer"):
+        assert getattr(dist, field) == getattr(legacy, field), field
+    for field in ("iteration", "release", "groups", "scheduler", "grad_scaler", "other"):
+        assert getattr(dist.state, field) == getattr(legacy.state, field), field
+    assert dist.native.order == legacy.native.order  # type: ignore[attr-defined]
+    same = {key: value for key, value in legacy.state.args.items() if "ckpt" not in key and key not in ("dump", "save")}
+    assert {key: dist.state.args[key] for key in same} == same
+
+
+def test_random_states_are_those_of_the_same_ranks() -> None:
+    dist, legacy = opened(FULLY).native.shards, opened(LEGACY).native.shards  # type: ignore[attr-defined]
+    assert [shard.at for shard in dist] == [shard.at for shard in legacy]
+    for ours, theirs in zip(dist, legacy, strict=True):
+        a, b = (shard.materialize(shard.top["rng_state"])[0] for shard in (ours, theirs))
+        assert a["random_rng_state"] == b["random_rng_state"]
+        assert torch.equal(a["torch_rng_state"], b["torch_rng_state"])
+        assert {k: v.tolist() for k, v in a["rng_tracker_states"].items()} == {
+            k: v.tolist() for k, v in b["rng_tracker_states"].items()
+        }
+
+
+@pytest.mark.parametrize("name", ["experts_ep2", "plain_tp2"])
+def test_small_ones_of_other_kinds_are_whole(name: str) -> None:
+    verdict = verify(DIST / name, ReadOptions(), Depth.DEEP)
+    assert verdict.intact, verdict.problems.describe()
+    assert verdict.source is not None
+    assert verdict.source.states == ("master", "exp_avg", "exp_avg_sq")
+    assert verdict.source.optimizer == ("plain" if name == "plain_tp2" else "distributed")
+
+
+def test_a_plain_optimizer_against_torchs_own_reader() -> None:
+    source, whole = opened(DIST / "plain_tp2"), read_whole(DIST / "plain_tp2")
+    stored = whole.tensors["optimizer.state.fp32_param.decoder.layers.mlp.linear_fc1.weight"]
+    for layer in range(2):
+        name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+        assert torch.equal(tensor_of(source, name, "master"), stored[layer])
+        assert torch.equal(tensor_of(source, name, "param"), stored[layer].bfloat16())
+
+
+def test_experts_in_flat_buckets_against_torchs_own_reader() -> None:
+    """The masters of experts lie in buckets; rounded, they are the stacked weights that torch reads."""
+    source, whole = opened(DIST / "experts_ep2"), read_whole(DIST / "experts_ep2")
+    weights = whole.tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    for layer, expert in product(range(2), range(4)):
+        name = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight"
+        assert torch.equal(tensor_of(source, name, "master").bfloat16(), weights[layer, expert])
+    assert [group.expert for group in source.state.groups] == [False, False, True]
+
+
+def test_without_the_optimizer_only_weights_are_read() -> None:
+    source = opened(BUCKETS, optimizer=False)
+    assert (source.states, source.optimizer, source.state.groups) == ((), None, ())
+    assert {name.state for name in source.catalog} == {"param"}
+
+
+def test_a_known_fault_of_megatron_core_is_named_and_what_it_spoils_is_listed() -> None:
+    """Real megatron-core 0.16.1 wrote it: three data-parallel ranks, overlapping reduction, several padded buckets."""
+    verdict = verify(DIST / "corrupt_dp3", ReadOptions(), Depth.DEEP)
+    first = verdict.problems.found[0]
+    assert first.kind is Corrupt
+    assert "master, exp_avg, exp_avg_sq" in first.message
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in first.message
+    assert "output_layer.weight" not in first.message  # the first bucket is right
+    for word in ("fully_reshardable", "overlap", "several padded buckets", "--no-optimizer"):
+        assert word in first.advice
+    assert {problem.advice for problem in verdict.problems.found} == {first.advice}
+    assert verify(FULLY, ReadOptions(), Depth.DEEP).intact
+
+
+def test_wrapped_models_are_read_as_well(tmp_path: Path) -> None:
+    """NeMo saves the wrapper's names: ``module.decoder…`` and ``optimizer.state.exp_avg.module.decoder…``."""
+
+    def wrapped(key: str) -> str:
+        if key.startswith("optimizer.state."):
+            head, state, rest = "optimizer.state", *key.removeprefix("optimizer.state.").split(".", 1)
+            return f"{head}.{state}.module.{rest}"
+        return key if key.startswith("rng_state") else f"module.{key}"
+
+    root = by_hand(read_whole(FULLY), tmp_path, {}, wrapped)
+    assert differences(opened(root), opened(FULLY)) == []
+
+
+def test_flattened_ranges_of_old_versions(tmp_path: Path) -> None:
+    """``fully_sharded_model_space``: made by hand from the facts, since 0.16.1 does not write it any more."""
+    whole = read_whole(FULLY)
+    groups = whole.common["optimizer"].pop("optimizer")
+    whole.common["optimizer"]["param_state_sharding_type"] = "fully_sharded_model_space"
+    whole.common["content_metadata"] = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
+    whole.objects["optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"] = [groups]
+    rows, columns = (1, 2, 1), (1, 1, 2)
+    cuts = {"linear_fc1.weight": (1, 4, 1), "linear_fc2.weight": columns, "linear_proj.weight": columns,
+            "linear_qkv.weight": rows, "embeddings.weight": rows[1:], "output_layer.weight": rows[1:]}  # fmt: skip
+    flat: dict[str, tuple[int, ...]] = {}
+    for key, tensor in list(whole.tensors.items()):
+        if not key.startswith("optimizer.state."):
+            continue
+        renamed = key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
+        grid = next((cut for end, cut in cuts.items() if key.endswith(end)), (1,) * tensor.dim())
+        grid = (tensor.shape[0], *grid[1:]) if ".layers." in key else grid
+        whole.tensors[renamed] = whole.tensors.pop(key) if tensor.dim() == 1 else cells(whole.tensors.pop(key), grid)
+        flat[renamed] = tuple(whole.tensors[renamed].shape)
+    root = by_hand(whole, tmp_path, flat)
+    found = opened(root)
+    assert found.optimizer == "distributed"
+    assert differences(found, opened(FULLY)) == []
+    assert found.state.groups == opened(FULLY).state.groups
+
+
+def cells(tensor: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+    """Local parts of a tensor, flattened, at their place in the grid."""
+    parts = torch.empty((*grid, tensor.numel() // torch.Size(grid).numel()), dtype=tensor.dtype)
+    sizes = [whole // count for whole, count in zip(tensor.shape, grid, strict=True)]
+    for at in product(*map(range, grid)):
+        window = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, sizes, strict=True))
+        parts[at] = tensor[window].flatten()
+    return parts
+
+
+def by_hand(whole: DistReading, root: Path, flat: dict[str, tuple[int, ...]], renamed: Any = str) -> Path:
+    """A checkpoint in one file: of tensors in ``flat``, the last dimension is cut at an odd place, as ranks would."""
+    folder = root / "iter_0000002"
+    folder.mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    (folder / "metadata.json").write_text(CONFIG_TEXT)
+    plain_save(whole.common, folder / "common.pt")
+    items: list[Item] = [ObjectItem(renamed(key), saved(value)) for key, value in whole.objects.items()]
+    data: dict[str, torch.Tensor] = {}
+    for key, tensor in whole.tensors.items():
+        name, dtype = renamed(key), dtype_of(str(tensor.dtype))
+        for offset, part in ranges(tensor) if key in flat else [((0,) * tensor.dim(), tensor)]:
+            item = TensorItem(name, dtype, offset, tuple(part.shape))
+            items.append(item)
+            data[item.key] = part.contiguous()
+    shapes = {renamed(key): tuple(tensor.shape) for key, tensor in whole.tensors.items()}
+    write(folder, items, data)
+    (folder / ".metadata").write_bytes(dcp_metadata(shapes, {"__0_0.distcp": items}))
+    return root
+
+
+def ranges(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Every cell in two ranges."""
+    cut = tensor.shape[-1] // 3 + 1
+    found = []
+    for at in product(*map(range, tensor.shape[:-1])):
+        for start, stop in ((0, cut), (cut, tensor.shape[-1])):
+            found.append(((*at, start), tensor[at][start:stop].reshape([1] * len(at) + [stop - start])))
+    return found
+
+
+def write(folder: Path, items: list[Item], data: dict[str, torch.Tensor]) -> None:
+    from mcore_rlhf.storage.checksum import crc32
+
+    writer = DcpFileWriter.create(folder / "__0_0.distcp", items)
+    crcs = {}
+    for record in records("__0_0.distcp", items):
+        raw = data[record.key].view(torch.uint8).numpy().tobytes()
+        writer.write(record.key, 0, memoryview(raw))
+        crcs[record.key] = crc32(raw)
+    writer.finish(crcs)
+
+
+def test_a_root_with_both_formats_goes_by_its_tracker(tmp_path: Path) -> None:
+    for iteration, golden in ((1, LEGACY), (3, FULLY)):
+        (tmp_path / f"iter_{iteration:07d}").symlink_to(golden / "iter_0000002")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    assert detect(tmp_path).name == "megatron-dist"
+    for text, name in (("1", "megatron"), ("3", "megatron-dist")):
+        tracker.write_text(text)
+        assert detect(tmp_path).name == name
+
+
+def test_a_model_without_arguments_is_read_by_its_keys(tmp_path: Path) -> None:
+    """Transformer Engine's names are the keys' own, and the random states tell the degrees."""
+    whole = read_whole(FULLY)
+    whole.common.pop("args")
+    source = opened(by_hand(whole, tmp_path, {}))
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in {p.name for p in source.model.params}
+    assert (source.parallel.tp, source.parallel.pp) == (2, 2)
+    assert any("stores no args" in text for _, text in source.notes.lines)
+    legacy = opened(LEGACY)
+    assert source.model.num_layers == legacy.model.num_layers
+    name = "decoder.layers.3.mlp.linear_fc2.weight"
+    assert torch.equal(tensor_of(source, name, "exp_avg"), tensor_of(legacy, name, "exp_avg"))
+    assert replace(source.parallel, dp=2) == legacy.parallel
