@@ -1,0 +1,48 @@
+"""Folders of torch.distributed.checkpoint (DCP) that FSDP and FSDP2 runs write: RLinf's, torchtitan's, a plain ``dcp.save``.
+
+``reader`` opens one: ``folders`` → ``keys`` → ``groups``, ``rest`` → ``catalog``; ``plain`` where there are weights alone, ``verl``
+where each rank wrote files of its own, which are read and not written. ``writer`` describes one: ``choices`` → ``content``.
+``keys`` is the relation between names and keys, read both ways; ``extra`` keeps what other formats have and FSDP does not. The
+bytes are :mod:`mcore_rlhf.storage.dcp`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+
+from .folders import RLINF_FOLDER, detect, is_dcp
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFormat:
+    """torch.distributed.checkpoint (DCP) folders of FSDP runs."""
+
+    name: str = "dcp"
+    family: str = "module"
+
+    def load_hint(self, path: Path) -> str:
+        """How torch is told to load it."""
+        folder = path / RLINF_FOLDER if not is_dcp(path) and is_dcp(path / RLINF_FOLDER) else path
+        return f'dcp.load(state, checkpoint_id="{folder}")'
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder is one, or RLinf's actor with one, or a root with ``step-N`` folders."""
+        return detect(path)
+
+    def read(self, path: Path, options: ReadOptions) -> Source:
+        """Open a checkpoint."""
+        from .reader import read_dcp
+
+        return read_dcp(path, options)
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe a new checkpoint."""
+        from .writer import dcp_target
+
+        return dcp_target(source, options)
+
+
+FORMAT = DcpFormat()

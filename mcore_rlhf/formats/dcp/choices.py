@@ -1,0 +1,154 @@
+"""What a DCP target is to be: how many chunks, which keys, which types, with or without the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mcore_rlhf.core.catalog import Catalog, TensorEntry
+from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+
+from .folders import RLINF_FOLDER
+from .keys import RLINF, KeyLayout
+from .native import DcpState
+
+_NO_MEANING = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout", "optimizer", "padded_vocab_size", "zero_stage")
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Decisions about a DCP target.
+
+    Args:
+        dp: Parts that every tensor is cut into along its first dimension, and files.
+        layout: How keys are made.
+        inner: The DCP folder below the target's: ``dcp_checkpoint``, or empty.
+        weights: Whether RLinf's plain weights are written beside it.
+        optimizer: Whether the optimizer is written.
+        masters: Whether the model's tensors are the fp32 masters, as FSDP trains them.
+        dtype: What trained parameters become, or None to leave them.
+        rng: ``keep``, ``derive``, ``drop``, or None for what the keys ask for.
+    """
+
+    dp: int
+    layout: KeyLayout
+    inner: str
+    weights: bool
+    optimizer: bool
+    masters: bool
+    dtype: DType | None = None
+    rng: str | None = None
+
+
+def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
+    """Decide what the target is to be.
+
+    Args:
+        source: Any source of module names.
+        options: What the user asked for.
+        report: Told what changes.
+
+    Raises:
+        UsageError: Options that mean nothing here.
+        Unsupported: The source is of another family.
+        Incomplete: Nobody knows the members of the param groups.
+    """
+    native = source.native
+    if not isinstance(native, ModuleState):
+        raise Unsupported(f"from {source.format} to dcp: this pair of formats is not supported yet")
+    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(
+            f"{flags}: means nothing for a DCP folder\nIts options are --dp (parts of each tensor), --dtype and --rng."
+        )
+    optimizer = source.optimizer is not None and not options.no_optimizer
+    if optimizer:
+        _check_groups(source)
+    layout = native.layout if isinstance(native, DcpState) else RLINF
+    if not optimizer:
+        layout = replace(layout, optimizer=None)
+    elif layout.optimizer is None:
+        layout = replace(layout, optimizer=RLINF.optimizer)
+    dtype = None if options.dtype is None else dtype_of(options.dtype)
+    dp = options.dp or source.parallel.dp
+    if dp != source.parallel.dp:
+        report.add(
+            Fate.CHANGED,
+            f"DP {source.parallel.dp} becomes {dp} {'part' if dp == 1 else 'parts'} of every tensor; any number of ranks loads them",
+        )
+    return Choices(
+        dp, layout, native.inner if isinstance(native, DcpState) else RLINF_FOLDER,
+        native.weights if isinstance(native, DcpState) else True, optimizer, optimizer, dtype,
+        options.rng,
+    )  # fmt: skip
+
+
+def _check_groups(source: Source) -> None:
+    """Every trained parameter is in one group."""
+    problems = Problems()
+    listed = [name for group in source.state.groups for name in group.params]
+    trained = [spec.name for spec in source.model.params if spec.trainable]
+    if not listed and trained:
+        problems.add(
+            Incomplete,
+            f"{source.root}: does not say which parameters are in which param group",
+            "--no-optimizer converts the weights alone.",
+        )
+    elif sorted(listed) != sorted(trained):
+        some = ", ".join(sorted(set(listed) ^ set(trained))[:5]) or "some twice"
+        problems.add(
+            LayoutMismatch, f"{source.root}: the param groups do not hold the trained parameters exactly: {some}"
+        )
+    problems.raise_if_any()
+
+
+@dataclass(frozen=True, slots=True)
+class DcpView:
+    """The source's catalogue as an FSDP run sees it: a parameter is its own master, and has one name or several.
+
+    Args:
+        catalog: The source's.
+        masters: Whether parameters are taken from their masters where there are some.
+        aliases: Second names: ``{alias: owner}``.
+    """
+
+    catalog: Catalog
+    masters: bool
+    aliases: dict[str, str]
+
+    def __iter__(self) -> Iterator[TensorName]:
+        return iter(self.catalog)
+
+    def __len__(self) -> int:
+        return len(self.catalog)
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """The entry of that name."""
+        owner = name._replace(param=self.aliases.get(name.param, name.param))
+        if name.state != PARAM:
+            return self.catalog.get(owner)
+        first, second = (MASTER, PARAM) if self.masters else (PARAM, MASTER)
+        return self.catalog.get(owner._replace(state=first)) or self.catalog.get(owner._replace(state=second))
+
+
+def model_dtype(source: Source, choices: Choices, name: str, entry: TensorEntry) -> DType:
+    """The type that a tensor of the model is written in.
+
+    Args:
+        source: The source.
+        choices: What the target is to be.
+        name: The parameter, not an alias of it.
+        entry: Where its elements come from.
+    """
+    spec = source.model.get(name)
+    if spec is None or spec.dtype not in FLOATING:
+        return entry.dtype
+    if choices.dtype is not None and spec.trainable:
+        return choices.dtype
+    return entry.dtype if choices.masters else spec.dtype

@@ -1,0 +1,113 @@
+"""Where the DCP folder of a run lies: what RLinf, torchtitan and plain ``dcp.save`` make of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.errors import NotACheckpoint, UsageError
+from mcore_rlhf.storage.dcp import METADATA_FILE
+
+from .verl_files import is_verl
+
+RLINF_FOLDER = "dcp_checkpoint"
+FULL_WEIGHTS = "model_state_dict/full_weights.pt"
+_MISSPELLED = "model_state_dict/full_weigths.pt"
+"""RLinf's documentation has both spellings."""
+LOCAL_SHARDS = "local_shard_checkpoint"
+
+_STEP = re.compile(r"(?:global_step_|step-|step_|iter_|checkpoint-)0*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """What was found.
+
+    Args:
+        root: The checkpoint's folder, to which all paths are relative.
+        folder: The DCP folder; None where only plain weights are there.
+        weights: RLinf's plain weights, relative to the root, or None.
+        step: The step that folders' names say.
+        shards: RLinf's rank files without offsets, relative to the root; empty where there are none.
+        ranks: Whether it is verl's: rank files with DTensors in them.
+    """
+
+    root: Path
+    folder: Path | None
+    weights: str | None = None
+    step: int | None = None
+    shards: tuple[str, ...] = ()
+    ranks: bool = False
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether a folder holds DCP files that are not Megatron's; an unfinished save, without ``.metadata``, does too."""
+    if (folder / "metadata.json").is_file() or (folder / "common.pt").is_file():
+        return False
+    return (folder / METADATA_FILE).is_file() or any(folder.glob("__*_*.distcp"))
+
+
+def weights_file(root: Path) -> str | None:
+    """RLinf's plain weights of an actor, relative to its folder."""
+    return next((name for name in (FULL_WEIGHTS, _MISSPELLED) if (root / name).is_file()), None)
+
+
+def _shards(root: Path) -> tuple[str, ...]:
+    found = (root / LOCAL_SHARDS).glob("checkpoint_rank_*.pt")
+    return tuple(path.relative_to(root).as_posix() for path in sorted(found))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint."""
+    dcp = is_dcp(path) or is_dcp(path / RLINF_FOLDER)
+    return dcp or is_verl(path) or weights_file(path) is not None or bool(_shards(path))
+
+
+def _steps(root: Path) -> dict[int, Path]:
+    """Torchtitan's ``step-N`` folders."""
+    if not root.is_dir():
+        return {}
+    found = [(path, re.fullmatch(r"step-(\d+)", path.name)) for path in root.iterdir()]
+    return {int(match[1]): path for path, match in sorted(found) if match and is_dcp(path)}
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or a root with torchtitan's steps."""
+    return is_checkpoint(path) or bool(_steps(path))
+
+
+def locate(path: Path, step: int | None) -> Located:
+    """Find the checkpoint that a folder means.
+
+    Args:
+        path: A DCP folder, an actor's folder, or a root with ``step-N`` folders.
+        step: Which step, where a root has several.
+
+    Raises:
+        NotACheckpoint: There is none.
+        UsageError: There are several, and none was named.
+    """
+    if is_checkpoint(path):
+        folder = next((found for found in (path, path / RLINF_FOLDER) if is_dcp(found)), None)
+        ranks = folder is None and is_verl(path)
+        return Located(path, folder, weights_file(path), _named_step(path), () if folder else _shards(path), ranks)
+    steps = _steps(path)
+    if not steps:
+        raise NotACheckpoint(f"{path}: holds no DCP folder: no {METADATA_FILE}, no {RLINF_FOLDER}, no step-N")
+    if step is None and len(steps) > 1:
+        listed = ", ".join(map(str, steps))
+        raise UsageError(f"{path}: holds the steps {listed}\nName one with --step, or give its folder.")
+    chosen = steps.get(step) if step is not None else next(iter(steps.values()))
+    if chosen is None:
+        raise NotACheckpoint(f"{path}: has no step {step}; there are {', '.join(map(str, steps))}")
+    return Located(chosen, chosen, None, _named_step(chosen))
+
+
+def _named_step(path: Path) -> int | None:
+    """The step in the name of the folder, or of one above it: ``global_step_50/actor``, ``step-10``."""
+    for folder in (path, *list(path.parents)[:2]):
+        match = _STEP.fullmatch(folder.name)
+        if match:
+            return int(match[1])
+    return None

@@ -1,0 +1,227 @@
+"""Param groups of a DCP folder: fields per group or per parameter, members by name or by number, steps per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.formats.report import Fate, Report
+
+from .keys import PARAMS
+
+STEP = "step"
+
+
+@dataclass(slots=True)
+class Collected:
+    """What a folder says about param groups, on its way into :class:`ParamGroup`.
+
+    Args:
+        fields: Of every group, by its number.
+        own: Of every parameter, in the flat style.
+        scalars: What the optimizer keeps per parameter that is no tensor of its shape, by parameter.
+    """
+
+    fields: dict[int, dict[str, object]] = field(default_factory=dict)
+    own: dict[str, dict[str, object]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, object]] = field(default_factory=dict)
+
+    def members(self) -> list[str]:
+        """Every parameter that is in a group, by name, in the groups' order; empty in the numbered style."""
+        listed = [name for fields in self._ordered() for name in _params(fields)]
+        return list(self.own) if self.own else [name for name in listed if isinstance(name, str)]
+
+    def _ordered(self) -> list[dict[str, object]]:
+        return [self.fields[number] for number in sorted(self.fields)]
+
+    def groups(self, folder: Path, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
+        """The groups.
+
+        Args:
+            folder: For messages.
+            order: The parameters in the model's order.
+            notes: Told what was derived.
+
+        Raises:
+            Corrupt: A group does not say what is in it.
+        """
+        if self.own:
+            return self._dealt(order, notes)
+        made = []
+        for number, fields in enumerate(self._ordered()):
+            names = _params(fields)
+            if not isinstance(fields.get(PARAMS), list) or not all(isinstance(name, str) for name in names):
+                raise Corrupt(f"{folder}: param group {number} does not list its parameters by name: {names[:3]}")
+            rest = {key: value for key, value in fields.items() if key != PARAMS}
+            made.append(self._group(number, rest, cast(list[str], names), notes))
+        return tuple(made)
+
+    def _dealt(self, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
+        """The flat style forgets groups: parameters with equal fields were in one, or might as well have been."""
+        found: dict[str, tuple[dict[str, object], list[str]]] = {}
+        for name in [name for name in order if name in self.own]:
+            fields = self.own[name]
+            found.setdefault(repr(sorted(fields.items())), (fields, []))[1].append(name)
+        notes.add(
+            Fate.DERIVED,
+            f"{len(found)} param groups: each is of parameters with the same settings, since the folder stores them per parameter",
+        )
+        return tuple(self._group(n, fields, names, notes) for n, (fields, names) in enumerate(found.values()))
+
+    def _group(self, number: int, fields: Mapping[str, object], names: Sequence[str], notes: Report) -> ParamGroup:
+        scalars: dict[str, object] = {}
+        for key in dict.fromkeys(key for name in names for key in self.scalars.get(name, {})):
+            held = {name: self.scalars[name][key] for name in names if key in self.scalars.get(name, {})}
+            first = next(iter(held))
+            apart = next((name for name, value in held.items() if _number(value) != _number(held[first])), None)
+            scalars[key] = held[max(held, key=lambda name: _number(held[name]))]
+            if apart is not None:
+                notes.add(Fate.LOST, differing(number, key, first, held[first], apart, held[apart]))
+        return ParamGroup({**fields, **scalars}, params=tuple(names), scalars=tuple(scalars))
+
+
+def differing(number: int, key: str, first: str, one: object, second: str, other: object) -> str:
+    """The line of the report about a group whose parameters do not agree."""
+    return (
+        f"param group {number}: {first} is at {key} {_number(one):g}, {second} at {_number(other):g}; "
+        "one for the group is kept, the largest"
+    )
+
+
+def _number(value: object) -> float:
+    return float(cast(float, value))
+
+
+def _params(fields: Mapping[str, object]) -> list[object]:
+    params = fields.get(PARAMS)
+    return list(params) if isinstance(params, list | tuple) else []
+
+
+def name_numbers(
+    collected: Collected, shapes: Mapping[str, Shape], states: Mapping[str, Shape], folder: Path, notes: Report
+) -> dict[str, str]:
+    """Names for the numbers that a plain ``optimizer.state_dict()`` has instead.
+
+    The optimizer counts its parameters group by group; which parameter that is only the program knew that built the groups.
+    So the two usual ways are tried, and taken where every shape agrees.
+
+    Args:
+        collected: The groups; their members are replaced by names.
+        shapes: Of the model's floating-point tensors, in its order.
+        states: Shape of one state of every number.
+        folder: For messages.
+        notes: Told what was found.
+
+    Raises:
+        LayoutMismatch: No order fits.
+        Unsupported: The members of the groups are not numbers.
+    """
+    ordered = [collected.fields[number] for number in sorted(collected.fields)]
+    numbers = [str(number) for fields in ordered for number in _params(fields)]
+    if sorted(numbers, key=int) != [str(n) for n in range(len(numbers))]:
+        raise Unsupported(f"{folder}: the optimizer's state is numbered, but its param groups list {numbers[:5]}")
+    deals = [(how, deal) for how, deal in _deals(shapes) if len(deal) == len(ordered)]
+    fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, shapes, states)) is not None]
+    if len({tuple(sorted(named.items())) for _, named in fitting}) != 1 or not all(named for _, named in fitting):
+        raise LayoutMismatch(
+            f"{folder}: the optimizer's state is numbered (0 to {len(numbers) - 1}), and neither the model's order nor the usual split "
+            f"by weight decay says which of its {len(shapes)} tensors are meant: their shapes fit in no way, or in several\n"
+            "Save it again with torch.distributed.checkpoint.state_dict.get_state_dict, which has names; --no-optimizer converts the "
+            "weights."
+        )
+    how, names = fitting[0]  # several ways of dealing may come to the same
+    notes.add(Fate.DERIVED, f"names of the optimizer's numbered parameters: {how}; all shapes agree")
+    return _renamed(collected, names)
+
+
+def _deals(shapes: Mapping[str, Shape]) -> list[tuple[str, list[list[str]]]]:
+    """How programs deal parameters to groups: candidates of every group, in the model's order."""
+    names = list(shapes)
+    matrices, vectors = [n for n in names if len(shapes[n]) > 1], [n for n in names if len(shapes[n]) < 2]
+    biases = [name for name in names if name.endswith("bias")]
+    others = [name for name in names if not name.endswith("bias")]
+    return [
+        ("the model's order", [names]),
+        ("matrices are in group 0, vectors in group 1", [matrices, vectors]),
+        ("vectors are in group 0, matrices in group 1", [vectors, matrices]),
+        ("biases are in group 1, all else in group 0", [others, biases]),
+        ("biases are in group 0, all else in group 1", [biases, others]),
+    ]
+
+
+def _named(
+    groups: Sequence[Mapping[str, object]], deal: Sequence[Sequence[str]], shapes: Mapping[str, Shape], states: Mapping[str, Shape]
+) -> dict[str, str] | None:  # fmt: skip
+    """Names of all numbers, where every group fits in one way; empty where one fits in several, None where one fits in none."""
+    found: dict[str, str] = {}
+    for fields, candidates in zip(groups, deal, strict=True):
+        numbers = [str(number) for number in _params(fields)]
+        ways, chosen = choices([shapes[name] for name in candidates], [states.get(number) for number in numbers])
+        if ways != 1:
+            return {} if ways else None
+        found |= {number: candidates[at] for number, at in zip(numbers, chosen, strict=True)}
+    return found
+
+
+def choices(shapes: Sequence[Shape], wanted: Sequence[Shape | None]) -> tuple[int, list[int]]:
+    """Which of the tensors, in their order, have the wanted shapes.
+
+    Buffers and frozen parameters are among the tensors and not in the optimizer.
+
+    Args:
+        shapes: Of all tensors.
+        wanted: Of the chosen ones; None fits all.
+
+    Returns:
+        How many ways there are to choose, 2 standing for more; and the first of them.
+    """
+    ways = [
+        [0] * (len(wanted) + 1) for _ in range(len(shapes) + 1)
+    ]  # from a tensor on, for what is wanted from a place on
+    for at in range(len(shapes), -1, -1):
+        ways[at][len(wanted)] = 1
+        for place in range(len(wanted)) if at < len(shapes) else ():
+            fits = wanted[place] in (None, shapes[at])
+            ways[at][place] = min(2, ways[at + 1][place] + (ways[at + 1][place + 1] if fits else 0))
+    chosen: list[int] = []
+    for at, shape in enumerate(shapes if ways[0][0] else ()):
+        place = len(chosen)
+        if place < len(wanted) and wanted[place] in (None, shape) and ways[at + 1][place + 1]:
+            chosen.append(at)
+    return ways[0][0], chosen
+
+
+def _renamed(collected: Collected, names: dict[str, str]) -> dict[str, str]:
+    for fields in collected.fields.values():
+        fields[PARAMS] = [names[str(number)] for number in _params(fields)]
+    collected.scalars = {names[number]: scalars for number, scalars in collected.scalars.items() if number in names}
+    return names
+
+
+ADAMW: dict[str, Any] = {
+    "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False, "foreach": None,
+    "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+}  # fmt: skip
+"""What ``torch.optim.AdamW`` asks a param group for; ``dcp.load`` stops at a field that is missing.
+
+Source: torch 2.13.0, ``optim/adamw.py``, ``optim/adam.py``.
+"""
+
+
+def completed(fields: Mapping[str, object], scalars: Sequence[str]) -> dict[str, object]:
+    """The fields of a group as torch's AdamW and a scheduler have them: what is missing has torch's own value.
+
+    Args:
+        fields: Of another framework's group.
+        scalars: Which of them live in the optimizer's state.
+    """
+    own = {key: value for key, value in fields.items() if key not in scalars}
+    betas = own.get("betas")
+    more = {"betas": tuple(betas)} if isinstance(betas, list) else {}
+    lr = own.get("lr", 0.0)
+    return {**ADAMW, "initial_lr": own.get("max_lr") or lr, **own, **more, "lr": lr}

@@ -1,0 +1,234 @@
+"""What an FSDP run calls its tensors in a DCP folder: one description of a layout of keys, read both ways.
+
+A key is a path in the nest of dictionaries that was saved, joined by dots; ``planner_data`` has the path itself, in which a
+parameter's name is one part, dots and all. Layouts that are known, with ``P`` for a parameter's name and an int for a list's index:
+
+=========  ======================================================  =======================================================
+style      state of the optimizer                                  its param groups
+=========  ======================================================  =======================================================
+nested     ``(…, "state", P, "exp_avg")``                          ``(…, "param_groups", 0, "lr")``, ``"params"``: names
+numbered   ``(…, "state", "7", "exp_avg")``                        the same, ``"params"``: numbers
+flat       ``(…, "state.P.exp_avg")``                              ``(…, "param_groups.P.lr")``: for each parameter
+=========  ======================================================  =======================================================
+
+Source: torch 2.13.0, ``distributed/checkpoint/state_dict.py`` (``get_state_dict`` is nested, and flat with
+``flatten_optimizer_state_dict``), ``optim/optimizer.py`` (``state_dict`` is numbered); RLinf,
+``hybrid_engines/fsdp/strategy/checkpoint.py`` (nested below ``fsdp_checkpoint``); torchtitan, ``components/checkpoint.py``
+(flat, and the model's names at the top or below ``model``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from mcore_rlhf.storage.dcp import Path_
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_MODEL_NAMES = ("model", "module", "model_state_dict", "state_dict", "model_state", "app")
+_NOT_MODELS = re.compile(r"rng|lr_sched|scheduler|dataloader|train_state|sampler|progress|extra|trainer")
+
+
+class Style(Enum):
+    """How the optimizer's keys are spelled."""
+
+    NESTED = "nested"
+    NUMBERED = "numbered"
+    FLAT = "flat"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLayout:
+    """How keys are made.
+
+    Args:
+        model: Path of the model's dictionary.
+        optimizer: Path of the optimizer's, or None where the folder has none.
+        style: How its keys are spelled.
+    """
+
+    model: Path_
+    optimizer: Path_ | None = None
+    style: Style = Style.NESTED
+
+    @property
+    def rest(self) -> Path_:
+        """Path of the dictionary that holds everything else."""
+        return self.model[:-1] if self.optimizer is None else self.optimizer[:-1]
+
+    def model_path(self, param: str) -> Path_:
+        """Path of a parameter or buffer."""
+        return (*self.model, param)
+
+    def state_path(self, param: str, state: str, number: int = 0) -> Path_:
+        """Path of a parameter's optimizer state; the number is its own among all that are trained."""
+        head = self.optimizer or ()
+        if self.style is Style.FLAT:
+            return (*head, f"{STATE}.{param}.{state}")
+        return (*head, STATE, str(number) if self.style is Style.NUMBERED else param, state)
+
+    def group_path(self, number: int, field: str, param: str = "") -> Path_:
+        """Path of a field of a param group, or, in the flat style, of a parameter's own."""
+        head = self.optimizer or ()
+        return (*head, f"{GROUPS}.{param}.{field}") if self.style is Style.FLAT else (*head, GROUPS, number, field)
+
+    def parse(self, path: Path_) -> Key:
+        """What a path stands for: the other way round of the three methods above."""
+        head = self.optimizer
+        if head is not None and path[: len(head)] == head:
+            found = _flat_key(path[-1]) if self.style is Style.FLAT else _nested_key(path[len(head) :])
+            if found is not None and (self.style is not Style.FLAT or len(path) == len(head) + 1):
+                return found
+        if path[:-1] == self.model and isinstance(path[-1], str):
+            return Key("model", param=path[-1])
+        return Key("rest", path=path[len(self.rest) :] if path[: len(self.rest)] == self.rest else path)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a key stands for.
+
+    Args:
+        kind: ``model``, ``state``, ``group`` or ``rest``.
+        param: The parameter; in the numbered style, its number.
+        name: The state, or the field.
+        group: The group's number; -1 in the flat style.
+        path: Where it lies in the rest.
+    """
+
+    kind: str
+    param: str = ""
+    name: str = ""
+    group: int = -1
+    path: Path_ = ()
+
+
+RLINF = KeyLayout(("fsdp_checkpoint", "model"), ("fsdp_checkpoint", "optimizers"))
+"""What a new folder has unless its source was one itself."""
+
+
+def _nested_key(tail: Path_) -> Key | None:
+    if len(tail) != 3:
+        return None
+    first, second, third = tail
+    if first == STATE and isinstance(second, str) and isinstance(third, str):
+        return Key("state", param=second, name=third)
+    if first == GROUPS and isinstance(second, int) and isinstance(third, str):
+        return Key("group", name=third, group=second)
+    return None
+
+
+def _flat_key(last: str | int) -> Key | None:
+    first, _, rest = str(last).partition(".")
+    param, _, name = rest.rpartition(".")
+    if not param or first not in (STATE, GROUPS):
+        return None
+    return Key("state" if first == STATE else "group", param=param, name=name)
+
+
+def joined(path: Path_) -> str:
+    """The key of a path, as torch joins it (``distributed/checkpoint/_nested_dict.py``)."""
+    return ".".join(map(str, path))
+
+
+def find_layout(paths: Collection[Path_], tensors: Collection[Path_]) -> KeyLayout:
+    """The layout of a folder.
+
+    Args:
+        paths: Of everything in it.
+        tensors: Of its tensors.
+    """
+    optimizer, style = _find_optimizer(paths)
+    found = KeyLayout((), optimizer, style)
+    named = {key.param for path in paths if (key := found.parse(path)).kind == "state"}
+    if named and all(name.isdigit() for name in named):
+        found, named = KeyLayout((), optimizer, Style.NUMBERED), set()
+    others = [path for path in tensors if found.parse(path).kind not in ("state", "group")]
+    return KeyLayout(_find_model(others, named), optimizer, found.style)
+
+
+def _find_optimizer(paths: Iterable[Path_]) -> tuple[Path_ | None, Style]:
+    """Where the param groups are; every optimizer has some."""
+    nested: Counter[Path_] = Counter()
+    flat: Counter[Path_] = Counter()
+    for path in paths:
+        if len(path) >= 3 and path[-3] == GROUPS and isinstance(path[-2], int):
+            nested[path[:-3]] += 1
+        elif str(path[-1]).startswith(f"{GROUPS}."):
+            flat[path[:-1]] += 1
+    for found, style in ((nested, Style.NESTED), (flat, Style.FLAT)):
+        if found:
+            return found.most_common(1)[0][0], style
+    return None, Style.NESTED
+
+
+def _find_model(tensors: Iterable[Path_], named: Collection[str]) -> Path_:
+    """The dictionary that has the parameters which the optimizer names; without an optimizer, the one that looks like it."""
+    votes: Counter[Path_] = Counter()
+    sizes: Counter[Path_] = Counter()
+    for path in tensors:
+        sizes[path[:-1]] += 1
+        votes[path[:-1]] += path[-1] in named
+    if votes and votes.most_common(1)[0][1]:
+        return votes.most_common(1)[0][0]
+    likely = {head: n for head, n in sizes.items() if not _NOT_MODELS.search(joined(head).lower())} or sizes
+    called = [head for head in likely if head and head[-1] in _MODEL_NAMES]
+    return max(called or likely, key=lambda head: sizes[head], default=())
+
+
+def guess_paths(keys: Collection[str]) -> dict[str, Path_]:
+    """Paths for keys of a folder that stores none, from the words that all layouts have in common.
+
+    Args:
+        keys: The keys.
+    """
+    heads = Counter(key.partition(f"{GROUPS}.")[0] for key in keys if f"{GROUPS}." in key)
+    head = heads.most_common(1)[0][0] if heads else None
+    prefix = _model_prefix(keys, head)
+    return {key: _guess(key, head, prefix, _is_nested(keys, head)) for key in keys}
+
+
+def _is_nested(keys: Collection[str], head: str | None) -> bool:
+    return head is not None and any(
+        re.fullmatch(rf"{re.escape(head)}{GROUPS}\.\d+\.{PARAMS}", key) is not None for key in keys
+    )
+
+
+def _model_prefix(keys: Collection[str], head: str | None) -> str:
+    """What stands before the parameters' names: found by those that the optimizer names."""
+    if head is not None:
+        states = [key for key in keys if key.startswith(f"{head}{STATE}.")]
+        param = next((key[len(head) + 6 :].rpartition(".")[0] for key in states), "")
+        others = [key for key in keys if param and key.endswith(param) and not key.startswith(head)]
+        if others:
+            return min(others, key=len)[: -len(param)]
+    dotted = [name + "." for name in _MODEL_NAMES]
+    for key in keys:
+        for name in dotted:
+            at = key.find(name)
+            if at == 0 or (at > 0 and key[at - 1] == "." and not _NOT_MODELS.search(key[:at])):
+                return key[: at + len(name)]
+    return ""
+
+
+def _guess(key: str, head: str | None, prefix: str, nested: bool) -> Path_:
+    if head is not None and key.startswith(head):
+        base = tuple(head.rstrip(".").split(".")) if head else ()
+        found = _flat_key(key[len(head) :])
+        if found is not None and not nested:
+            return (*base, key[len(head) :])
+        if found is not None and found.kind == "state":
+            return (*base, STATE, found.param, found.name)
+        if found is not None and found.param.isdigit():
+            return (*base, GROUPS, int(found.param), found.name)
+    if prefix and key.startswith(prefix):
+        return (*prefix.rstrip(".").split("."), key[len(prefix) :])
+    return (key,) if not prefix and head is not None and not key.startswith(head) else tuple(key.split("."))
+
+
+def parsed(layout: KeyLayout, paths: Mapping[str, Path_]) -> dict[str, Key]:
+    """What every key of a folder stands for."""
+    return {key: layout.parse(path) for key, path in paths.items()}

@@ -1,0 +1,34 @@
+"""What only a DCP target needs of a DCP source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.formats.module_state import ModuleState
+
+from .keys import KeyLayout
+
+
+@dataclass(slots=True)
+class DcpState(ModuleState):
+    """A DCP folder's own view of itself.
+
+    Args:
+        layout: How its keys are made.
+        inner: The DCP folder below the checkpoint's: ``dcp_checkpoint``, or empty.
+        weights: Whether RLinf's plain weights lie beside it.
+        rest: What is neither the model nor the optimizer: schedulers, random states, counters, as the nest that was saved.
+        groups: Param groups as the folder has them; those of the source may be of another format that it was made of.
+        scalars: What the optimizer keeps per parameter that is no tensor of its shape: ``step``.
+        differing: Lines of the report that hold for targets with one step per group.
+    """
+
+    layout: KeyLayout = field(default_factory=lambda: KeyLayout(()))
+    inner: str = ""
+    weights: bool = False
+    rest: Mapping[str, object] = field(default_factory=dict)
+    groups: tuple[ParamGroup, ...] = ()
+    scalars: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()

@@ -1,0 +1,88 @@
+"""Plain weights beside or instead of a DCP folder: RLinf's ``model_state_dict/full_weights.pt``, and the model's config."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from mcore_rlhf.core.box import Box
+from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.dtype import FLOATING
+from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.errors import Corrupt, Unsupported
+from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
+from mcore_rlhf.storage.torchzip import Directory
+
+from .folders import LOCAL_SHARDS, Located
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
+
+
+def plain_source(located: Located, options: ReadOptions) -> Source:
+    """RLinf's plain weights as a source of weights alone.
+
+    Args:
+        located: The actor's folder.
+        options: Which role, which stubs.
+
+    Raises:
+        CheckpointError: They are damaged, or there are only rank files without offsets.
+    """
+    if located.weights is None:
+        raise Unsupported(
+            f"{located.root / LOCAL_SHARDS}: holds {len(located.shards)} rank files with bare local tensors, which do not say what "
+            "part of which tensor they are\nSave the run with RLinf's checkpoint_format: dcp; or copy model_state_dict/full_weights.pt "
+            "beside it, to convert the weights alone."
+        )
+    opened = read_pt(located.root, located.weights, stubs=options.stubs)
+    if not isinstance(opened.tree, dict) or not all(isinstance(v, StoredTensor) for v in opened.tree.values()):
+        raise Corrupt(f"{opened.directory.path}: expected a dictionary of tensors, found something else in it")
+    notes = Report()
+    notes.add(Fate.LOST, f"the optimizer and all else: {located.root} holds only the weights of {located.weights}")
+    tensors: dict[str, StoredTensor] = opened.tree
+    role = options.role or "actor"
+    specs = [ParamSpec(n, t.shape, t.record.dtype, REPLICATED, t.record.dtype in FLOATING) for n, t in tensors.items()]
+    native = ModuleState(
+        "", tuple(tensors), tuple(spec.name for spec in specs if not spec.trainable), config=model_config(located.root)
+    )
+    entries = {name: _entry(TensorName(role, name), stored) for name, stored in tensors.items()}
+    return Source(
+        "dcp", located.root, role, ModelSpec(tuple(specs), num_layers(tensors), False, vocab_size=options.vocab_size), ParallelConfig(),
+        FixedCatalog({entry.name: entry for entry in entries.values()}), TrainingState(located.step or 0),
+        (stored_file(opened.file, opened.directory),), (), None, notes, native,
+    )  # fmt: skip
+
+
+def _entry(name: TensorName, stored: StoredTensor) -> TensorEntry:
+    chunk = Chunk(Box.whole(stored.shape), stored.record, stored.start, stored.strides)
+    return TensorEntry(name, stored.shape, stored.record.dtype, (chunk,))
+
+
+def stored_file(file: str, directory: Directory) -> StoredFile:
+    """A ``.pt`` file with the checksums of its records."""
+    members = directory.members.values() if directory.checksummed else ()
+    return StoredFile(file, directory.nbytes, tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members))
+
+
+def num_layers(names: Iterable[str]) -> int:
+    """Decoder layers, as far as the names of parameters tell."""
+    return max((1 + int(match[1]) for name in names if (match := _LAYER.search(name))), default=0)
+
+
+def model_config(root: Path) -> dict[str, object]:
+    """The model's ``config.json`` where the run put one: in the checkpoint, or in ``huggingface`` in it; else empty."""
+    for path in (root / "config.json", root / "huggingface" / "config.json"):
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(config, dict):
+            return config
+    return {}

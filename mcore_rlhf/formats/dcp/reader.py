@@ -1,0 +1,226 @@
+"""Opening a DCP folder of an FSDP run: keys, param groups and everything else become one Source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING
+from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.dcp import DcpFolder, Path_, load_tensor, unwrap
+
+from .aliases import find_aliases
+from .catalog import DcpCatalog
+from .extra import ITEM, Extra
+from .folders import RLINF_FOLDER, Located, locate
+from .groups import STEP, Collected, name_numbers
+from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed
+from .native import DcpState
+from .nest import nest
+from .plain import model_config, num_layers, plain_source
+from .rest import RNG, iteration_of, note_rng, scheduler_of
+from .verl import read_verl
+
+_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+def read_dcp(path: Path, options: ReadOptions) -> Source:
+    """Open a DCP folder, or RLinf's actor with one, or plain weights where there is nothing else.
+
+    Args:
+        path: The folder; or a root with ``step-N`` folders.
+        options: Which step, which stubs, whether with the optimizer.
+
+    Raises:
+        CheckpointError: It is incomplete, damaged, or contradicts itself.
+    """
+    located = locate(path, options.step)
+    if located.ranks:
+        return read_verl(located, options)
+    if located.folder is None:
+        return plain_source(located, options)
+    opened = DcpFolder.open(located.folder, located.root, options.stubs)
+    paths = dict(opened.planner_data) or guess_paths([*opened.tensors, *opened.objects])
+    missing = [key for key in (*opened.tensors, *opened.objects) if key not in paths]
+    if missing:
+        raise Incomplete(f"{located.folder}: planner_data has no path for {missing[0]}")
+    kept = Extra.of_tree(unwrap(opened, ITEM), str(located.folder)) if ITEM in opened.objects else None
+    layout = find_layout(list(paths.values()), [paths[key] for key in opened.tensors])
+    return _Reading(located, opened, paths, layout, options, kept).source()
+
+
+@dataclass
+class _Reading:
+    located: Located
+    opened: DcpFolder
+    paths: Mapping[str, Path_]
+    layout: KeyLayout
+    options: ReadOptions
+    kept: Extra | None
+    notes: Report = field(default_factory=Report)
+    collected: Collected = field(default_factory=Collected)
+    model_keys: dict[str, str] = field(default_factory=dict)
+    state_keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    rest: dict[Path_, object] = field(default_factory=dict)
+
+    def source(self) -> Source:
+        there = self.opened.tensors.keys() | self.opened.objects.keys()
+        keys = parsed(self.layout, {key: path for key, path in self.paths.items() if key in there})
+        self._sort(keys)
+        groups = self._groups()
+        aliases = self._aliases()
+        model, entries = self._model(set(aliases))
+        states = tuple(dict.fromkeys(s for of in entries.values() for s in of if s != PARAM))
+        states = tuple(sorted(states, key=lambda state: state != MASTER))
+        role = self.options.role or "actor"
+        native = self._native(groups, aliases)
+        return Source(
+            "dcp", self.located.root, role, model, ParallelConfig(dp=self._ranks()),
+            DcpCatalog(role, model, self.opened, entries), self._training(native, groups),
+            tuple(StoredFile(f.path, f.nbytes, f.records) for f in self.opened.files()), states,
+            "dcp" if self._with_optimizer else None, self.notes, native,
+        )  # fmt: skip
+
+    @property
+    def _with_optimizer(self) -> bool:
+        return self.options.optimizer and self.layout.optimizer is not None
+
+    def _sort(self, keys: Mapping[str, Key]) -> None:
+        """Every key to where it belongs; what is small is loaded."""
+        for full, key in keys.items():
+            tensor = self.opened.tensors.get(full)
+            if full == ITEM:
+                continue
+            if key.kind == "model" and tensor is not None:
+                self.model_keys[key.param] = full
+            elif key.kind in ("state", "group"):
+                if self._with_optimizer:
+                    self._sort_optimizer(full, key)
+            else:
+                path = key.path or (key.param,)
+                self.rest[path] = load_tensor(tensor) if tensor is not None else self.opened.objects[full].load()
+        if not self.model_keys:
+            raise Unsupported(f"{self.opened.folder}: holds no tensors of a model")
+
+    def _sort_optimizer(self, full: str, key: Key) -> None:
+        tensor = self.opened.tensors.get(full)
+        if key.kind == "state" and tensor is not None and key.name != STEP and tensor.global_shape != ():
+            self.state_keys.setdefault(key.param, {})[key.name] = full
+            return
+        value = load_tensor(tensor) if tensor is not None else self.opened.objects[full].load()
+        if key.kind == "state":
+            self.collected.scalars.setdefault(key.param, {})[key.name] = value
+        elif self.layout.style is Style.FLAT:
+            self.collected.own.setdefault(key.param, {})[key.name] = value
+        else:
+            self.collected.fields.setdefault(key.group, {})[key.name] = value
+
+    def _groups(self) -> tuple[ParamGroup, ...]:
+        if not self._with_optimizer:
+            return ()
+        if self.layout.style is Style.NUMBERED:
+            self._name_states()
+        groups = self.collected.groups(self.opened.folder, list(self.model_keys), self.notes)
+        self._check_scalars({name for group in groups for name in group.params})
+        return groups
+
+    def _name_states(self) -> None:
+        shapes = {name: self._shape(key) for name, key in self.model_keys.items() if self._may_be_trained(key)}
+        one = {number: self._shape(next(iter(keys.values()))) for number, keys in self.state_keys.items()}
+        names = name_numbers(self.collected, shapes, one, self.opened.folder, self.notes)
+        self.state_keys = {names[number]: keys for number, keys in self.state_keys.items() if number in names}
+
+    def _check_scalars(self, trained: set[str]) -> None:
+        """A parameter of no dimensions has moments of none, which look like a step; FSDP does not take such parameters."""
+        for name in sorted(trained & self.model_keys.keys()):
+            moments = [key for key in self.collected.scalars.get(name, {}) if key != STEP]
+            if moments and self._shape(self.model_keys[name]) == ():
+                raise Unsupported(
+                    f"{self.opened.folder}: {name} has no dimensions; its {moments[0]} is not supported yet"
+                )
+
+    def _shape(self, key: str) -> Shape:
+        return self.opened.tensors[key].global_shape
+
+    def _is_floating(self, key: str) -> bool:
+        return self.opened.tensors[key].dtype in FLOATING
+
+    def _may_be_trained(self, key: str) -> bool:
+        """FSDP cuts parameters and no buffers: where several ranks wrote, a whole floating-point tensor is a buffer."""
+        cut = any(len(self.opened.tensors[other].meta.chunks) > 1 for other in self.model_keys.values())
+        return self._is_floating(key) and (not cut or len(self.opened.tensors[key].meta.chunks) > 1)
+
+    def _aliases(self) -> dict[str, str]:
+        """Second names of tied weights, which an FSDP run stores under both."""
+        if self.kept is not None:
+            return dict(self.kept.native.shared)
+        return find_aliases(self.opened, self.model_keys, set(self.state_keys), self.notes)
+
+    def _model(self, aliases: set[str]) -> tuple[ModelSpec, dict[str, dict[str, str]]]:
+        members = set(self.collected.members())
+        specs, entries = [], {}
+        for name, key in self.model_keys.items():
+            if name in aliases:
+                continue
+            tensor, states = self.opened.tensors[key], self.state_keys.get(name, {})
+            trained = name in members if self._with_optimizer else self._is_trained(name, key)
+            self._check_states(name, tensor.global_shape, states)
+            own = MASTER if trained and self._with_optimizer and tensor.dtype == FLOAT32 else PARAM
+            entries[name] = {own: key, **(states if trained else {})}
+            dtype = self.kept.dtypes.get(name, tensor.dtype) if self.kept is not None else tensor.dtype
+            specs.append(ParamSpec(name, tensor.global_shape, dtype, REPLICATED, trained))
+        absent = sorted(members - self.model_keys.keys())
+        if absent:
+            raise Incomplete(f"{self.opened.folder}: the optimizer trains {absent[0]}, but the model does not have it")
+        return ModelSpec(tuple(specs), num_layers(entries), bool(aliases), vocab_size=self.options.vocab_size), entries
+
+    def _is_trained(self, name: str, key: str) -> bool:
+        return name not in self.kept.frozen if self.kept is not None else self._is_floating(key)
+
+    def _check_states(self, name: str, shape: Shape, states: Mapping[str, str]) -> None:
+        for state, key in states.items():
+            if self._shape(key) != shape:
+                raise Unsupported(
+                    f"{self.opened.folder}: {name} has the shape {shape}, its {state} {self._shape(key)}; only states with one value "
+                    "per element can be converted\n--no-optimizer converts the weights."
+                )
+
+    def _ranks(self) -> int:
+        ranks = [int(match[1]) for name in self.opened.sizes if (match := _RANK.fullmatch(name))]
+        return max(ranks, default=0) + 1
+
+    def _native(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> DcpState:
+        rest = nest(self.rest)
+        assert self.located.folder is not None
+        inner = RLINF_FOLDER if self.located.folder != self.located.root else ""
+        own = self.kept.native if self.kept is not None else self._guessed(groups, aliases)
+        lost = tuple(text for fate, text in self.notes.lines if fate is Fate.LOST)
+        shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)}
+        return DcpState(
+            **shared, layout=self.layout, inner=inner, weights=self.located.weights is not None, rest=rest, groups=groups,
+            scalars=self.collected.scalars, differing=lost,
+        )  # fmt: skip
+
+    def _guessed(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> ModuleState:
+        trained = {name for group in groups for name in group.params}
+        buffers = [n for n, key in self.model_keys.items() if n not in trained and not self._may_be_trained(key)]
+        return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=model_config(self.located.root))
+
+    def _training(self, native: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
+        if self.kept is None or RNG in self.kept.state.other:  # otherwise they were derived when the folder was written
+            note_rng(native.rest, self.notes)
+        if self.kept is not None:
+            state = self.kept.state
+            return state if self._with_optimizer else replace(state, groups=())
+        scheduler, other = scheduler_of(native.rest)
+        step = iteration_of(self.located, native.rest, scheduler, groups, self.notes)
+        return TrainingState(step, groups=groups, scheduler=scheduler, other=other)

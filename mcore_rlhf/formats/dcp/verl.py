@@ -1,0 +1,212 @@
+"""verl's FSDP checkpoints: ``{model,optim,extra_state}_world_size_W_rank_R.pt``, one of each per rank, and ``fsdp_config.json``.
+
+Source: verl, ``verl/utils/checkpoint/fsdp_checkpoint_manager.py`` (``FSDPCheckpointManager.save_checkpoint``). They are read, and
+not written: verl reads its own files with as many ranks as wrote them, and takes its model from a Hugging Face folder otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from mcore_rlhf.core.box import Box
+from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file
+from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .folders import Located
+from .groups import Collected, name_numbers
+from .plain import model_config, num_layers, stored_file
+from .rest import SCHEDULER, iteration_of
+from .verl_files import EXTRA, MODEL, OPTIMIZER, rank_files
+
+Values = list[dict[str, Any]]
+
+
+def read_verl(located: Located, options: ReadOptions) -> Source:
+    """Open the rank files of an actor or critic.
+
+    Args:
+        located: Its folder.
+        options: Whether with the optimizer, which role, which stubs.
+
+    Raises:
+        CheckpointError: Ranks are missing, files are damaged, or the optimizer's is FSDP1's, which has no names.
+    """
+    files = rank_files(located.root, optimizer=options.optimizer)
+    opened = [read_rank_file(located.root, name, options.stubs) for name in files[MODEL]]
+    wanted = files[OPTIMIZER] if options.optimizer else []
+    optim = [read_rank_file(located.root, name, options.stubs) for name in wanted]
+    return _Reading(located, options, opened, optim, files[EXTRA]).source()
+
+
+@dataclass
+class _Reading:
+    located: Located
+    options: ReadOptions
+    model: list[RankFile]
+    optim: list[RankFile]
+    extra: list[str]
+    notes: Report = field(default_factory=Report)
+    collected: Collected = field(default_factory=Collected)
+
+    def source(self) -> Source:
+        self.notes.add(Fate.NOTE, f"verl's rank files, of {len(self.model)} ranks; they are read, and not written")
+        role = self.options.role or "actor"
+        tensors = self._tensors([self._dictionary(file) for file in self.model])
+        states = self._states(tensors)
+        groups = self.collected.groups(self.located.root, list(tensors), self.notes) if states else ()
+        members = {name for group in groups for name in group.params}
+        entries: dict[TensorName, TensorEntry] = {}
+        specs = []
+        for name, parts in tensors.items():
+            entry = self._entry(TensorName(role, name), parts)
+            trained = name in members if states else self._is_cut(parts) and entry.dtype in FLOATING
+            own = MASTER if states and trained and entry.dtype == FLOAT32 else PARAM
+            of = {own: parts, **(states.get(name, {}) if trained else {})}
+            entries |= {(at := TensorName(role, name, state)): self._entry(at, held) for state, held in of.items()}
+            specs.append(ParamSpec(name, entry.global_shape, entry.dtype, REPLICATED, trained))
+        found = tuple(dict.fromkeys(name.state for name in entries if name.state != PARAM))
+        model = ModelSpec(tuple(specs), num_layers(tensors), False, vocab_size=self.options.vocab_size)
+        buffers = [name for name, parts in tensors.items() if name not in members and not self._is_cut(parts)]
+        config = model_config(self.located.root)
+        return Source(
+            "dcp", self.located.root, role, model, ParallelConfig(dp=len(self.model)), FixedCatalog(entries),
+            self._training(groups), self._files(), tuple(sorted(found, key=lambda state: state != MASTER)),
+            "dcp" if states else None, self.notes, ModuleState("", tuple(tensors), tuple(buffers), config=config),
+        )  # fmt: skip
+
+    def _dictionary(self, file: RankFile) -> dict[str, Any]:
+        if not isinstance(file.tree, dict):
+            raise Corrupt(
+                f"{file.directory.path}: expected a dictionary of tensors, found a {type(file.tree).__name__}"
+            )
+        return file.tree
+
+    def _tensors(self, ranks: Values) -> dict[str, list[Any]]:
+        """Every tensor's parts, by rank."""
+        for rank, values in enumerate(ranks):
+            apart = sorted(values.keys() ^ ranks[0].keys())
+            if apart:
+                raise LayoutMismatch(f"{self.model[rank].directory.path}: {apart[0]} is not in the files of all ranks")
+        return {
+            name: [values[name] for values in ranks]
+            for name, value in ranks[0].items()
+            if isinstance(value, Local | StoredTensor)
+        }
+
+    def _is_cut(self, parts: Sequence[Any]) -> bool:
+        return isinstance(parts[0], Local)
+
+    def _states(self, tensors: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
+        """The optimizer's states by parameter, its groups on the way."""
+        if not self.optim:
+            return {}
+        ranks = [self._dictionary(file) for file in self.optim]
+        numbered = cast(Values, [values.get("state", {}) for values in ranks])
+        found: dict[str, dict[str, list[Any]]] = {}
+        for number, values in numbered[0].items():
+            for key, value in values.items():
+                if isinstance(value, Local):
+                    found.setdefault(str(number), {})[key] = [rank[number][key] for rank in numbered]
+                else:
+                    self.collected.scalars.setdefault(str(number), {})[key] = _scalar(self.optim[0], value)
+        if numbered[0] and not found:
+            raise Unsupported(
+                f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
+                "which parameters they are\n--no-optimizer converts the weights; verl's strategy fsdp2 saves an optimizer that can be "
+                "converted."
+            )
+        self.collected.fields = {n: dict(group) for n, group in enumerate(ranks[0].get("param_groups", ()))}
+        shapes = {name: parts[0].global_shape for name, parts in tensors.items() if self._is_cut(parts)}
+        one = {number: next(iter(states.values()))[0].global_shape for number, states in found.items()}
+        names = name_numbers(self.collected, shapes, one, self.located.root, self.notes)
+        return {names[number]: states for number, states in found.items()}
+
+    def _entry(self, name: TensorName, parts: Sequence[Any]) -> TensorEntry:
+        first = parts[0]
+        if isinstance(first, StoredTensor):
+            chunks = tuple(Chunk(Box.whole(p.shape), p.record, p.start, p.strides) for p in parts)
+            return TensorEntry(name, first.shape, first.record.dtype, chunks)
+        chunks = tuple(self._chunks(name, parts))
+        return TensorEntry(name, first.global_shape, first.stored.record.dtype, chunks)
+
+    def _chunks(self, name: TensorName, parts: Sequence[Local]) -> Iterator[Chunk]:
+        """Parts in the order of ranks, each behind the one before it; a mesh that replicates has them several times."""
+        *outer, cut = parts[0].dims
+        if cut is None or any(dim is not None for dim in outer) or any(part.dims != parts[0].dims for part in parts):
+            raise Unsupported(
+                f"{self.located.root}: {name.param} is cut along other axes of the mesh than the last one ({parts[0].dims}); "
+                "that is not supported"
+            )
+        shape, shards = parts[0].global_shape, self._shards()
+        for first in range(0, len(parts), shards):
+            at = 0
+            for part in parts[first : first + shards]:
+                stored = part.stored
+                offset = tuple(at if dim == cut else 0 for dim in range(len(shape)))
+                at += stored.shape[cut]
+                if 0 not in stored.shape:
+                    yield Chunk(Box(offset, stored.shape), stored.record, stored.start, stored.strides)
+            if at != shape[cut]:
+                raise LayoutMismatch(
+                    f"{self.located.root}: the parts of {name.param} on ranks {first} to {first + shards - 1} have {at} rows together, "
+                    f"its shape is {shape}; the files are not of one save"
+                )
+
+    def _shards(self) -> int:
+        """Ranks among which tensors are cut: all, or, where the mesh's first axis replicates, those of one copy.
+
+        Found by the parts themselves: so many ranks have all rows of a tensor together. Ranks without rows come last, so the tensor
+        that needs the most ranks decides.
+        """
+        world, most = len(self.model), 1
+        ranks = [self._dictionary(file) for file in self.model]
+        for name, first in ranks[0].items():
+            if isinstance(first, Local) and first.dims[-1] is not None:
+                cut, rows, count = first.dims[-1], 0, 0
+                while rows < first.global_shape[cut] and count < world:
+                    rows += ranks[count][name].stored.shape[cut]
+                    count += 1
+                most = max(most, count if len(first.dims) > 1 else world)
+        return next(count for count in range(most, world + 1) if world % count == 0)
+
+    def _training(self, groups: tuple[ParamGroup, ...]) -> TrainingState:
+        """Scheduler and random states are those of the first rank."""
+        other: dict[str, object] = {}
+        if self.extra:
+            opened = read_pt(self.located.root, self.extra[0], stubs=self.options.stubs)
+            tree = opened.materialize(opened.tree)
+            other = dict(tree) if isinstance(tree, dict) else {}
+            if len(self.extra) > 1 and "rng" in other:
+                self.notes.add(
+                    Fate.LOST, f"rng: of rank 0 only; the files of {len(self.extra) - 1} other ranks are not carried"
+                )
+        scheduler = other.pop(SCHEDULER, None)
+        state = dict(scheduler) if isinstance(scheduler, dict) else None
+        step = iteration_of(self.located, other, state, groups, self.notes)
+        return TrainingState(step, groups=groups, scheduler=state, other=other)
+
+    def _files(self) -> tuple[StoredFile, ...]:
+        return tuple(stored_file(file.file, file.directory) for file in (*self.model, *self.optim))
+
+
+def _scalar(file: RankFile, value: Any) -> object:
+    """A step, which is equal on all ranks."""
+    import torch
+
+    if not isinstance(value, StoredTensor):
+        return value
+    data = bytearray(file.directory.read(value.record.key))
+    dtype: torch.dtype = getattr(torch, value.record.dtype.name)
+    return torch.frombuffer(data, dtype=dtype).as_strided(value.shape, value.strides, value.start).clone()

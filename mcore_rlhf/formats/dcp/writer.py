@@ -1,0 +1,193 @@
+"""Describing a new DCP folder: parts become items of files, and the items say what stands in ``.metadata``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mcore_rlhf.core.box import Box, Shape, row_major
+from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING
+from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.dcp import (
+    METADATA_FILE,
+    DcpFileWriter,
+    Item,
+    ObjectItem,
+    Path_,
+    TensorItem,
+    dcp_metadata,
+    records,
+)
+from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .choices import Choices, DcpView, choose
+from .content import Constant, Content, Part, Planned
+from .derived import rest_of
+from .extra import extra_of
+from .folders import FULL_WEIGHTS
+from .keys import joined
+from .native import DcpState
+
+
+def dcp_target(source: Source, options: WriteOptions) -> Target:
+    """Describe the DCP folder that holds what a source of module names has.
+
+    Args:
+        source: DeepSpeed's, universal, Hugging Face's, or a DCP folder itself.
+        options: What the user asked for.
+
+    Raises:
+        CheckpointError: It cannot be done; all problems together.
+    """
+    report = Report(list(source.notes.lines))
+    choices = choose(source, options, report)
+    native = source.native
+    assert isinstance(native, ModuleState)  # choose() refused everything else
+    if isinstance(native, DcpState):
+        report.lines = [line for line in report.lines if line[1] not in native.differing]
+    view = DcpView(source.catalog, choices.masters, dict(native.shared))
+    content = Content(
+        source, native, choices, view, rest_of(source, choices, report), extra_of(source, native, choices.dtype)
+    )
+    _report(source, choices, options, report)
+    return _Writer(source, native, choices, content, view).target(report)
+
+
+def cut(shape: Shape, parts: int) -> Iterator[Box]:
+    """Cut a tensor along its first dimension as FSDP does: ``ceil(rows / parts)`` rows each, the last fewer.
+
+    Ranks without rows store one empty part together, behind the last row.
+    Source: torch 2.13.0, ``torch.chunk``, which ``distributed/tensor/placement_types.py`` (``Shard``) follows; empty parts as FSDP2
+    wrote them.
+    """
+    rows, inner = -(-shape[0] // parts), shape[1:]
+    count = -(-shape[0] // rows) if rows else 0
+    for start in range(0, shape[0], rows or 1):
+        yield Box((start, *(0,) * len(inner)), (min(rows, shape[0] - start), *inner))
+    if count < parts:
+        yield Box((shape[0], *(0,) * len(inner)), (0, *inner))
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    source: Source
+    native: ModuleState
+    choices: Choices
+    content: Content
+    view: DcpView
+
+    def target(self, report: Report) -> Target:
+        parts = list(self.content.parts())
+        items = self._items(parts)
+        named = {part.name: part for part in parts if isinstance(part, Planned)}
+        keyed = {joined(part.path): part for part in named.values()}
+        files = [self._file(name, held, keyed) for name, held in items.items()]
+        if self.choices.weights:
+            files.append(TargetFile(FULL_WEIGHTS, self._weights_layout))
+        metadata = dcp_metadata(_shapes(parts), items, _paths(parts))
+        texts: dict[str, str | bytes] = {self._path(METADATA_FILE): metadata}
+        return Target("dcp", ParallelConfig(dp=self.choices.dp), self.view, tuple(files), texts, report)
+
+    def _path(self, name: str) -> str:
+        return f"{self.choices.inner}/{name}" if self.choices.inner else name
+
+    def _items(self, parts: Sequence[Part]) -> dict[str, list[Item]]:
+        """Items by file: a file for every rank; what is not cut goes into the first."""
+        files: dict[str, list[Item]] = {f"__{rank}_0.distcp": [] for rank in range(self.choices.dp)}
+        names = list(files)
+        for part in parts:
+            key = joined(part.path)
+            if isinstance(part, Planned):
+                boxes = cut(part.shape, self.choices.dp) if part.sharded else [Box.whole(part.shape)]
+                for name, box in zip(names, boxes, strict=False):
+                    files[name].append(TensorItem(key, part.dtype, box.offset, box.shape))
+            elif isinstance(part, Constant):
+                whole = Box.whole(part.shape)
+                files[names[0]].append(TensorItem(key, part.dtype, whole.offset, whole.shape, part.data))
+            else:
+                files[names[0]].append(ObjectItem(key, part.data))
+        return {name: held for name, held in files.items() if held}
+
+    def _file(self, name: str, items: list[Item], keyed: dict[str, Planned]) -> TargetFile:
+        path = self._path(name)
+        return TargetFile(path, partial(_layout, path, items, keyed))
+
+    def _weights_layout(self) -> FileLayout:
+        """RLinf's plain weights: names and tensors, tied ones stored once."""
+        tree: dict[str, StoredTensor] = {}
+        holds: list[TensorEntry] = []
+        for part in self.content.model():
+            owner = self.view.aliases.get(part.name.param)
+            if owner in tree:
+                tree[part.name.param] = tree[owner]
+                continue
+            numel = Box.whole(part.shape).numel
+            record = Record(FULL_WEIGHTS, f"data/{len(holds)}", part.dtype, numel, 0)
+            tree[part.name.param] = StoredTensor(record, 0, part.shape, row_major(part.shape))
+            chunk = Chunk(Box.whole(part.shape), record, 0, row_major(part.shape))
+            holds.append(TensorEntry(part.name, part.shape, part.dtype, (chunk,)))
+
+        def create(root: Path) -> FileWriter:
+            full = root / FULL_WEIGHTS
+            full.parent.mkdir(parents=True, exist_ok=True)
+            return PtWriter.create(full, tree, file=FULL_WEIGHTS)
+
+        return FileLayout(holds, [chunk.record for entry in holds for chunk in entry.chunks], create)
+
+
+def _layout(path: str, items: Sequence[Item], keyed: dict[str, Planned]) -> FileLayout:
+    """What one ``.distcp`` file holds."""
+    placed = {record.key: record for record in records(path, items)}
+    holds: dict[TensorName, TensorEntry] = {}
+    for item in items:
+        if isinstance(item, TensorItem) and item.key in placed:
+            part = keyed[item.fqn]
+            chunk = Chunk(Box(item.offset, item.shape), placed[item.key], 0, row_major(item.shape))
+            holds[part.name] = TensorEntry(part.name, part.shape, part.dtype, (chunk,))
+
+    def create(root: Path) -> FileWriter:
+        full = root / path
+        full.parent.mkdir(parents=True, exist_ok=True)
+        return DcpFileWriter.create(full, items)
+
+    return FileLayout(list(holds.values()), list(placed.values()), create)
+
+
+def _shapes(parts: Sequence[Part]) -> dict[str, Shape]:
+    return {joined(part.path): part.shape for part in parts if isinstance(part, Planned | Constant)}
+
+
+def _paths(parts: Sequence[Part]) -> dict[str, Path_]:
+    return {joined(part.path): part.path for part in parts}
+
+
+def _report(source: Source, choices: Choices, options: WriteOptions, report: Report) -> None:
+    native = source.native
+    if not isinstance(native, DcpState):
+        where = ".".join(map(str, choices.layout.rest))
+        report.add(
+            Fate.NOTE,
+            f"keys: RLinf's, {where}.model.<name> and {where}.optimizers.…, as torch's get_state_dict names them; settings of "
+            "AdamW that the source does not have get torch's own values",
+        )
+    trained = [spec for spec in source.model.params if spec.trainable]
+    halves = [spec for spec in trained if spec.dtype in FLOATING and spec.dtype.itemsize == 2]
+    if choices.dtype is not None and choices.optimizer and choices.dtype != FLOAT32:
+        report.add(
+            Fate.LOST, f"fp32 masters: the parameters become {choices.dtype}, and FSDP has no other place for them"
+        )
+    elif choices.masters and halves and MASTER in source.states:
+        report.add(
+            Fate.DERIVED,
+            f"parameters: the fp32 masters, which FSDP trains and rounds as it computes; {halves[0].dtype} is written nowhere",
+        )
+    if options.no_optimizer:
+        report.add(Fate.LOST, "the optimizer, as --no-optimizer asks")

@@ -1,0 +1,202 @@
+"""verl's rank files: parts find their places, what is missing or mixed is named, pickles run nothing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
+from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.formats.dcp.groups import choices
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.storage.dcp import Local, read_rank_file
+from tests.helpers.catalog_values import tensor_of
+
+VERL = Path(__file__).parents[2] / "goldens" / "verl"
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(VERL / "fsdp2_ws3", tmp_path / "actor"))
+
+
+def opened(path: Path, **read: Any) -> Source:
+    return open_checkpoint(path, ReadOptions(**read))
+
+
+def locals_of(name: str, kind: str, world: int) -> list[dict[str, Any]]:
+    """Local tensors by torch itself, which takes DTensors apart where nobody has a process group."""
+    from torch.distributed.tensor import DTensor
+
+    ranks = []
+    for rank in range(world):
+        values = torch.load(VERL / name / f"{kind}_world_size_{world}_rank_{rank}.pt", weights_only=False)
+        ranks.append({k: v._local_tensor if isinstance(v, DTensor) else v for k, v in values.items()})
+    return ranks
+
+
+@pytest.mark.parametrize(("name", "world"), [("fsdp2_ws3", 3), ("fsdp1_ws2", 2)])
+def test_parts_lie_behind_one_another(name: str, world: int) -> None:
+    source = opened(VERL / name, optimizer=False)
+    ranks = locals_of(name, "model", world)
+    assert {spec.name for spec in source.model.params} == set(ranks[0])
+    for spec in source.model.params:
+        parts = [values[spec.name] for values in ranks]
+        wanted = parts[0] if not spec.trainable else torch.cat(parts)
+        found = tensor_of(source, spec.name, PARAM)
+        assert found.shape == spec.global_shape
+        assert torch.equal(found, wanted), spec.name
+    assert source.parallel.dp == world
+    assert source.optimizer is None
+
+
+def test_the_optimizer_has_names() -> None:
+    source = opened(VERL / "fsdp2_ws3")
+    assert source.states == (MASTER, "exp_avg", "exp_avg_sq")
+    weights, vectors = source.state.groups
+    assert all(name.endswith(".weight") for name in weights.params)
+    assert vectors.fields["weight_decay"] == 0.0
+    assert weights.fields["step"] == 2
+    assert source.state.scheduler is not None
+    assert source.state.scheduler["last_epoch"] == 2
+    assert source.state.iteration == 2
+    assert any(fate is Fate.LOST and "of rank 0 only" in text for fate, text in source.notes.lines)
+    assert {"steps", "scale"} == set(source.native.buffers)  # type: ignore[attr-defined]
+    moment = source.catalog.get(TensorName("actor", "value_head.weight", "exp_avg"))
+    assert moment is not None
+    assert len(moment.chunks) == 1  # two ranks have no row of it
+
+
+def test_replicas_of_buffers_are_compared(three: Path) -> None:
+    entry = opened(three).catalog.get(TensorName("actor", "scale", PARAM))
+    assert entry is not None
+    assert len(list(entry.replicas())) == 2
+
+
+def test_the_optimizer_of_fsdp1_is_refused_with_a_way_out() -> None:
+    with pytest.raises(Unsupported, match=r"flat pieces(.|\n)*--no-optimizer"):
+        opened(VERL / "fsdp1_ws2")
+
+
+def test_every_missing_rank_is_named(three: Path) -> None:
+    (three / "model_world_size_3_rank_1.pt").unlink()
+    (three / "optim_world_size_3_rank_2.pt").unlink()
+    with pytest.raises(Incomplete) as caught:
+        opened(three)
+    assert "model_world_size_3_rank_1.pt: missing; 3 ranks" in str(caught.value)
+    assert "optim_world_size_3_rank_2.pt: missing" in str(caught.value)
+
+
+def test_weights_without_an_optimizer(three: Path) -> None:
+    for path in three.glob("optim_*"):
+        path.unlink()
+    source = opened(three)
+    assert (source.optimizer, source.states) == (None, ())
+
+
+def test_files_of_two_runs(three: Path) -> None:
+    for path in (VERL / "fsdp1_ws2").glob("*.pt"):
+        shutil.copy(path, three)
+    assert opened(three).parallel.dp == 3
+    (three / "fsdp_config.json").unlink()
+    with pytest.raises(LayoutMismatch, match=r"world sizes \[2, 3\]"):
+        opened(three)
+
+
+def test_a_part_of_another_save(three: Path) -> None:
+    shutil.copy(three / "model_world_size_3_rank_0.pt", three / "model_world_size_3_rank_2.pt")
+    with pytest.raises(LayoutMismatch, match="rows together"):
+        opened(three)
+
+
+def test_a_cut_file(three: Path) -> None:
+    path = three / "model_world_size_3_rank_1.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="rank_1"):
+        opened(three)
+
+
+def test_config_and_step_come_from_around(tmp_path: Path) -> None:
+    actor = Path(shutil.copytree(VERL / "fsdp2_ws3", tmp_path / "global_step_90" / "actor"))
+    (actor / "huggingface").mkdir()
+    (actor / "huggingface" / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    source = opened(tmp_path / "global_step_90")
+    assert source.state.iteration == 90
+    assert source.native.config == {"hidden_size": 8}  # type: ignore[attr-defined]
+
+
+def rewritten(path: Path, tree: Any) -> None:
+    """Another pickle in the same file."""
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    stem = next(iter(members)).partition("/")[0]
+    members[f"{stem}/data.pkl"] = pickle.dumps(tree, protocol=2)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, ("true",)
+
+
+def test_code_in_a_rank_file_is_refused_and_never_run(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten(three / "model_world_size_3_rank_0.pt", {"w": Evil()})
+    monkeypatch.setattr("os.system", lambda command: pytest.fail("it was run"))
+    with pytest.raises(Untrusted, match=r"posix\.system"):
+        opened(three)
+
+
+@pytest.mark.parametrize("tree", [[1, 2], {"w": 3}, {}])
+def test_something_else_in_a_rank_file(three: Path, tree: Any) -> None:
+    for path in three.glob("model_*"):
+        rewritten(path, tree)
+    with pytest.raises(CheckpointError):
+        opened(three)
+
+
+def test_local_tensors_say_what_they_are_a_part_of() -> None:
+    file = read_rank_file(VERL / "fsdp2_ws3", "model_world_size_3_rank_2.pt")
+    part = file.tree["embed.weight"]
+    assert isinstance(part, Local)
+    assert (part.global_shape, part.dims, part.stored.shape) == ((11, 8), (0,), (3, 8))
+
+
+def test_a_storage_that_is_too_short(three: Path) -> None:
+    path = three / "model_world_size_3_rank_0.pt"
+    data = path.read_bytes()
+    at = data.index(b"_local_tensor")
+    number = data.index(b"K\x20", at)  # 32 elements of its storage
+    path.write_bytes(data[:number] + b"K\x40" + data[number + 2 :])
+    with pytest.raises(Corrupt):
+        opened(three)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "wanted", "ways", "chosen"),
+    [
+        ([(2,), (3,), (2,)], [(3,), (2,)], 1, [1, 2]),
+        ([(2,), (3,), (2,)], [(2,)], 2, [0]),
+        ([(2,), (3,), (2,)], [(3,), None], 1, [1, 2]),
+        ([(2,), (3,)], [(4,)], 0, []),
+        ([(2,)] * 40, [(2,)] * 40, 1, list(range(40))),
+        ([(2,)] * 40, [(2,)] * 39, 2, list(range(39))),
+        ([], [], 1, []),
+    ],
+)
+def test_ways_to_choose_are_counted(
+    shapes: list[tuple[int, ...]], wanted: list[tuple[int, ...] | None], ways: int, chosen: list[int]
+) -> None:
+    assert choices(shapes, wanted) == (ways, chosen)
