@@ -16,6 +16,7 @@ from .reading import row_9, row_11, row_13
 from .reshape import row_3, row_4, row_5
 from .saving import row_1, row_2, row_8, row_10
 from .table import RESULTS, Row, as_markdown, as_text
+from .universal import row_6
 
 Measure = Callable[[Path, float, int], Iterator[Row]]
 ROWS: dict[int, Measure] = {
@@ -24,6 +25,7 @@ ROWS: dict[int, Measure] = {
     3: row_3,
     4: row_4,
     5: row_5,
+    6: row_6,
     7: lambda folder, gigabytes, rounds: row_7(folder, gigabytes),
     8: row_8,
     9: row_9,

@@ -131,16 +131,16 @@ def _stage(source: Source, native: ModuleState, options: WriteOptions, optimizer
 def _refuse_stage(source: Source, native: ModuleState, stage: int, tp: int, optimizer: bool) -> None:
     pp = source.parallel.pp
     if stage == 3 and not optimizer:
+        why = "the source has none" if source.optimizer is None else "--no-optimizer leaves it out"
         raise Unsupported(
-            "stage 3 keeps the weights themselves in the optimizer's files, so it cannot be written without them\n"
-            "Leave out --no-optimizer, or write --zero-stage 0."
+            f"stage 3 keeps the weights themselves in the optimizer's files, and {why}\nWrite --zero-stage 0, or --to universal."
         )
     if native.pipeline and stage != 1 and optimizer:
         raise Unsupported(
             f"stage {stage}: DeepSpeed's PipelineModule trains with ZeRO stage 1 only\nGive --zero-stage 1."
         )
-    if tp * pp > 1 and stage == 0 and optimizer:
-        raise Unsupported("stage 0 with model parallelism is not supported yet\nGive --zero-stage 1.")
+    if pp > 1 and stage == 0 and optimizer:
+        raise Unsupported("stage 0 with pipeline parallelism is not supported\nGive --zero-stage 1.")
     if tp * pp > 1 and not hasattr(native, "holders"):
         raise Unsupported(
             f"from {source.format} with {source.parallel}: native files of a model-parallel run can only be made of native ones\n"
@@ -196,6 +196,6 @@ def _check_groups(source: Source) -> None:
             problems.add(
                 Incomplete,
                 f"{source.root}: param group {number} has no settings (lr, weight_decay, …)",
-                "An elastic checkpoint does not store them: load it with DeepSpeed and save it without elastic_checkpoint.",
+                "An elastic checkpoint does not store them: convert it --to universal, which DeepSpeed loads with the run's own.",
             )
     problems.raise_if_any()

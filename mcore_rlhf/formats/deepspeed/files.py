@@ -18,9 +18,9 @@ _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_EXPERT = re.compile(
-    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
-)
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
 _MOST = 20
 _AGAIN = "Copy the checkpoint again from where it came from, or use an older tag."
 
@@ -36,6 +36,8 @@ class TagFiles:
         model_of_rank: Model file by (data-parallel, model-parallel) rank (stage 3).
         optim: Optimizer file by (data-parallel, model-parallel) rank.
         layers: Layer files of a ``PipelineModule`` by (layer, tensor-parallel rank).
+        experts: Weight files of DeepSpeed's own experts by (layer, expert).
+        expert_optim: Optimizer files of expert-parallel ranks, which stage 0 writes.
         prefix: What the optimizer files' names begin with: ``bf16_`` or nothing.
     """
 
@@ -45,6 +47,8 @@ class TagFiles:
     model_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
     optim: dict[tuple[int, int], str] = field(default_factory=dict)
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: dict[tuple[int, int], str] = field(default_factory=dict)
+    expert_optim: list[str] = field(default_factory=list)
     prefix: str = ""
 
     @property
@@ -105,7 +109,7 @@ def locate(path: Path, step: int | None) -> TagFiles:
         NotACheckpoint: There is none, or ``latest`` names one that is not there.
         UsageError: Several tags, and neither ``latest`` nor ``step`` says which.
         LayoutMismatch: Files of several runs are mixed.
-        Unsupported: It has expert files.
+        Unsupported: It has expert files of an old or a model-parallel run.
     """
     if is_tag_folder(path):
         return _sorted_out(path.parent, path.name)
@@ -152,7 +156,7 @@ def _of_step(root: Path, step: int, tags: list[str]) -> str:
 
 
 def _sorted_out(root: Path, tag: str) -> TagFiles:
-    files, prefixes, experts = TagFiles(root, tag), dict[str, str](), list[str]()
+    files, prefixes = TagFiles(root, tag), dict[str, str]()
     for name in sorted(child.name for child in (root / tag).iterdir()):
         if match := _MODEL.fullmatch(name):
             files.model[int(match[1])] = name
@@ -163,18 +167,28 @@ def _sorted_out(root: Path, tag: str) -> TagFiles:
             prefixes.setdefault(match[1] or "", name)
         elif match := _LAYER.fullmatch(name):
             files.layers[int(match[1]), int(match[2] or 0)] = name
-        elif _EXPERT.fullmatch(name):
-            experts.append(name)
-    _refuse_mixture(files, prefixes, experts)
+        else:
+            _sort_out_expert(files, name)
+    _refuse_mixture(files, prefixes)
     files.prefix = next(iter(prefixes), "")
     return files
 
 
-def _refuse_mixture(files: TagFiles, prefixes: dict[str, str], experts: list[str]) -> None:
-    if experts:
+def _sort_out_expert(files: TagFiles, name: str) -> None:
+    if match := _EXPERT.fullmatch(name):
+        if int(match[3]):
+            raise Unsupported(f"{files.folder / name}: experts with tensor or pipeline parallelism are not supported")
+        files.experts[int(match[1]), int(match[2])] = name
+    elif _EXPERT_OPTIM.fullmatch(name):
+        files.expert_optim.append(name)
+    elif _OLD_EXPERT.fullmatch(name):
         raise Unsupported(
-            f"{files.folder}: holds expert-parallel files ({experts[0]}); DeepSpeed-MoE is not supported yet"
+            f"{files.folder / name}: experts without a layer's number, as DeepSpeed wrote them before 0.5.5\n"
+            "Load it with DeepSpeed and save it again."
         )
+
+
+def _refuse_mixture(files: TagFiles, prefixes: dict[str, str]) -> None:
     problems = Problems()
     advice = "Files of two runs are mixed in one tag: keep those of one."
     if len(prefixes) > 1:

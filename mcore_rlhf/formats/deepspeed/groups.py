@@ -32,6 +32,9 @@ class FlatReading:
         shapes: Their local shapes.
         geometry: Where they lie.
         param_group: Number of the optimizer's param group.
+        number: Its own number in the files.
+        ranks: The data-parallel ranks that share it, in the order of its parts.
+        stored: Its parameters' names in the files; an expert's number is local there.
         parts: For every state, each data-parallel rank's part.
         scalars: What the optimizer keeps once for all of them: ``step``.
     """
@@ -40,6 +43,9 @@ class FlatReading:
     shapes: tuple[Shape, ...]
     geometry: Group
     param_group: int
+    number: int
+    ranks: range
+    stored: tuple[str, ...]
     parts: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
     scalars: dict[str, object] = field(default_factory=dict)
 
@@ -68,11 +74,13 @@ def read_groups(opened: Opened, mp_rank: int, problems: Problems) -> list[FlatRe
     owners = _param_group_of(opened.optimizer(0, mp_rank), len(shapes))
     groups = []
     for number, members in enumerate(shapes):
-        local = tuple(tuple(map(int, shape)) for shape in members.values())
-        geometry = _geometry(opened, mp_rank, number, [prod(shape) for shape in local])
-        reading = FlatReading(tuple(members), local, geometry, owners[number])
-        _read_ranks(opened, mp_rank, number, reading, problems)
-        groups.append(reading)
+        local, names = tuple(tuple(map(int, shape)) for shape in members.values()), tuple(members)
+        for ep_rank, ranks in enumerate(opened.experts.owners(names)):
+            known = tuple(opened.experts.global_name(name, ep_rank) for name in names)
+            geometry = _geometry(opened, mp_rank, number, [prod(shape) for shape in local], len(ranks))
+            reading = FlatReading(known, local, geometry, owners[number], number, ranks, names)
+            _read_ranks(opened, mp_rank, reading, problems)
+            groups.append(reading)
     return groups
 
 
@@ -103,22 +111,22 @@ def _param_group_of(state: Mapping[str, Any], count: int) -> list[int]:
     return [owner[flat] for flat in range(count)]
 
 
-def _geometry(opened: Opened, mp_rank: int, number: int, numels: Sequence[int]) -> Group:
+def _geometry(opened: Opened, mp_rank: int, number: int, numels: Sequence[int], dp: int) -> Group:
     if opened.sliced:
-        return SlicedGroup(tuple(numels), opened.dp)
+        return SlicedGroup(tuple(numels), dp)
     gaps = opened.optimizer(0, mp_rank).get("param_alignment_paddings") or ()
     of_group = tuple(gaps[number]) if len(gaps) > number else ()
-    return FlatGroup(tuple(numels), opened.dp, of_group if len(of_group) == len(numels) else ())
+    return FlatGroup(tuple(numels), dp, of_group if len(of_group) == len(numels) else ())
 
 
-def _read_ranks(opened: Opened, mp_rank: int, number: int, reading: FlatReading, problems: Problems) -> None:
-    for dp_rank in range(opened.dp):
-        part = _rank_part(opened, dp_rank, mp_rank, number)
+def _read_ranks(opened: Opened, mp_rank: int, reading: FlatReading, problems: Problems) -> None:
+    for at, dp_rank in enumerate(reading.ranks):
+        part = _rank_part(opened, dp_rank, mp_rank, reading.number)
         stored = {MASTER: part.master, **part.state}
         for key, value in stored.items():
             if _is_flat(key, value):
-                _check_length(reading, dp_rank, key, value, part.pt, problems)
-                reading.parts.setdefault(key, {})[dp_rank] = value
+                _check_length(reading, at, key, value, part.pt, problems)
+                reading.parts.setdefault(key, {})[at] = value
             elif value is not None:
                 _keep_scalar(reading, key, part.pt.materialize(value), part.pt, problems)
     _check_all_there(opened, mp_rank, reading, problems)
@@ -171,7 +179,7 @@ def _check_all_there(opened: Opened, mp_rank: int, reading: FlatReading, problem
     for key, parts in reading.parts.items():
         for rank in range(reading.geometry.dp):
             if rank not in parts and reading.geometry.indices(rank):
-                path = opened.optim[rank, mp_rank].directory.path
+                path = opened.optim[reading.ranks[rank], mp_rank].directory.path
                 text = f"{path}: has no {key} of the flat group with {reading.names[0]}, which other ranks have"
                 problems.add(Incomplete, text)
     if MASTER not in reading.parts:

@@ -75,6 +75,7 @@ def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
             reading.opaque[name] = opened.model[0, mp_rank].materialize(value)
         elif name not in reading.shared:
             reading.tensors[name] = LocalTensor(value.shape, value.record.dtype, [value], name in shapes)
+    _take_experts(opened, reading, shapes)
     if opened.sliced:
         _take_slices(opened, mp_rank, reading, shapes)
     _check_trained(opened, mp_rank, reading, shapes)
@@ -158,6 +159,15 @@ def _seen_aliases(module: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
+def _take_experts(opened: Opened, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
+    """The experts' weights, which the module's own state dict leaves out, under their global names."""
+    for pt in opened.expert_files.values():
+        for name, value in pt.tree.items():
+            reading.order.append(name)
+            trained = opened.experts.local_name(name) in shapes
+            reading.tensors[name] = LocalTensor(value.shape, value.record.dtype, [value], trained)
+
+
 def _take_slices(opened: Opened, mp_rank: int, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
     """Stage 3: parameters are empty in the module; frozen ones lie as slices beside it, buffers on every rank."""
     tops = [opened.top(dp_rank, mp_rank) for dp_rank in range(opened.dp)]
@@ -192,7 +202,8 @@ def _slices(opened: Opened, name: str, shape: Shape, mp_rank: int, fragments: li
 
 def _check_trained(opened: Opened, mp_rank: int, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
     where = opened.model[0, mp_rank].directory.path
-    for name, shape in shapes.items():
+    named = {name: shapes[local] for name in reading.tensors if (local := opened.experts.local_name(name)) in shapes}
+    for name, shape in {**shapes, **named}.items():
         tensor = reading.tensors.get(name)
         if tensor is None:
             raise Incomplete(f"{where}: 'param_shapes' has {name}, but the module does not")

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 
+from .experts import ExpertLayout, expert_layout, expert_tensors
 from .files import TagFiles, check_complete
 
 Rank = tuple[int, int]
@@ -30,6 +31,8 @@ class Opened:
         model: Model files; those of stages 0 to 2 count as data-parallel rank 0's.
         optim: Optimizer files; empty where they are not wanted.
         layers: Layer files of a ``PipelineModule``, by (layer, tensor-parallel rank).
+        expert_files: Weight files of DeepSpeed's own experts, by (layer, expert).
+        experts: How these are dealt to ranks.
     """
 
     files: TagFiles
@@ -40,6 +43,8 @@ class Opened:
     model: dict[Rank, PtFile] = field(default_factory=dict)
     optim: dict[Rank, PtFile] = field(default_factory=dict)
     layers: dict[Rank, PtFile] = field(default_factory=dict)
+    expert_files: dict[tuple[int, int], PtFile] = field(default_factory=dict)
+    experts: ExpertLayout = field(default_factory=lambda: ExpertLayout(1))
 
     @property
     def mp(self) -> int:
@@ -68,7 +73,7 @@ class Opened:
 
     def all(self) -> Iterator[PtFile]:
         """Every file."""
-        yield from (*self.model.values(), *self.layers.values(), *self.optim.values())
+        yield from (*self.model.values(), *self.layers.values(), *self.expert_files.values(), *self.optim.values())
 
 
 def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Opened:
@@ -92,11 +97,24 @@ def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Ope
     opened = Opened(files, dp, pp, tp)
     opened.model = {at: read_pt(files.root, files.path(name), stubs=stubs) for at, name in named.items()}
     opened.layers = {at: read_pt(files.root, files.path(name), stubs=stubs) for at, name in files.layers.items()}
+    _open_experts(opened, stubs, top)
     if optimizer:
         opened.optim = {at: read_pt(files.root, files.path(name), stubs=stubs) for at, name in files.optim.items()}
     _check_equal(opened, first, top)
     opened.stage = _stage(opened)
     return opened
+
+
+def _open_experts(opened: Opened, stubs: tuple[str, ...], top: Mapping[str, Any]) -> None:
+    """The weight files of DeepSpeed's own experts, and how the experts are dealt to ranks."""
+    files = opened.files
+    if top.get("ds_autoep_layers"):
+        raise Unsupported(
+            f"{files.folder}: AutoEP's experts are not supported yet\nConvert it with DeepSpeed's own ds_to_universal."
+        )
+    opened.expert_files = {at: read_pt(files.root, files.path(name), stubs=stubs) for at, name in files.experts.items()}
+    trees = {at: dict(expert_tensors(str(pt.directory.path), pt.tree, at[1])) for at, pt in opened.expert_files.items()}
+    opened.experts = expert_layout(str(files.folder), opened.dp, trees, top)
 
 
 def _top_of(pt: PtFile) -> Mapping[str, Any]:
@@ -157,7 +175,8 @@ def _check_partition_count(opened: Opened, pt: PtFile, problems: Problems) -> No
         return
     count = state.get("partition_count")
     counts = set(count) if isinstance(count, list) else {count}
-    if counts - {opened.dp, None}:
+    shared = {opened.dp // opened.experts.degree(layer) for layer in opened.experts.held}
+    if counts - {opened.dp, None, *shared}:
         problems.add(
             LayoutMismatch,
             f"{pt.directory.path}: is cut for {_listed(counts)} data-parallel ranks, but the model files say {opened.dp}",

@@ -94,13 +94,14 @@ class OptimizerTrees:
         return {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic(scaler), "overflow": overflow}
 
     def _clip_grad(self) -> object:
-        return self.native.optimizer.get("clip_grad", self.state.args.get("gradient_clipping", 0.0))
+        return self.native.optimizer.get("clip_grad", self.state.args.get("gradient_clipping"))
 
     def _flat_state(self, records: Records, groups: Sequence[NewGroup], rank: int) -> Tree:
         own = self.choices.bf16_optimizer
         parts = self._parts(records, groups, rank, lean=not own)
         tree: Tree = {} if own else self._wrapper()
-        tree["clip_grad"] = self._clip_grad()
+        if (clip_grad := self._clip_grad()) is not None:  # without it, the engine keeps its own configuration's
+            tree["clip_grad"] = clip_grad
         tree["base_optimizer_state"] = {
             "state": {index: self._state_of(part, groups[index].number) for index, part in enumerate(parts)},
             "param_groups": self._param_groups([[index] for index in range(len(groups))]),
@@ -164,7 +165,7 @@ class OptimizerTrees:
             **self._loose(),
             "optimizer_state_dict": inner,
             "fp32_groups_flat": flat,
-            "clip_grad": self._clip_grad(),
+            "clip_grad": self._clip_grad() or 0.0,
         }
 
     def _loose(self) -> Tree:

@@ -25,6 +25,7 @@ from .modules import ModuleReading, read_module
 from .opened import Opened, open_tag
 from .plain import PlainReading, read_plain
 from .state import Members, native_state, training_state
+from .values import same
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 
@@ -49,7 +50,7 @@ class _Reading:
     """Everything about the optimizer, on its way into a Source."""
 
     flat: list[list[FlatReading]] = field(default_factory=list)
-    plain: PlainReading | None = None
+    plain: list[PlainReading] = field(default_factory=list)
     members: Members = field(default_factory=Members)
 
 
@@ -102,23 +103,43 @@ def _read_optimizer(opened: Opened, modules: list[ModuleReading], options: ReadO
         else:
             _check_mappings(opened, reading.flat)
         reading.members = _flat_members(opened, reading.flat, dealt)
+    elif options.optimizer and opened.files.expert_optim:
+        raise Unsupported(
+            f"{opened.files.folder / opened.files.expert_optim[0]}: stage 0 stores no names for its optimizer's states, and with "
+            "experts the order of the parameters is not known\n--no-optimizer reads the weights alone."
+        )
     elif options.optimizer and opened.first.get("optimizer") is not None:
-        _refuse_model_parallel(opened)
-        reading.plain = read_plain(opened.model[0, 0], modules[0], options.rules)
-        for name in reading.plain.places:
-            modules[0].tensors[name].trained = True
-        reading.members = Members(reading.plain.fields, reading.plain.members, reading.plain.scalars)
+        _refuse_pipeline(opened)
+        reading.plain = [read_plain(opened.model[0, n], module, options.rules) for n, module in enumerate(modules)]
+        for module, plain in zip(modules, reading.plain, strict=True):
+            for name in plain.places:
+                module.tensors[name].trained = True
+        reading.members = _plain_members(opened, reading.plain)
     if not options.optimizer:
         reading.members = Members()
     return reading
 
 
-def _refuse_model_parallel(opened: Opened) -> None:
-    if opened.mp > 1:
+def _refuse_pipeline(opened: Opened) -> None:
+    if opened.pp > 1:
         raise Unsupported(
-            f"{opened.files.folder}: the optimizer of stage 0 with TP {opened.tp} × PP {opened.pp} is not supported yet\n"
-            "Its weights can be read with --no-optimizer."
+            f"{opened.files.folder}: the optimizer of stage 0 with PP {opened.pp} is not supported: its states have no names, and "
+            "nothing says which stage had which layer\n"
+            "Load it with DeepSpeed at ZeRO stage 1 and save it again."
         )
+
+
+def _plain_members(opened: Opened, plain: list[PlainReading]) -> Members:
+    """Stage 0: every tensor-parallel rank lists the same parameters, each its own parts of them."""
+    first = plain[0]
+    for mp_rank, other in enumerate(plain):
+        if other.members != first.members or not same(other.scalars, first.scalars):
+            where = opened.model[0, mp_rank].directory.path
+            raise LayoutMismatch(
+                f"{where}: its optimizer's param groups or steps are not those of tensor-parallel rank 0\n"
+                "Files of different runs are mixed in one tag: copy the checkpoint again from where it came from."
+            )
+    return Members(first.fields, first.members, first.scalars)
 
 
 def _round_robin(opened: Opened) -> bool:
@@ -134,10 +155,11 @@ def _check_mappings(opened: Opened, flat: list[list[FlatReading]]) -> None:
         if any(any(getattr(group.geometry, "gaps", ())) for group in groups):
             continue
         for dp_rank in range(opened.dp):
+            mine = {group.number: (group, group.ranks.index(dp_rank)) for group in groups if dp_rank in group.ranks}
             for number, name, start, numel in mappings(opened, mp_rank, dp_rank):
-                group = groups[number]
-                runs = group.geometry.runs(group.names.index(name)) if name in group.names else ()
-                if not any((run.rank, run.at, run.numel) == (dp_rank, start, numel) for run in runs):
+                group, at = mine[number]
+                runs = group.geometry.runs(group.stored.index(name)) if name in group.stored else ()
+                if not any((run.rank, run.at, run.numel) == (at, start, numel) for run in runs):
                     where = opened.optim[dp_rank, mp_rank].directory.path
                     text = f"{where}: param_slice_mappings puts {name} at {start}:{start + numel} of group {number}"
                     advice = "By the order of 'param_shapes' it lies elsewhere: the files are of different runs."
@@ -151,7 +173,7 @@ def _flat_members(opened: Opened, flat: list[list[FlatReading]], dealt: bool) ->
     members.scalars = [{} for _ in members.fields]
     for groups in flat:
         for group in groups:
-            names = undealt(group.names, opened.dp) if dealt else group.names
+            names = undealt(group.names, group.geometry.dp) if dealt else group.names
             known = members.names[group.param_group]
             members.names[group.param_group] = (*known, *(name for name in names if name not in set(known)))
             members.add_scalars(group.param_group, group.scalars, opened.files.folder)
@@ -193,8 +215,9 @@ def _place_states(owners: dict[str, dict[int, Holder]], reading: _Reading) -> No
             for index, name in enumerate(group.names):
                 for state, parts in group.parts.items():
                     owners[name][mp_rank].places[state] = Cut(group.geometry, index, parts)
-    for name, places in (reading.plain.places if reading.plain else {}).items():
-        owners[name][0].places.update(places)
+    for mp_rank, plain in enumerate(reading.plain):
+        for name, places in plain.places.items():
+            owners[name][mp_rank].places.update(places)
 
 
 def _num_layers(specs: list[ParamSpec]) -> int:

@@ -60,15 +60,17 @@ class Trees:
         tensors = {} if self.native.pipeline else self._module_tensors(records, local)
         frozen = [m for m in local if not m.spec.trainable and m.spec.name not in self.native.buffers]
         fragments = self._fragments(records, frozen, tensors, dp_rank)
+        shapes = OrderedDict((m.spec.name, _size(m)) for m in frozen)
+        stored = stage >= 2 and not self.native.without_frozen  # DeepSpeed looks for each in a dictionary that is there
         first = stage > 0 and dp_rank == 0 and mp_rank == 0
         tree: Tree = {
             "module": None if self.native.pipeline else self._module(tensors, mp_rank),
             "buffer_names": [m.spec.name for m in local if m.spec.name in self.native.buffers],
             "optimizer": self.optimizer.plain(records, mp_rank) if self.choices.optimizer and stage == 0 else None,
             "param_shapes": self._param_shapes(mp_rank) if self.choices.optimizer else None,
-            "frozen_param_shapes": OrderedDict((m.spec.name, _size(m)) for m in frozen) if stage >= 2 else None,
+            "frozen_param_shapes": shapes if stored else None,
             "shared_params": (dict(self.native.shared) if first else {}) if stage > 0 else None,
-            "frozen_param_fragments": fragments if stage >= 2 else None,
+            "frozen_param_fragments": fragments if stored else None,
             "lr_scheduler": copy.deepcopy(self.state.scheduler),
             "data_sampler": None, "random_ltd": None, "skipped_steps": 0,
             "global_steps": self.state.iteration, "global_samples": other.get("global_samples", 0),

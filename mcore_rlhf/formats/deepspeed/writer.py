@@ -18,6 +18,7 @@ from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptwriter import PtWriter
 
 from .choices import Choices, choose
+from .experts import expert_name
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
 from .layout import Blueprint, Records
 from .optimizer_trees import Tree
@@ -44,6 +45,11 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
     native = source.native
     if not isinstance(native, ModuleState):
         raise Unsupported(f"from {source.format} to deepspeed: this pair of formats is not supported yet")
+    if any(expert_name(spec.name) is not None for spec in source.model.params):
+        raise Unsupported(
+            f"{source.root}: native files of a model with DeepSpeed's own experts are read, and not written\n"
+            "Convert it --to universal, which has every expert under its global number."
+        )
     report = Report(list(source.notes.lines))
     choices = choose(source, native, options, report)
     return _Writer(source, native, choices, report).target()

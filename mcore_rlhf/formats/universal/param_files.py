@@ -48,7 +48,7 @@ class ZeroFolder:
     Args:
         params: The parameters' folders, by name.
         opened: All files that were opened.
-        optimizer: ``optimizer_state.pt``, where it was asked for.
+        optimizer: ``optimizer_state.pt``, where it was asked for; None too where there are weights alone.
     """
 
     params: dict[str, ParamFiles]
@@ -74,13 +74,19 @@ def read_zero_folder(located: Located, stubs: tuple[str, ...], *, optimizer: boo
             folder.params[name] = _read_param(located, name, files, stubs, optimizer, folder.opened)
         except CheckpointError as error:
             problems.add_error(error)
-    if optimizer:
+    if optimizer and not _weights_alone(located, folder):
         try:
             folder.optimizer = _read_optimizer(located, stubs, folder.opened)
         except CheckpointError as error:
             problems.add_error(error)
     problems.raise_if_any()
     return folder
+
+
+def _weights_alone(located: Located, folder: ZeroFolder) -> bool:
+    """Whether there never was an optimizer: then nothing of one is there, neither settings nor a single state."""
+    states = any(len(files.tensors) > 1 or files.step is not None for files in folder.params.values())
+    return not states and not (located.folder / ZERO / OPTIMIZER_FILE).is_file()
 
 
 def _folders(zero: Path, problems: Problems) -> Iterator[tuple[str, list[str]]]:

@@ -61,7 +61,7 @@ class _Reading:
         if self.zero.optimizer is not None:
             keys = common_states(self.zero.params, trained, self.located.folder)
             groups = param_groups(self.zero.optimizer, self.states, self._of(trained), notes, self.located.folder)
-        names = (MASTER, *keys) if self.options.optimizer else ()
+        names = (MASTER, *keys) if self.zero.optimizer is not None else ()
         specs, weights = self._specs(set(trained), notes)
         others = list(self.states.others())
         model = ModelSpec(

@@ -22,6 +22,8 @@ from .trees import ModelFile, differing_fields, group_step, optimizer_tree
 _NO_MEANING = (
     "tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "dtype", "optimizer", "rng", "padded_vocab_size", "zero_stage",
 )  # fmt: skip
+_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
+"""In the names of what DeepSpeed's own mixture-of-experts layer has. Source: DeepSpeed 0.19.8, ``moe/experts.py``."""
 
 
 def universal_target(source: Source, options: WriteOptions) -> Target:
@@ -56,7 +58,7 @@ class _Writer:
         report = Report(list(self.source.notes.lines))
         keys = TensorParallelKeys.of(self.source.state.other.get(INFO), self.native)
         self._check(keys)
-        states = () if self.options.no_optimizer else self.source.states
+        states = () if not self.optimizer else self.source.states
         files = StateFiles(
             self.folder, self.source.role, self.source.catalog, (MASTER, *(s for s in states if s != MASTER)), keys,
             self.options.vocab_size,
@@ -68,6 +70,11 @@ class _Writer:
         )  # fmt: skip
 
     @property
+    def optimizer(self) -> bool:
+        """Whether there is an optimizer to be written."""
+        return self.source.optimizer is not None and not self.options.no_optimizer
+
+    @property
     def folder(self) -> str:
         """Name of the checkpoint's folder."""
         return f"{self.native.tag or f'global_step{self.source.state.iteration}'}{SUFFIX}"
@@ -76,7 +83,7 @@ class _Writer:
         """Every trained parameter needs a master; every pattern a parameter."""
         problems = Problems()
         for spec in self.source.model.params:
-            if spec.trainable and not self.options.no_optimizer and not self._has_master(spec):
+            if spec.trainable and self.optimizer and not self._has_master(spec):
                 problems.add(
                     Incomplete,
                     f"{spec.name}: has no fp32 master weights in {self.source.root}, and {spec.dtype} weights are not as exact",
@@ -101,7 +108,7 @@ class _Writer:
         steps = self._steps()
         for spec in self.source.model.params:
             yield from files.files(spec, steps.get(spec.name))
-        if not self.options.no_optimizer:
+        if self.optimizer:
             yield TargetFile(f"{self.folder}/{ZERO}/{OPTIMIZER_FILE}", self._optimizer_layout)
 
     def _model_layout(self, path: str, mp_rank: int, whole: bool) -> FileLayout:
@@ -113,7 +120,7 @@ class _Writer:
 
     def _steps(self) -> dict[str, object]:
         """The step of every trained parameter: its group's, or that of all groups where members are not known."""
-        groups = () if self.options.no_optimizer else self.source.state.groups
+        groups = () if not self.optimizer else self.source.state.groups
         steps = {name: group_step(group) for group in groups for name in group.params}
         if groups and not steps:
             steps = {spec.name: group_step(groups[0]) for spec in self.source.model.params if spec.trainable}
@@ -121,14 +128,25 @@ class _Writer:
 
     def _report(self, report: Report) -> None:
         report.add(Fate.KEPT, "client state, counters and the learning-rate scheduler of every model-parallel rank")
-        unstored = [spec.name for spec in self.source.model.params if spec.trainable and not self._stores(spec, MASTER)]
-        if unstored and not self.options.no_optimizer:
-            report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
-        if self.options.no_optimizer:
+        if any(_EXPERT in spec.name for spec in self.source.model.params):
             report.add(
-                Fate.LOST, "the optimizer: DeepSpeed loads its weights alone, in stage 3 without optimizer states"
+                Fate.NOTE,
+                "DeepSpeed's own experts have their global numbers; its loader looks for each rank's local ones, and so finds the "
+                "right ones only in a run without expert parallelism (ep_size 1)",
             )
+        unstored = [spec.name for spec in self.source.model.params if spec.trainable and not self._stores(spec, MASTER)]
+        if unstored and self.optimizer:
+            report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
+        if not self.optimizer:
+            fate, why = (Fate.LOST, "as asked for") if self.options.no_optimizer else (Fate.NOTE, "the source has none")
+            text = "DeepSpeed loads such a checkpoint in stage 3 only, with load_module_only=True"
+            report.add(fate, f"no optimizer, {why}: {text}")
             return
+        if any(not set(group.fields) - set(group.scalars) for group in self.source.state.groups):
+            report.add(
+                Fate.NOTE,
+                "the source has no settings of param groups (elastic_checkpoint): those of the new run's configuration stay",
+            )
         differing = differing_fields(self.source.state.groups)
         if differing:
             report.add(

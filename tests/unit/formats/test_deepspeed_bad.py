@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import (
-    CheckpointError,
     Corrupt,
     Incomplete,
     LayoutMismatch,
@@ -22,42 +21,18 @@ from mcore_rlhf.errors import (
 )
 from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.registry import detect
-from tests.helpers.conversions import options
-from tests.helpers.damage import edited, flip, snapshot, truncate
+from tests.helpers.damage import edited, flip, truncate
 from tests.helpers.deepspeed_goldens import GOLDENS
 from tests.helpers.plain_load import plain_load, plain_save
+from tests.unit.formats.deepspeed_refusal import copied, refused
 
 Z2, Z3 = "z2_fp32_frozen_dp4", "z3_bf16_frozen_dp2"
 
 
 @pytest.fixture
 def bad(tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a golden's root, native part only."""
-
-    def copy(name: str) -> Path:
-        root = tmp_path / "source"
-        shutil.copytree(GOLDENS / name / "step3", root / "step3")
-        (root / "latest").write_text("step3")
-        return root
-
-    return copy
-
-
-def refused(root: Path, kind: type[CheckpointError], *words: str, read: ReadOptions | None = None) -> str:
-    from dataclasses import replace
-
-    from mcore_rlhf.convert import convert
-
-    before, there = snapshot(root), sorted(path.name for path in root.parent.iterdir())
-    chosen = replace(options(zero_stage=2, dp=2), to="deepspeed", read=read or ReadOptions())
-    with pytest.raises(CheckpointError) as caught:
-        convert(root, root.parent / "target", chosen)
-    message = str(caught.value)
-    assert type(caught.value) is kind, message
-    assert [word for word in words if word not in message] == [], message
-    assert sorted(path.name for path in root.parent.iterdir()) == there
-    assert snapshot(root) == before
-    return message
+    """Makes a copy of a golden, to be broken."""
+    return lambda name: copied(name, tmp_path / "source")
 
 
 class TestMissing:
@@ -239,12 +214,6 @@ class TestDamaged:
         path.unlink()
         plain_save({**tree, "hook": print}, path)
         refused(root, Untrusted, "print")
-
-
-def test_expert_files_are_not_supported_yet(bad: Callable[[str], Path]) -> None:
-    root = bad(Z2)
-    (root / "step3" / "layer_0_expert_1_mp_rank_00_model_states.pt").write_bytes(b"")
-    refused(root, Unsupported, "DeepSpeed-MoE")
 
 
 def test_tensor_parallel_files_without_a_word_on_how_they_are_cut(bad: Callable[[str], Path]) -> None:

@@ -20,9 +20,11 @@ from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.formats.universal import FORMAT
 from mcore_rlhf.formats.universal.tp_keys import TensorParallelKeys
+from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.damage import edited
 from tests.helpers.plain_load import plain_load, same
 from tests.helpers.universal_by_hand import FIELDS, adam, write
+from tests.helpers.zero_reader import read_zero
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 ROW = "parameter_with_row_parallelism_patterns"
@@ -184,6 +186,35 @@ def test_without_the_optimizer_there_are_weights_alone(tmp_path: Path) -> None:
     assert torch.equal(
         plain_load(_zero(tmp_path / "b") / "w" / "fp32.pt")["param"], plain_load(source / "zero/w/fp32.pt")["param"]
     )
+
+
+@pytest.mark.parametrize("name", ["z2_bf16_ac_dp2", "z0_fp32_untied_dp1", "z3_bf16_frozen_dp2"])
+def test_a_checkpoint_of_weights_alone_is_read_again(name: str, tmp_path: Path) -> None:
+    """What has no optimizer is complete without one; and goes on to native files of the same weights."""
+    read = ReadOptions(optimizer=False)
+    options = ConvertOptions(to="universal", fsync=False, read=read, write=WriteOptions(no_optimizer=True))
+    convert(GOLDENS / "deepspeed" / name / "step3", tmp_path / "uni", options)
+    source = open_checkpoint(tmp_path / "uni", ReadOptions())
+    assert (source.optimizer, source.states, source.state.groups) == (None, (), ())
+    assert verify(tmp_path / "uni", ReadOptions()).intact
+    job = _convert(tmp_path / "uni", tmp_path / "again")
+    assert job.lossless
+    assert any("the source has none" in text for _, text in job.report.lines)
+    convert(tmp_path / "uni", tmp_path / "native", replace(options, to="deepspeed", read=ReadOptions()))
+    expected = GOLDENS / "deepspeed" / name / "expected.pt"
+    merged = read_zero(tmp_path / "native" / "step3").param
+    masters = {key: value for key, value in plain_load(expected)["state"].items() if key.endswith("/fp32")}
+    assert masters
+    for key, value in masters.items():
+        weight = merged[key.removesuffix("/fp32")]
+        assert torch.equal(weight, value.to(weight.dtype)), key
+
+
+def test_states_without_the_optimizers_file_are_incomplete(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", {"w": adam(4, 3)})
+    (source / "zero" / "optimizer_state.pt").unlink()
+    with pytest.raises(Incomplete, match=r"optimizer_state\.pt"):
+        open_checkpoint(source, ReadOptions())
 
 
 class _WithoutMaster:
