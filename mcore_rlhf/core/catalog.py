@@ -21,6 +21,7 @@ class Record:
         dtype: Element type.
         numel: Number of elements.
         byte_offset: Where the first element lies in the file, in bytes.
+        computed: Whether its elements are stored nowhere, but computed when they are looked at; see :mod:`.lowrank`.
     """
 
     file: str
@@ -28,6 +29,7 @@ class Record:
     dtype: DType
     numel: int
     byte_offset: int
+    computed: bool = False
 
     @property
     def nbytes(self) -> int:

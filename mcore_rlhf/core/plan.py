@@ -64,8 +64,8 @@ class FilePlan:
 
     @property
     def lossless(self) -> bool:
-        """Whether no value is converted on the way."""
-        return all(copy.cast is None for copy in self.copies)
+        """Whether no value is converted or computed on the way."""
+        return all(copy.cast is None and not copy.source.computed for copy in self.copies)
 
 
 def plan_file(file: str, holds: Iterable[TensorEntry], source: Catalog) -> FilePlan:

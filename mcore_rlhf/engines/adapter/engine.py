@@ -1,0 +1,200 @@
+"""The engine of a LoRA: what the manager saves of it, and how it is loaded back in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mcore_rlhf.core.catalog import Record
+from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.formats.adapters.fingerprint import ModelFingerprint
+from mcore_rlhf.formats.peft.names import CONFIG, DEFAULT, ORIGIN, SAFETENSORS
+from mcore_rlhf.formats.peft.origin import BaseModel, Origin
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
+from mcore_rlhf.storage.safetensors_reader import SafetensorsFile, read_safetensors
+
+from ..base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
+from ..copying import fill
+from ..plain import FILE, TorchEngine
+from ..stateful import Stateful
+from ..writable import no_bytes, refuse_unwritable
+from .live_adapter import LiveAdapter
+from .trained import Trained
+
+_BASE_PATH = "base_model_name_or_path"
+
+
+class AdapterEngine:
+    """An adapter of peft's in training, equal on all ranks. Rank 0 writes; of the base there is a fingerprint only.
+
+    In the role's folder are peft's ``adapter_model.safetensors`` and ``adapter_config.json``, so that
+    ``PeftModel.from_pretrained`` loads it as it is; ``mcore_rlhf_adapter.json`` with the base's path and fingerprint; and
+    ``state.pt``, as of the plain engine, with the optimizer, the scheduler, and what is trained besides the adapter.
+
+    Args:
+        model: What ``get_peft_model`` made; DDP's wrapper is looked through.
+        optimizer: Any ``torch.optim.Optimizer``, or None.
+        scheduler: Any learning-rate scheduler, or None.
+        adapter: What the adapter is called in the model.
+        base: Where the base model lies; None takes what the adapter's configuration says.
+        config: The adapter's configuration, where the model has no ``peft_config``.
+        others: Further things with ``state_dict``, by name.
+
+    Raises:
+        UsageError: The model has no such adapter.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        *,
+        adapter: str = DEFAULT,
+        base: str | Path | None = None,
+        config: Mapping[str, object] | None = None,
+        **others: Stateful,
+    ) -> None:
+        wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
+        self.adapter = LiveAdapter.of(model.module if wrapped else model, adapter, config)  # type: ignore[arg-type]
+        self.base_path = str(base or self.adapter.config.values.get(_BASE_PATH) or "")
+        self._rest = TorchEngine(Trained(self.adapter), optimizer, scheduler, **others)
+        self._known_base: ModelFingerprint | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the role's world."""
+        return self._rest.ranks
+
+    @property
+    def layout(self) -> str:
+        """How the model is cut: not at all."""
+        return self._rest.layout
+
+    def live(self, step: int) -> LiveState:
+        """Describe what is to be saved: all on rank 0, nothing on the others.
+
+        Raises:
+            Unsupported: The adapter is merged into the base just now, or tensors have no bytes.
+        """
+        if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
+            return LiveState("peft", self.layout, ())
+        self.adapter.refuse_merged()
+        if self._known_base is None:  # it is frozen: once is enough
+            self._known_base = self.adapter.base()
+        config = {**self.adapter.config.values}
+        config[_BASE_PATH] = config.get(_BASE_PATH) or self.base_path or None
+        texts = {
+            CONFIG: json.dumps(config, indent=2, sort_keys=True),
+            ORIGIN: Origin(step, BaseModel(self.base_path, self._known_base)).text(),
+        }
+        return LiveState("peft", self.layout, (self._weights(), *self._rest.live(step).files), texts)
+
+    def _weights(self) -> LiveFile:
+        """The widest elements first, then by name, as safetensors lays files out itself."""
+        tensors, segments = [], []
+        live = self.adapter.tensors()
+        for name in sorted(live, key=lambda name: (-live[name].element_size(), name)):
+            tensor = live[name].detach()
+            if why := no_bytes(tensor):
+                raise Unsupported(f"{name} {why}; it cannot be saved")
+            shape = tuple(tensor.shape)
+            tensors.append(SafeTensor(Record(SAFETENSORS, name, dtype_of(tensor.dtype), prod(shape), 0), shape))
+            segments.append(Segment(name, 0, tensor.contiguous()))
+        return LiveFile(SAFETENSORS, self.ranks[:1], tuple(segments), create=_Layout(tuple(tensors)))
+
+    def prepare_load(self, request: LoadRequest) -> PreparedLoad:
+        """Open the adapter and compare it, and the base that it needs, with what is live.
+
+        Raises:
+            CheckpointError: It is missing, damaged, another model's, or of another base; all differences are listed.
+        """
+        self.adapter.refuse_merged()
+        stored = read_safetensors(request.folder, SAFETENSORS)
+        report = Report()
+        self._check(stored, request.folder)
+        self._check_base(request.folder, report)
+        report.add(Fate.KEPT, f"the adapter: {len(stored.tensors)} tensors")
+        rest = self._prepare_rest(request)
+        return _Load(self.adapter, request.folder, stored, rest, report)
+
+    def _check(self, stored: SafetensorsFile, folder: Path) -> None:
+        problems, live = Problems(), self.adapter.tensors()
+        where = str(folder / SAFETENSORS)
+        for name in sorted({*stored.tensors, *live}):
+            place, target = stored.tensors.get(name), live.get(name)
+            if place is None or target is None:
+                text = "is missing" if place is None else "is not a tensor of the run's adapter"
+                problems.add(LayoutMismatch, f"{where}: {name} {text}")
+            elif (place.shape, place.record.dtype) != (tuple(target.shape), dtype_of(target.dtype)):
+                found, wanted = f"{place.record.dtype} {place.shape}", f"{dtype_of(target.dtype)} {tuple(target.shape)}"
+                problems.add(LayoutMismatch, f"{where}: {name} is {found}, the run's is {wanted}")
+        refuse_unwritable(live, where, problems)
+        problems.raise_if_any()
+
+    def _check_base(self, folder: Path, report: Report) -> None:
+        origin = Origin.read(folder)
+        if origin is None or origin.base is None or origin.base.fingerprint is None:
+            report.add(Fate.NOTE, "the adapter has no fingerprint of its base model, so that the base was not checked")
+            return
+        found = self.adapter.base()
+        origin.base.check(found, f"the run's base model{f' ({self.base_path})' if self.base_path else ''}")
+        self._known_base = found
+        report.add(Fate.NOTE, "the base model has the fingerprint of the one on which the adapter was trained")
+
+    def _prepare_rest(self, request: LoadRequest) -> PreparedLoad | None:
+        if (request.folder / FILE).is_file():
+            return self._rest.prepare_load(request)
+        if request.optimizer and (self._rest.optimizer is not None or self._rest.others):
+            raise Incomplete(
+                f"{request.folder / FILE}: there is no such file, and the optimizer lies in it\n"
+                "This is an adapter without the state of its training: load the weights alone, load(optimizer=False)."
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Makes the file, behind training."""
+
+    tensors: tuple[SafeTensor, ...]
+
+    def __call__(self, path: Path) -> SafetensorsWriter:
+        """Lay it out at a path."""
+        return SafetensorsWriter.create(path, list(self.tensors), {"format": "pt"})
+
+
+@dataclass(slots=True)
+class _Load:
+    adapter: LiveAdapter
+    folder: Path
+    stored: SafetensorsFile
+    rest: PreparedLoad | None
+    report: Report
+    files: Sequence[Path] = field(init=False)
+    rng: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        names = (SAFETENSORS, CONFIG, ORIGIN)
+        beside = [self.folder / name for name in names if (self.folder / name).is_file()]
+        self.files = [*beside, *(self.rest.files if self.rest is not None else ())]
+        if self.rest is not None:
+            self.report.extend(self.rest.report.lines)
+
+    def apply(self) -> None:
+        """First what may refuse, then the adapter's tensors, in place.
+
+        Raises:
+            CheckpointError: A part refused its state; nothing has changed.
+        """
+        if self.rest is not None:
+            self.rest.apply()
+        fill(self.folder, self.stored.tensors, self.adapter.tensors())

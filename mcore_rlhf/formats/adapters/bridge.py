@@ -1,0 +1,251 @@
+"""Megatron-Bridge's LoRA under peft's names: adapters of fused linear layers become one for each layer that is fused.
+
+A fused layer's adapter has one ``linear_in`` for all that is fused (queries, keys, values; gate, up): it is repeated. Its ``linear_out``
+is cut like the rows of the base weight. ``CanonicalLoRA`` has an adapter for each. Read in code, not run.
+
+Source: NVIDIA-NeMo/Megatron-Bridge ``src/megatron/bridge/peft/{adapter_wrapper,canonical_lora,utils}.py`` and
+``models/conversion/peft_bridge.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.core.catalog import Catalog, TensorEntry
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.crossing.reference_config import read_config
+from mcore_rlhf.formats.crossing.to_huggingface import to_huggingface
+from mcore_rlhf.formats.crossing.view import CrossingView
+from mcore_rlhf.formats.megatron.reader import MegatronNative
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.peft.config import model_reference
+from mcore_rlhf.formats.peft.names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, PREFIX, in_memory
+from mcore_rlhf.formats.renaming import renamed
+from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
+from mcore_rlhf.models.huggingface.correspondence import Share
+from mcore_rlhf.models.huggingface.expand import Filled, filled
+from mcore_rlhf.models.huggingface.relation import spelling_of
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+
+from .joining import BothView
+
+_ADAPTER = re.compile(
+    r"(?P<linear>.+)\.adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<side>in|out)\.(?P<kind>weight|bias)"
+)
+_SIDES = {"in": LORA_A, "out": LORA_B}
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def with_peft_names(source: Source, options: WriteOptions) -> Source:
+    """A Megatron source that has adapters, under peft's names; any other source as it is.
+
+    Args:
+        source: An opened checkpoint.
+        options: What the user asked for: ``reference_config`` describes the model where the checkpoint does not.
+
+    Raises:
+        CheckpointError: The model's names are not known, or an adapter does not fit its layer.
+    """
+    native = source.native
+    if not isinstance(native, MegatronNative) or not any(_ADAPTER.fullmatch(s.name) for s in source.model.params):
+        return source
+    options = replace(options, reference_config=model_reference(options.reference_config))
+    base = _base(source, options)
+    config = _description(source, base, options)
+    sizes = sizes_of_config(config)
+    if base is None and sizes.layers != source.model.num_layers:
+        raise LayoutMismatch(
+            f"{source.root}: has adapters of {source.model.num_layers} layers, and the model has {sizes.layers}\n"
+            "Layers without an adapter cannot be counted, and with virtual pipeline stages verl saves the first chunk of each rank "
+            "and no other: such a checkpoint is not whole."
+        )
+    names = [spec.name for spec in source.model.params]
+    rows = {row.name: row for row in filled(architecture_of(config)[0], sizes, spelling_of(names))}
+    relation = _Relation(source, rows, sizes.groups)
+    relation.fill()
+    return _joined(source, base, relation)
+
+
+def refuse_adapters(source: Source, to: str) -> None:
+    """See that a target that has no place for an adapter is not made of a model with one.
+
+    Within Megatron's family a model keeps Megatron-Bridge's adapters, under their own names.
+
+    Args:
+        source: An opened checkpoint.
+        to: Name of the target's format: Megatron's two, or ``hf``.
+
+    Raises:
+        Unsupported: The source has adapters.
+    """
+    names = [spec.name for spec in source.model.params]
+    bridge = [name for name in names if _ADAPTER.fullmatch(name)] if isinstance(source.native, MegatronNative) else []
+    alone = len(bridge) == len(names)
+    if (bridge and (alone or to == "hf")) or (not bridge and any(in_memory(name) is not None for name in names)):
+        raise Unsupported(
+            f"{source.root}: holds an adapter, and a checkpoint of the format {to} has no place for one\n"
+            "Merge it into its base (--merge-adapter, with --base-model where the checkpoint has none), or convert it --to peft."
+        )
+
+
+def _base(source: Source, options: WriteOptions) -> Source | None:
+    """The base model under Hugging Face's names; None where the checkpoint has the adapter alone."""
+    if source.model.get(_EMBEDDING) is None:
+        return None
+    rest = renamed(source, lambda name: None if _ADAPTER.fullmatch(name) else name)
+    assert isinstance(rest.native, MegatronNative)  # renamed keeps the family
+    without = replace(rest, states=(), optimizer=None, state=replace(rest.state, groups=()))
+    return to_huggingface(without, rest.native, options)
+
+
+def _description(source: Source, base: Source | None, options: WriteOptions) -> Mapping[str, object]:
+    if options.reference_config is not None:
+        return read_config(options.reference_config)
+    if base is not None and isinstance(base.native, ModuleState):
+        return base.native.config
+    raise UsageError(
+        f"{source.root}: has adapters and not their base model, and nothing that describes it: how many heads it has, how they are fused\n"
+        "Give --reference-config, the folder with the model's config.json (and with adapter_config.json, for lora_alpha)."
+    )
+
+
+@dataclass
+class _Relation:
+    """Which part of which of Megatron's tensors every one of peft's is.
+
+    Args:
+        source: Megatron's.
+        rows: The model's parameters by Megatron's names.
+        groups: Query groups.
+    """
+
+    source: Source
+    rows: Mapping[str, Filled]
+    groups: int
+    shares: dict[str, tuple[Share, ...]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    adapted: set[str] = field(default_factory=set)
+    repeated: int = 0
+
+    def fill(self) -> None:
+        """Relate every adapter.
+
+        Raises:
+            LayoutMismatch: One fits no layer of the model; all of them.
+        """
+        problems = Problems()
+        for spec in self.source.model.params:
+            match = _ADAPTER.fullmatch(spec.name)
+            if match is None:
+                continue
+            row = self.rows.get(f"{match['linear']}.weight")
+            tensors = [] if row is None else list(_of_part(row, match["part"]))
+            if row is None or not tensors or match["kind"] == "bias" or len(spec.global_shape) != 2:
+                text = f"{spec.name} {spec.global_shape}: is an adapter of no layer of this model that peft could adapt"
+                problems.add(LayoutMismatch, text, "Experts, and layers that only Megatron has, cannot be converted.")
+                continue
+            self._relate(spec, row, tensors, match["side"], match["part"] is not None, problems)
+        problems.raise_if_any()
+
+    def _relate(
+        self, spec: ParamSpec, row: Filled, tensors: Sequence[str], side: str, canonical: bool, problems: Problems
+    ) -> None:
+        self.repeated += len(tensors) - 1 if side == "in" else 0
+        expected = sum(row.tensors[tensor][0] for tensor in tensors)
+        if side == "out" and spec.global_shape[0] != expected:
+            problems.add(
+                LayoutMismatch, f"{spec.name}: has {spec.global_shape[0]} rows, and what it adapts has {expected}"
+            )
+            return
+        for tensor in tensors:
+            module = tensor.removesuffix(".weight")
+            name = f"{PREFIX}{module}.{_SIDES[side]}.{DEFAULT}.weight"
+            self.adapted.add(module)
+            whole = Box.whole(spec.global_shape)
+            if side == "in" or canonical or len(row.tensors) == 1:
+                self.shares[name], self.shapes[name] = (Share(whole, spec.name, whole),), spec.global_shape
+            else:
+                self.shapes[name] = (row.tensors[tensor][0], spec.global_shape[1])
+                self.shares[name] = tuple(self._rows(spec, row, tensor))
+
+    def _rows(self, spec: ParamSpec, row: Filled, tensor: str) -> Iterator[Share]:
+        """``linear_out`` is cut like the rows of the base weight."""
+        rank = spec.global_shape[1]
+        for link in row.links(self.groups):
+            if link.huggingface == tensor:
+                box, other = link.huggingface_box, link.other_box
+                yield Share(
+                    Box((box.offset[0], 0), (box.shape[0], rank)),
+                    spec.name,
+                    Box((other.offset[0], 0), (other.shape[0], rank)),
+                )
+
+
+def _of_part(row: Filled, part: str | None) -> Iterator[str]:
+    """The tensors that an adapter changes: all that are fused, or, in ``CanonicalLoRA``, the one that it is named after."""
+    for tensor in row.tensors:
+        if tensor.endswith(".weight") and (part is None or tensor.endswith(f".{part}_proj.weight")):
+            yield tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightsOnly:
+    """A catalogue without the optimizer's moments: those of a shared matrix are not those of its copies.
+
+    Args:
+        catalog: The source's.
+    """
+
+    catalog: Catalog
+
+    def __iter__(self) -> Iterator[TensorName]:
+        return (name for name in self.catalog if name.state in (PARAM, MASTER))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """The entry of that name, or None."""
+        return self.catalog.get(name) if name.state in (PARAM, MASTER) else None
+
+
+def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
+    dtypes = {spec.name: spec.dtype for spec in source.model.params}
+    specs = [
+        ParamSpec(name, shape, dtypes[relation.shares[name][0].name], REPLICATED)
+        for name, shape in relation.shapes.items()
+    ]
+    adapter = CrossingView(_WeightsOnly(source.catalog), source.role, relation.shares, relation.shapes)
+    frozen = None if base is None else renamed(base, lambda name: _in_memory(name, relation.adapted))
+    native = ModuleState("", tuple(spec.name for spec in specs))
+    catalog: Catalog = adapter
+    notes = replace(source.notes, lines=list((frozen or source).notes.lines))
+    if frozen is not None and isinstance(frozen.native, ModuleState):
+        specs = [*(replace(spec, trainable=False) for spec in frozen.model.params), *specs]
+        catalog = BothView(_WeightsOnly(frozen.catalog), adapter)
+        native = replace(frozen.native, order=(*frozen.native.order, *native.order))
+    notes.add(Fate.CHANGED, f"Megatron-Bridge's adapters become peft's, of {len(relation.adapted)} modules")
+    if relation.repeated:
+        text = f"{relation.repeated} matrices A are copies: in Megatron one serves all that is fused in a layer"
+        notes.add(Fate.CHANGED, text)
+    if source.optimizer is not None:
+        notes.add(Fate.LOST, "the adapters' optimizer: its states are of matrices that several modules share")
+    model = ModelSpec(tuple(specs), source.model.num_layers, frozen is not None and frozen.model.tied)
+    state = replace((frozen or source).state, groups=(), scheduler=None, grad_scaler=None)
+    return replace(
+        source, model=model, parallel=ParallelConfig(), catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
+        native=native,
+    )  # fmt: skip
+
+
+def _in_memory(name: str, adapted: set[str]) -> str:
+    """What a base tensor is called in a model with an adapter."""
+    module, _, last = name.rpartition(".")
+    return f"{PREFIX}{module}.{BASE_LAYER}.{last}" if module in adapted else PREFIX + name

@@ -1,0 +1,243 @@
+"""A base model with its adapter added: which tensors it has, and of what each is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mcore_rlhf.core.box import Box, row_major
+from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.lowrank import COMPUTED, LowRank, LowRankSum
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.computed import Computed
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.peft.config import AdapterConfig, completed
+from mcore_rlhf.formats.peft.names import LORA_A, LORA_B, PREFIX, SAVED_MODULE, AdapterTensor, in_base, in_memory
+from mcore_rlhf.formats.peft.parts import CARRIED, Adapter, adapter_in
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+
+from .merged_experts import adapted_parameter, expert_sums, packed
+
+_REFUSED = {
+    "use_dora": "DoRA scales every row by a norm of the merged weight",
+    "use_qalora": "QA-LoRA pools its inputs",
+    "lora_bias": "the adapter adds a bias, for which the base's module may have no place",
+    "kasa_config": "KaSA changes the base weights themselves",
+    "layer_replication": "it repeats layers of the base",
+    "trainable_token_indices": "it replaces single rows of embeddings",
+}
+
+
+def module_state(source: Source) -> ModuleState:
+    """What a source under a module's names keeps besides tensors.
+
+    Raises:
+        Unsupported: Its names are another family's.
+    """
+    if not isinstance(source.native, ModuleState):
+        raise Unsupported(f"{source.root}: a {source.format} checkpoint has no adapter under a module's names")
+    return source.native
+
+
+@dataclass
+class Merge:
+    """A merge on its way.
+
+    Args:
+        adapter: Has the adapter's tensors.
+        base: Has the base's; the same source where one checkpoint has both.
+        write: What the user asked for.
+        config: The adapter's configuration.
+    """
+
+    adapter: Source
+    base: Source
+    write: WriteOptions
+    config: AdapterConfig
+    _problems: Problems = field(default_factory=Problems)
+    _sums: dict[str, LowRankSum] = field(default_factory=dict)
+    _own: dict[str, str] = field(default_factory=dict)
+
+    def source(self, root: Path) -> Source:
+        """The merged model.
+
+        Args:
+            root: The base's own folder, for what else lies in it.
+
+        Raises:
+            CheckpointError: Base and adapter do not fit, or the adapter is of another kind; all problems together.
+        """
+        self._refuse()
+        found = adapter_in(self.adapter, self.config.bias)
+        self.config = completed(self.config, found.ranks, found.saved_modules)
+        entries, specs = self._base()
+        shared = self._shared(entries)
+        self._add_products(found, entries, specs)
+        self._replace_whole(found, entries, specs, shared)
+        self._problems.raise_if_any()
+        made = self._made(entries, specs, shared, self._report(found))
+        return replace(made, root=root, computed=Computed(self.base.root, self._sums))
+
+    def _refuse(self) -> None:
+        for name, reason in _REFUSED.items():
+            if self.config.values.get(name):
+                self._problems.add(
+                    Unsupported,
+                    f"{self.config.where}: {name}: {reason}; such an adapter cannot be merged here",
+                    "Merge it with peft's merge_and_unload; the adapter itself can be converted.",
+                )
+        self._problems.raise_if_any()
+
+    def _base(self) -> tuple[dict[str, TensorEntry], dict[str, ParamSpec]]:
+        """The base's tensors under its own names."""
+        entries: dict[str, TensorEntry] = {}
+        specs: dict[str, ParamSpec] = {}
+        buffers = module_state(self.base).buffers
+        for spec in self.base.model.params:
+            name = in_base(spec.name) if in_memory(spec.name) is None else None
+            entry = None if name is None else _stored(self.base, spec.name, (PARAM, MASTER))
+            if name is None or entry is None:
+                continue
+            self._own[name] = spec.name
+            entries[name] = replace(entry, name=TensorName(self.base.role, name))
+            dtype = spec.dtype if self.write.dtype is None or spec.name in buffers else dtype_of(self.write.dtype)
+            specs[name] = ParamSpec(name, spec.global_shape, dtype, spec.partition, spec.name not in buffers)
+        if not entries:
+            raise UsageError(
+                f"{self.adapter.root}: holds an adapter and nothing of its base model\nGive the base with --base-model DIR."
+            )
+        return entries, specs
+
+    def _shared(self, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
+        found = module_state(self.base).shared.items()
+        named = ((in_base(alias), in_base(owner)) for alias, owner in found)
+        return {alias: owner for alias, owner in named if alias is not None and owner in entries and owner is not None}
+
+    def _add_products(self, found: Adapter, entries: dict[str, TensorEntry], specs: Mapping[str, ParamSpec]) -> None:
+        pairs: dict[str, dict[str, AdapterTensor]] = {}
+        for tensor in found.tensors:
+            if tensor.kind in (LORA_A, LORA_B):
+                pairs.setdefault(tensor.module, {})[tensor.kind] = tensor
+            elif tensor.kind not in (SAVED_MODULE, "base"):
+                self._problems.add(
+                    Unsupported, f"{tensor.memory}: {_REFUSED['use_dora']}, or is of a kind that is not known"
+                )
+        for module, pair in pairs.items():
+            self._add(module, pair, entries, specs)
+
+    def _add(
+        self,
+        module: str,
+        pair: Mapping[str, AdapterTensor],
+        entries: dict[str, TensorEntry],
+        specs: Mapping[str, ParamSpec],
+    ) -> None:
+        left, right = (
+            _stored(self.adapter, pair[k].memory, (MASTER, PARAM)) if k in pair else None for k in (LORA_B, LORA_A)
+        )
+        if left is None or right is None:
+            self._problems.add(LayoutMismatch, f"{module}: the adapter has only one of its two matrices")
+            return
+        name: str | None = f"{module}.weight"
+        if name not in entries:
+            name = adapted_parameter(module, left, right, {key: entry.global_shape for key, entry in entries.items()})
+        if name is None:
+            self._problems.add(
+                LayoutMismatch,
+                f"{module}.weight: the adapter changes it, and {self.base.root} does not have it",
+                "Give the base model of this adapter, under the same names.",
+            )
+            return
+        base, dtype = _stored(self.base, self._own[name], (MASTER, PARAM)) or entries[name], specs[name].dtype
+        if len(base.global_shape) == 3:
+            sums = expert_sums(base, left, right, self.config.scaling(name), dtype)
+            numbered = {f"{name}.{number}": total for number, total in enumerate(sums)}
+            entries[name] = packed(entries[name], numbered, dtype)
+            self._sums.update((COMPUTED + key, total) for key, total in numbered.items())
+            return
+        transposed = ".lora_embedding_" in pair[LORA_A].memory or self.config.flag("fan_in_fan_out")
+        product = LowRank(left, right, self.config.scaling(module), transposed)
+        if product.shape != base.global_shape:
+            text = f"{name}: has shape {base.global_shape}, and what the adapter adds has {product.shape}"
+            advice = "This is another model's adapter, or its configuration is another's."
+            self._problems.add(LayoutMismatch, text, advice)
+            return
+        total = LowRankSum(base, product, dtype)
+        record = total.record(name)
+        self._sums[record.file] = total
+        chunk = Chunk(Box.whole(base.global_shape), record, 0, row_major(base.global_shape))
+        entries[name] = TensorEntry(entries[name].name, base.global_shape, dtype, (chunk,))
+
+    def _replace_whole(
+        self, found: Adapter, entries: dict[str, TensorEntry], specs: dict[str, ParamSpec], shared: dict[str, str]
+    ) -> None:
+        """Modules that the adapter has whole, and biases that it trains, take the place of the base's."""
+        for tensor in found.tensors:
+            if tensor.kind not in (SAVED_MODULE, "base"):
+                continue
+            name = (in_base(tensor.file) or tensor.file).removeprefix(PREFIX)
+            entry = _stored(self.adapter, tensor.memory, (PARAM, MASTER))
+            own = self.adapter.model.get(tensor.memory)
+            if entry is None or own is None or (COMPUTED + name in self._sums and tensor.kind == "base"):
+                continue
+            if name in shared.values():
+                self._problems.add(
+                    Unsupported,
+                    f"{name}: the adapter has it whole, and the base ties it to {', '.join(a for a, o in shared.items() if o == name)}",
+                    "Merge it with peft's merge_and_unload, which decides who follows whom.",
+                )
+            shared.pop(name, None)
+            dtype = own.dtype if self.write.dtype is None else dtype_of(self.write.dtype)
+            specs[name] = ParamSpec(name, own.global_shape, specs[name].dtype if name in specs else dtype, REPLICATED)
+            entries[name] = replace(entry, name=TensorName(self.base.role, name))
+
+    def _report(self, found: Adapter) -> Report:
+        notes = Report(list(self.base.notes.lines))
+        notes.extend(self.adapter.notes.lines)
+        whole = f", and {len(found.saved_modules)} modules replaced" if found.saved_modules else ""
+        notes.add(
+            Fate.CHANGED,
+            f"--merge-adapter: {len(self._sums)} weights become base + scale · B·A, computed in fp32 and rounded once{whole}",
+        )
+        notes.add(Fate.LOST, "the adapter by itself: once added, it cannot be taken out of the weights exactly")
+        if self.adapter.optimizer is not None:
+            notes.add(Fate.LOST, "the optimizer: its states belong to the adapter's matrices")
+        return notes
+
+    def _made(
+        self,
+        entries: Mapping[str, TensorEntry],
+        specs: Mapping[str, ParamSpec],
+        shared: Mapping[str, str],
+        notes: Report,
+    ) -> Source:
+        base, native, role = self.base, module_state(self.base), self.base.role
+        old = base.state
+        state = replace(
+            old, iteration=self.adapter.state.iteration or old.iteration, groups=(), scheduler=None, grad_scaler=None,
+            other={key: value for key, value in old.other.items() if key != CARRIED},
+        )  # fmt: skip
+        model = ModelSpec(
+            tuple(specs.values()), base.model.num_layers, bool(shared), base.model.mtp_layers, base.model.num_experts,
+            base.model.vocab_size, base.model.padded_vocab_size,
+        )  # fmt: skip
+        config = dict(native.config)
+        if config.get("tie_word_embeddings") and not set(specs) <= set(self._own):
+            config["tie_word_embeddings"] = False
+        catalog = FixedCatalog({TensorName(role, name): entry for name, entry in entries.items()})
+        buffers = tuple(name for old in native.buffers if (name := in_base(old)) is not None)
+        order = dict.fromkeys(name for old in native.order if (name := in_base(old)) in specs or name in shared)
+        return replace(
+            base, model=model, catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
+            native=ModuleState(native.tag, tuple(n for n in order if n), buffers, shared, config=config),
+        )  # fmt: skip
+
+
+def _stored(source: Source, name: str, states: tuple[str, ...]) -> TensorEntry | None:
+    found = (source.catalog.get(TensorName(source.role, name, state)) for state in states)
+    return next((entry for entry in found if entry is not None), None)

@@ -1,0 +1,126 @@
+"""``--merge-adapter``: a base model and its adapter as one model of ordinary weights, in whatever format is asked for.
+
+Each adapted weight is a sum that is computed when it is written (see :mod:`mcore_rlhf.core.lowrank`). Nothing else of the base
+changes, but for modules that the adapter has whole. Source of the arithmetic: peft 0.21.2, ``tuners/lora/layer.py``
+(``get_delta_weight``, ``merge``): ``W + (alpha / r) · B · A``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_rlhf.core.execute import SourceBytes
+from mcore_rlhf.core.lowrank import ComputedBytes
+from mcore_rlhf.formats.base import Format, ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.computed import Computed
+from mcore_rlhf.formats.crossing import crossed
+from mcore_rlhf.formats.crossing.packing import in_memory
+from mcore_rlhf.formats.hf import FORMAT as HF
+from mcore_rlhf.formats.peft import FORMAT
+from mcore_rlhf.formats.peft.config import model_reference
+from mcore_rlhf.formats.peft.origin import BaseModel
+from mcore_rlhf.formats.peft.parts import adapter_alone, carried, known_config
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.storage.mapped import MappedFiles
+
+from .bridge import refuse_adapters, with_peft_names
+from .fingerprint import ModelFingerprint, fingerprint, sampled
+from .joining import BothView, side_by_side
+from .merged_model import Merge, module_state
+
+
+@contextmanager
+def bytes_of(source: Source) -> Iterator[SourceBytes]:
+    """Where the bytes of a source's catalogue are: its files, and what is computed of them."""
+    computed = source.computed
+    with MappedFiles(source.root if computed is None else computed.root) as files:
+        yield files if computed is None else ComputedBytes(files, computed.sums)
+
+
+def seen_by(
+    wanted: Format, opened: Source, read: ReadOptions, write: WriteOptions
+) -> tuple[Source, Source, WriteOptions]:
+    """A source as a target wants it: merged if that was asked for, and under the names of the target's family.
+
+    Args:
+        wanted: The target's format.
+        opened: The source.
+        read: How it was opened.
+        write: What the target is to be.
+
+    Returns:
+        All files that are read, as one source; what the target is made of; and what is left to be said to it.
+
+    Raises:
+        CheckpointError: The target cannot be made of it.
+    """
+    model = opened
+    if write.merge_adapter:
+        opened, model, write = merged(opened, read, write)
+    elif wanted is HF or wanted.family == "megatron":
+        refuse_adapters(opened, wanted.name)
+    else:
+        model = with_peft_names(opened, write)
+        model = adapter_alone(model, write.reference_config) if wanted is FORMAT else model
+    return opened, crossed(model, wanted, write), write
+
+
+def merged(opened: Source, read: ReadOptions, write: WriteOptions) -> tuple[Source, Source, WriteOptions]:
+    """A model with its adapter added.
+
+    Args:
+        opened: A checkpoint with an adapter, and with its base unless ``write.base_model`` names one.
+        read: How it was opened, and how the base is.
+        write: ``base_model``, ``reference_config`` for what the adapter's configuration does not say, ``dtype``.
+
+    Returns:
+        All files that are read, as one source; the merged model, which is computed from it; and what is left to be said to
+        the target.
+
+    Raises:
+        CheckpointError: There is no adapter or no base, they do not fit, or the adapter is of a kind that cannot be added.
+    """
+    adapter = with_peft_names(opened, write)
+    module_state(adapter)
+    config = known_config(adapter, write.reference_config)
+    left = replace(write, reference_config=model_reference(write.reference_config))
+    if write.base_model is None:
+        return opened, Merge(adapter, adapter, write, config).source(opened.root), left
+    reading = ReadOptions(rules=read.rules, stubs=read.stubs, optimizer=False)
+    base = crossed(open_checkpoint(Path(write.base_model).expanduser(), reading), FORMAT, left)
+    if config.values.get("target_parameters"):  # of packed experts
+        base = in_memory(base, module_state(base), module_state(base).config)
+    _check_base(adapter, base)
+    here, there = side_by_side(adapter, base)
+    result = Merge(here, there, write, config).source(base.root)
+    both = BothView(here.catalog, there.catalog)
+    read_from = Computed(here.root, {})
+    files = (*here.files, *there.files)
+    return replace(here, root=opened.root, catalog=both, files=files, computed=read_from), result, left
+
+
+def _check_base(adapter: Source, base: Source) -> None:
+    """The base must be the one that the adapter was trained on, where the adapter says which."""
+    said = carried(adapter).get("base")
+    known = None if said is None else BaseModel.parse(said, str(adapter.root))
+    if known is None or known.fingerprint is None:
+        adapter.notes.add(
+            Fate.NOTE, f"{base.root}: the adapter has no fingerprint of its base, so that this was not checked"
+        )
+        return
+    found = _fingerprint(base)
+    if found != known.fingerprint:  # a running model has its experts packed
+        found = _fingerprint(in_memory(base, module_state(base), module_state(base).config))
+    known.check(found, str(base.root))
+    adapter.notes.add(
+        Fate.NOTE, f"{base.root} is the base on which the adapter was trained: their fingerprints are equal"
+    )
+
+
+def _fingerprint(base: Source) -> ModelFingerprint:
+    with bytes_of(base) as files:
+        return fingerprint(sampled(base.catalog, base.role, [spec.name for spec in base.model.params], files))

@@ -1,0 +1,50 @@
+"""LoRA adapters as peft stores them: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+``names`` says what a tensor is called in a file and in memory, ``config`` what ``adapter_config.json`` says, ``parts`` finds
+the adapter in a checkpoint of any format; ``reader`` and ``writer`` are made of them. ``verl`` reads what verl saves of an adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+
+from .names import CONFIG, WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class PeftFormat:
+    """peft's folder of one adapter."""
+
+    name: str = "peft"
+    family: str = "module"
+
+    def load_hint(self, path: Path) -> str:
+        """How the framework is told to load it."""
+        return f'PeftModel.from_pretrained(base_model, "{path}")'
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder has an adapter's configuration or weights, or verl's adapter files."""
+        from .verl import is_verl_adapter
+
+        return any((path / name).is_file() for name in (CONFIG, *WEIGHTS)) or is_verl_adapter(path)
+
+    def read(self, path: Path, options: ReadOptions) -> Source:
+        """Open an adapter: peft's, or what verl saves of one."""
+        from .reader import read_peft
+        from .verl import is_verl_adapter, read_verl_adapter
+
+        if is_verl_adapter(path):
+            return read_verl_adapter(path, options)
+        return read_peft(path, options)
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe a new adapter's folder."""
+        from .writer import peft_target
+
+        return peft_target(source, options)
+
+
+FORMAT = PeftFormat()

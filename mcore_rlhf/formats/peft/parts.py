@@ -1,0 +1,142 @@
+"""Finding an adapter in a checkpoint: which of its tensors peft would save, and what else it says of the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.formats.base import Source
+from mcore_rlhf.formats.renaming import renamed
+from mcore_rlhf.formats.report import Fate
+
+from .config import AdapterConfig, given_config
+from .names import BASE_LAYER, LORA_A, PREFIX, SAVED_MODULE, AdapterTensor, in_file, in_memory, without_prefix
+
+CARRIED = "mcore_rlhf_adapter"
+"""The key of client state under which an adapter's configuration and base travel through formats that have no place for them."""
+
+_EMBEDDING_A = ".lora_embedding_A."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter in a checkpoint.
+
+    Args:
+        tensors: Those that peft would save; ``memory`` is the checkpoint's own name.
+        ranks: The rank of every adapted module, by the base model's name for it.
+    """
+
+    tensors: tuple[AdapterTensor, ...]
+    ranks: Mapping[str, int]
+
+    @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """Modules that are saved whole."""
+        return tuple(dict.fromkeys(tensor.module for tensor in self.tensors if tensor.kind == SAVED_MODULE))
+
+
+def adapter_in(source: Source, bias: str = "none") -> Adapter:
+    """The adapter in a source under a module's names.
+
+    Args:
+        source: An opened checkpoint: of an adapter alone, or of a model that has one.
+        bias: What the configuration says of biases: ``none``, ``all`` or ``lora_only``.
+
+    Raises:
+        Unsupported: It has none.
+        UsageError: It has several, under names or wrappers of their own.
+    """
+    own = [tensor for spec in source.model.params if (tensor := in_memory(spec.name)) is not None]
+    if not own:
+        raise Unsupported(
+            f"{source.root}: no tensor of this {source.format} checkpoint belongs to an adapter (….lora_A.default.weight): it is a "
+            "whole model\nA model that was merged is converted --to hf; a LoRA's checkpoint must hold its own names."
+        )
+    _refuse_several(source, own)
+    tensors = [*own, *_of_base(source, own, bias)]
+    return Adapter(tuple(tensors), dict(_ranks(source, own)))
+
+
+def adapter_alone(source: Source, reference: str | None) -> Source:
+    """The adapter of a source and nothing of its base, under the names that peft gives it in memory.
+
+    Args:
+        source: See :func:`adapter_in`.
+        reference: ``--reference-config``, which may say that biases belong to the adapter.
+
+    Raises:
+        CheckpointError: See :func:`adapter_in`.
+    """
+    found = adapter_in(source, known_config(source, reference).bias)
+    names = {tensor.memory: in_file(tensor.file, found.saved_modules).memory for tensor in found.tensors}
+    part = renamed(source, names.get)
+    rest = len(source.model.params) - len(part.model.params)
+    if rest:
+        text = f"{rest} tensors of the base model are left out, which an adapter's folder does not have"
+        part.notes.add(Fate.CHANGED, text)
+    return part
+
+
+def _ranks(source: Source, tensors: list[AdapterTensor]) -> Iterator[tuple[str, int]]:
+    for tensor in tensors:
+        spec = source.model.get(tensor.memory)
+        if tensor.kind == LORA_A and spec is not None:
+            yield tensor.module, spec.global_shape[0]
+
+
+def _of_base(source: Source, own: list[AdapterTensor], bias: str) -> Iterator[AdapterTensor]:
+    """What peft saves of the base: trained biases, and embeddings that are adapted."""
+    adapted = {tensor.module for tensor in own if tensor.kind == LORA_A}
+    embeddings = {tensor.module for tensor in own if _EMBEDDING_A in tensor.memory}
+    for spec in source.model.params:
+        if in_memory(spec.name) is not None:
+            continue
+        base = without_prefix(spec.name)
+        module, _, last = base.rpartition(".")
+        layer = module.removesuffix(f".{BASE_LAYER}")
+        wanted = (
+            layer in embeddings and layer != module
+            if last != "bias"
+            else bias == "all" or (bias == "lora_only" and layer in adapted)
+        )
+        if wanted:
+            yield AdapterTensor(PREFIX + base, spec.name, "base", layer)
+
+
+def _refuse_several(source: Source, tensors: list[AdapterTensor]) -> None:
+    names = sorted({tensor.adapter for tensor in tensors})
+    if len(names) > 1:
+        raise UsageError(
+            f"{source.root}: has {len(names)} adapters: {', '.join(names)}\nName one: --only '*.{names[0]}*' takes {names[0]} alone."
+        )
+    files: dict[str, str] = {}
+    for tensor in tensors:
+        other = files.setdefault(tensor.file, tensor.memory)
+        if other != tensor.memory:
+            raise UsageError(
+                f"{source.root}: {other} and {tensor.memory} are {tensor.file} both: there are several models with adapters\n"
+                "Name one with --only, such as --only policy."
+            )
+
+
+def carried(source: Source) -> Mapping[str, object]:
+    """What a source says of its adapter besides tensors: ``config``, ``base``."""
+    found = source.state.other.get(CARRIED)
+    return found if isinstance(found, Mapping) else {}
+
+
+def known_config(source: Source, reference: str | None) -> AdapterConfig:
+    """What is known of a source's adapter besides its tensors: given by the user, or carried by the source; may be nothing.
+
+    Args:
+        source: An opened checkpoint.
+        reference: ``--reference-config``.
+
+    Raises:
+        CheckpointError: It cannot be understood.
+    """
+    stored = carried(source).get("config")
+    here = AdapterConfig.checked(stored if isinstance(stored, dict) else {}, str(source.root))
+    return given_config(reference) or here

@@ -1,0 +1,129 @@
+"""Opening an adapter's folder: its tensors have the names that they have in a model's memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mcore_rlhf.core.box import Box
+from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems
+from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.safetensors_reader import read_safetensors
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .config import AdapterConfig, read_adapter_config
+from .names import BIN, CONFIG, LORA_A, LORA_B, PREFIX, SAFETENSORS, WEIGHTS, AdapterTensor, in_file
+from .origin import Origin
+from .parts import CARRIED
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_ADVICE = "Save the adapter again with peft's save_pretrained, or copy it again."
+
+
+def read_peft(path: Path, options: ReadOptions) -> Source:
+    """Open an adapter.
+
+    Args:
+        path: The folder with ``adapter_config.json``.
+        options: Whose model it is, which stubs.
+
+    Raises:
+        CheckpointError: It is incomplete, damaged, or contradicts itself.
+    """
+    if not any((path / name).is_file() for name in (CONFIG, *WEIGHTS)):
+        raise NotACheckpoint(f"{path}: expected {CONFIG} and {SAFETENSORS}, found neither")
+    _check_files(path)
+    config, origin = read_adapter_config(path), Origin.read(path) or Origin()
+    stored, file = _tensors(path, options.stubs)
+    named = {name: in_file(name, config.saved_modules) for name in stored}
+    _check(path, named, stored)
+    specs = tuple(
+        ParamSpec(named[name].memory, tensor.shape, tensor.record.dtype, REPLICATED) for name, tensor in stored.items()
+    )
+    role = options.role or "actor"
+    entries = [_entry(TensorName(role, named[name].memory), tensor) for name, tensor in stored.items()]
+    return Source(
+        "peft", path, role, ModelSpec(specs, _layers(named.values()), False), ParallelConfig(),
+        FixedCatalog({entry.name: entry for entry in entries}), _state(config, origin), (file,), (), None, _notes(config),
+        ModuleState("", tuple(spec.name for spec in specs)),
+    )  # fmt: skip
+
+
+def _check_files(path: Path) -> None:
+    problems = Problems()
+    if not (path / CONFIG).is_file():
+        text = f"{path / CONFIG}: there is no such file, and without it nobody knows how much the adapter changes"
+        problems.add(Incomplete, text, "Copy it from where the adapter came from.")
+    if not any((path / name).is_file() for name in WEIGHTS):
+        problems.add(Incomplete, f"{path}: has {CONFIG}, but neither {SAFETENSORS} nor {BIN}")
+    problems.raise_if_any()
+
+
+def _tensors(path: Path, stubs: tuple[str, ...]) -> tuple[Mapping[str, StoredTensor], StoredFile]:
+    if (path / SAFETENSORS).is_file():
+        opened = read_safetensors(path, SAFETENSORS)
+        return opened.tensors, StoredFile(SAFETENSORS, opened.nbytes, ())
+    pt = read_pt(path, BIN, stubs=stubs)
+    if not isinstance(pt.tree, dict) or not all(isinstance(value, StoredTensor) for value in pt.tree.values()):
+        raise Corrupt(f"{path / BIN}: expected a dictionary of tensors")
+    members = pt.directory.members.values() if pt.directory.checksummed else ()
+    records = tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members)
+    return pt.tree, StoredFile(BIN, pt.directory.nbytes, records)
+
+
+def _check(path: Path, named: Mapping[str, AdapterTensor], stored: Mapping[str, StoredTensor]) -> None:
+    """Every A has its B, of the same rank; nothing has a name that peft never writes."""
+    problems = Problems()
+    foreign = [name for name in named if not name.startswith(PREFIX)]
+    if foreign:
+        problems.add(Corrupt, f"{path}: {foreign[0]}: expected names that begin with {PREFIX}", _ADVICE)
+    ranks: dict[tuple[str, str], tuple[str, int]] = {}
+    for name, tensor in named.items():
+        shape = stored[name].shape
+        if tensor.kind in (LORA_A, LORA_B) and len(shape) == 2:
+            ranks[tensor.module, tensor.kind] = name, shape[0 if tensor.kind == LORA_A else 1]
+    for (module, kind), (name, rank) in ranks.items():
+        other = ranks.get((module, LORA_B if kind == LORA_A else LORA_A))
+        if other is None:
+            problems.add(
+                Incomplete, f"{path}: {name} has no counterpart: an adapter of {module} is an A and a B", _ADVICE
+            )
+        elif other[1] != rank and kind == LORA_A:
+            problems.add(Corrupt, f"{path}: {name} has rank {rank}, {other[0]} has rank {other[1]}", _ADVICE)
+    problems.raise_if_any()
+
+
+def _entry(name: TensorName, stored: StoredTensor) -> TensorEntry:
+    chunk = Chunk(Box.whole(stored.shape), stored.record, stored.start, stored.strides)
+    return TensorEntry(name, stored.shape, stored.record.dtype, (chunk,))
+
+
+def _state(config: AdapterConfig, origin: Origin) -> TrainingState:
+    carried: dict[str, object] = {"config": json.loads(json.dumps(config.values))}
+    if origin.base is not None:
+        carried["base"] = origin.base.as_json()
+    return TrainingState(origin.iteration, release=origin.iteration == 0, other={CARRIED: carried})
+
+
+def _notes(config: AdapterConfig) -> Report:
+    notes = Report()
+    base = config.values.get("base_model_name_or_path")
+    notes.add(
+        Fate.NOTE,
+        f"an adapter of rank {config.values.get('r')}, alpha {config.values.get('lora_alpha')}, for {base or 'a base that is not named'}",
+    )
+    return notes
+
+
+def _layers(tensors: Iterable[AdapterTensor]) -> int:
+    numbers = (int(found.group(1)) for tensor in tensors if (found := _LAYER.search(tensor.file)))
+    return 1 + max(numbers, default=-1)

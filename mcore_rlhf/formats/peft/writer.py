@@ -1,0 +1,150 @@
+"""Describing a new adapter's folder, from any checkpoint that holds an adapter under a module's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from mcore_rlhf.core.box import Box, row_major
+from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
+from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
+
+from .config import AdapterConfig, completed
+from .names import CONFIG, ORIGIN, SAFETENSORS
+from .origin import BaseModel, Origin
+from .parts import Adapter, adapter_in, carried, known_config
+
+_NO_MEANING = (
+    "tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "optimizer", "rng", "padded_vocab_size", "zero_stage",
+    "transformer_impl", "max_shard_size",
+)  # fmt: skip
+_BASE_PATH = "base_model_name_or_path"
+
+
+def peft_target(source: Source, options: WriteOptions) -> Target:
+    """Describe the folder of the adapter that a source holds.
+
+    Args:
+        source: A checkpoint under a module's names: of the adapter alone, or with the base beside it.
+        options: What the user asked for: ``reference_config`` for the adapter's configuration, ``dtype``, ``masters``.
+
+    Raises:
+        CheckpointError: There is no adapter, or nobody says how much it changes.
+    """
+    if not isinstance(source.native, ModuleState):
+        raise Unsupported(f"from {source.format} to peft: its names are not those of a module with an adapter")
+    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(f"{flags}: an adapter's folder has no layout; --dtype and --masters say what its tensors are")
+    return _Writer(source, options, known_config(source, options.reference_config)).target()
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    source: Source
+    options: WriteOptions
+    given: AdapterConfig
+
+    def target(self) -> Target:
+        adapter = adapter_in(self.source, self.given.bias)
+        config = completed(self.given, adapter.ranks, adapter.saved_modules)
+        base = self._base()
+        values = {**config.values, "inference_mode": True}
+        if base is not None and base.path and not values.get(_BASE_PATH):
+            values[_BASE_PATH] = base.path
+        report = Report(list(self.source.notes.lines))
+        self._report(report, adapter, config)
+        texts: dict[str, str | bytes] = {CONFIG: json.dumps(values, indent=2, sort_keys=True)}
+        if base is not None or self.source.state.iteration:
+            texts[ORIGIN] = Origin(self.source.state.iteration, base).text()
+        view = AdapterView(self.source.catalog, {t.file: t.memory for t in adapter.tensors}, self.options.masters)
+        return Target(
+            "peft", ParallelConfig(), view, (TargetFile(SAFETENSORS, lambda: self._layout(view, adapter)),), texts, report
+        )  # fmt: skip
+
+    def _base(self) -> BaseModel | None:
+        found = carried(self.source).get("base")
+        base = None if found is None else BaseModel.parse(found, str(self.source.root))
+        if self.options.base_model is not None:
+            return replace(base or BaseModel(), path=self.options.base_model)
+        return base
+
+    def _layout(self, view: AdapterView, adapter: Adapter) -> FileLayout:
+        """The widest elements first, then by name: so safetensors lays files out itself, and tensors lie at round offsets."""
+        files = sorted((-self._dtype(tensor.memory).itemsize, tensor.file, tensor.memory) for tensor in adapter.tensors)
+        entries, tensors = [], []
+        for _, file, memory in files:
+            spec = self.source.model.get(memory)
+            assert spec is not None  # the adapter was found among these
+            record = Record(SAFETENSORS, file, self._dtype(memory), prod(spec.global_shape), 0)
+            chunk = Chunk(Box.whole(spec.global_shape), record, 0, row_major(spec.global_shape))
+            entries.append(TensorEntry(TensorName(self.source.role, file), spec.global_shape, record.dtype, (chunk,)))
+            tensors.append(SafeTensor(record, spec.global_shape))
+        return FileLayout(entries, [tensor.record for tensor in tensors], lambda root: _create(root, tensors))
+
+    def _dtype(self, memory: str) -> DType:
+        if self.options.dtype is not None:
+            return dtype_of(self.options.dtype)
+        states = (MASTER, PARAM) if self.options.masters else (PARAM, MASTER)
+        entries = (self.source.catalog.get(TensorName(self.source.role, memory, state)) for state in states)
+        spec = self.source.model.get(memory)
+        assert spec is not None  # the adapter was found among these
+        found = next((entry for entry in entries if entry is not None), None)
+        return spec.dtype if found is None or not self.options.masters else found.dtype
+
+    def _report(self, report: Report, adapter: Adapter, config: AdapterConfig) -> None:
+        report.add(Fate.KEPT, f"the adapter: {len(adapter.tensors)} tensors of {len(adapter.ranks)} modules")
+        if self.source.optimizer is not None and not self.options.no_optimizer:
+            report.add(
+                Fate.LOST, "the optimizer: peft's folder has no place for it; the checkpoint itself goes on training"
+            )
+        new = sorted(set(config.values) - set(self.given.values))
+        if new:
+            report.add(Fate.DERIVED, f"{CONFIG}: {', '.join(new)} follow from the tensors, or are peft's own defaults")
+
+
+def _create(root: Path, tensors: list[SafeTensor]) -> FileWriter:
+    root.mkdir(parents=True, exist_ok=True)
+    return SafetensorsWriter.create(root / SAFETENSORS, tensors, {"format": "pt"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """A catalogue of an adapter's tensors under peft's names.
+
+    Args:
+        catalog: The source's.
+        names: What each is called there.
+        masters: Whether they are taken from their fp32 masters. Where only masters are stored, they always are.
+    """
+
+    catalog: Catalog
+    names: Mapping[str, str]
+    masters: bool
+
+    def __iter__(self) -> Iterator[TensorName]:
+        roles = {name.role for name in self.catalog}
+        return (TensorName(role, file) for role in roles for file in self.names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """The entry of that name, or None."""
+        own = self.names.get(name.param) if name.state == PARAM else None
+        if own is None:
+            return None
+        states = (MASTER, PARAM) if self.masters else (PARAM, MASTER)
+        found = (self.catalog.get(TensorName(name.role, own, state)) for state in states)
+        return next((entry for entry in found if entry is not None), None)
