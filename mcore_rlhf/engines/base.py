@@ -7,15 +7,20 @@ bytes aside and writes them later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mcore_rlhf.formats.report import Report
+from mcore_rlhf.storage.record_writer import RecordWriter
 
 if TYPE_CHECKING:
     import torch
+
+
+Text = str | bytes | Callable[[], bytes]
+"""Content of a small file; a string is stored as UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +45,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveFile:
-    """A ``.pt`` file to which this rank contributes.
+    """A file to which this rank contributes: a ``.pt``, unless :attr:`create` makes another.
 
     Args:
         path: Relative to the role's folder, with ``/``; equal on all ranks that contribute.
@@ -51,6 +56,8 @@ class LiveFile:
             change later: containers are copies.
         labels: Only on the first writer: label → key of the record in the tree (``data/0``). A label that is not listed is
             the key itself.
+        create: Only on the first writer: makes a file that is no ``.pt`` at a path, laid out for its records; it is called
+            behind training, and holds no live value.
     """
 
     path: str
@@ -58,6 +65,7 @@ class LiveFile:
     segments: Sequence[Segment]
     tree: object = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    create: Callable[[Path], RecordWriter] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,13 +76,14 @@ class LiveState:
         format: Name of the format that its files have: ``megatron``, ``torch``.
         parallel: How the model is cut, for people: ``TP2×PP2×DP1``.
         files: Those that this rank contributes to.
-        texts: Small files and their content, given by the first rank of the role's world only.
+        texts: Small files and their content, given by the first rank of the role's world only. What takes a while to put
+            together is a function, called behind training, that holds no live value.
     """
 
     format: str
     parallel: str
     files: tuple[LiveFile, ...]
-    texts: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, Text] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,27 +139,44 @@ class StockLoad:
         return lambda place: self.pt.load(place).to(device)
 
     def install(self, undo: Undo) -> None:
-        """Call ``load_state_dict`` for the groups and the hooks, and slip the state in before anyone looks."""
-        optimizer = self.optimizer
-        undo.note(partial(_put_back, optimizer, optimizer.state, optimizer.param_groups))
-        before = optimizer.param_groups
-        hook = optimizer.register_load_state_dict_post_hook(self._slip_in, prepend=True)
-        try:
-            optimizer.load_state_dict({"state": {}, "param_groups": self._groups})
-        finally:
-            hook.remove()
-        for group, old in zip(optimizer.param_groups, before, strict=True):
-            for key, value in old.items():
-                group.setdefault(key, value)
-
-    def _slip_in(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.__setstate__({"state": self._state, "param_groups": optimizer.param_groups})
+        """Hand it over."""
+        install_state(self.optimizer, self._state, self._groups, undo)
 
     def fill(self) -> None:
         """Copy the file's bytes into the live tensors that were kept."""
         with MappedFiles(self.pt.root) as files, torch.no_grad():
             for place, target in self._fills:
                 copy_into(files, place, target)
+
+
+def install_state(
+    optimizer: torch.optim.Optimizer,
+    state: defaultdict[object, object],
+    groups: list[dict[str, object]],
+    undo: Undo,
+) -> None:
+    """Call ``load_state_dict`` for the groups and the hooks, and slip the state in before anyone looks.
+
+    Args:
+        optimizer: The live one.
+        state: Its state by parameter, as it will be.
+        groups: Its groups; ``params`` are numbers, counted through all of them.
+        undo: Told how it is put back.
+    """
+    undo.note(partial(_put_back, optimizer, optimizer.state, optimizer.param_groups))
+    before = optimizer.param_groups
+
+    def slip_in(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
+
+    hook = optimizer.register_load_state_dict_post_hook(slip_in, prepend=True)
+    try:
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    finally:
+        hook.remove()
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        for key, value in old.items():
+            group.setdefault(key, value)
 
 
 def _put_back(

@@ -103,14 +103,29 @@ def _other_kind(optimizer: optim.Optimizer, saved: SavedOptimizer) -> Iterator[s
             yield f"is of class {saved.kind}, the run's is {ours}"
         return
     for index, group in enumerate(saved.groups):
-        live = (
-            optimizer.param_groups[index].keys() if index < len(optimizer.param_groups) else optimizer.defaults.keys()
-        )
-        missing = sorted(optimizer.defaults.keys() - group.keys() - _DEFAULTED)
-        extra = sorted((group.keys() - live) & _TELLING)
-        if missing or extra:
-            said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(extra)}"] * bool(extra)
-            yield f"is of another class than the run's {ours}: group {index} {' and '.join(said)}"
+        known = index < len(optimizer.param_groups)
+        said = unlike(optimizer, optimizer.param_groups[index] if known else optimizer.defaults, group)
+        if said:
+            yield f"is of another class than the run's {ours}: group {index} {said}"
+
+
+def unlike(optimizer: optim.Optimizer, live: Mapping[str, object], stored: Mapping[str, object]) -> str:
+    """How a stored group shows that it is of another class of torch's optimizers; empty where it does not.
+
+    Args:
+        optimizer: The live one.
+        live: The live group.
+        stored: Fields of the stored one.
+    """
+    missing = sorted(optimizer.defaults.keys() - stored.keys() - _DEFAULTED)
+    extra = sorted((stored.keys() - live.keys()) & _TELLING)
+    said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(extra)}"] * bool(extra)
+    return " and ".join(said)
+
+
+def needed_keys(optimizer: optim.Optimizer) -> tuple[str, ...]:
+    """The states that an optimizer of torch's reads of every parameter that has any; empty for another's."""
+    return next((keys for kind, keys in _KEYS.items() if isinstance(optimizer, kind)), ())
 
 
 def _paired(live: Sequence[str | None], stored: Sequence[str | None]) -> tuple[list[int], list[str]]:
@@ -145,7 +160,7 @@ def _unfit(
     optimizer: optim.Optimizer, parameter: torch.Tensor, values: Mapping[str, object], name: str
 ) -> Iterator[str]:
     """State of one parameter that this optimizer could not go on with."""
-    needed = next((keys for kind, keys in _KEYS.items() if isinstance(optimizer, kind)), ())
+    needed = needed_keys(optimizer)
     if values and (missing := [key for key in needed if key not in values]):
         yield f"has no {', '.join(missing)} of {name}; the run's {type(optimizer).__qualname__} needs it"
     shape, live = tuple(parameter.shape), optimizer.state.get(parameter, {})

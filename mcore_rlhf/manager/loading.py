@@ -11,14 +11,12 @@ from typing import TypeVar
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError
 from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
-from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.ptfile import read_pt
-from mcore_rlhf.storage.torchzip import read_directory
 
 from .components import Components
 from .crew import Crew
+from .own_checksums import check_itself
 from .rng import FILE as RNG_FILE
 from .rng import Policy, RngKeeper, RngState
 from .snapshot import DATA_FILE, STATE_FILE
@@ -26,7 +24,6 @@ from .state import tensor_file_stems
 from .steps import MANIFEST
 
 T = TypeVar("T")
-_WINDOW = 1 << 20
 
 
 @dataclass(slots=True)
@@ -190,10 +187,8 @@ class StepLoad:
 
     def _check_file(self, path: Path) -> None:
         entry = self.manifest.files.get(path.relative_to(self.folder).as_posix()) if self.manifest else None
-        if entry is None and self.manifest is None and path.suffix == ".pt":
-            return check_records(path)
         if entry is None:
-            return None
+            return check_itself(path) if self.manifest is None else None
         found = crc_of_file(path)
         if found != entry.crc32:
             raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
@@ -229,25 +224,6 @@ def _consistent(manifest: Manifest, roles: Iterable[str], where: Path) -> Manife
             f"{where}: is damaged: it has files of {', '.join(nameless) or 'a role'}, and names the roles {named}"
         )
     return manifest
-
-
-def check_records(path: Path) -> None:
-    """Verify the checksums that a ``.pt`` file carries itself, where no manifest says what it should be.
-
-    Raises:
-        Corrupt: A record is damaged; it is named.
-    """
-    directory = read_directory(path)
-    if not directory.checksummed:
-        return
-    with MappedFiles(path.parent) as files:
-        for member in directory.members.values():
-            crc = 0
-            for at in range(member.byte_offset, member.byte_offset + member.nbytes, _WINDOW):
-                count = min(_WINDOW, member.byte_offset + member.nbytes - at)
-                crc = crc32(files.view(path.name, at, count), crc)
-                files.release(path.name, at, count)
-            directory.check(member, crc)
 
 
 def together(crew: Crew, what: str, action: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mcore_rlhf.engines.base import LiveFile, LiveState
+from mcore_rlhf.engines.base import LiveFile, LiveState, Text
 from mcore_rlhf.engines.live import LiveTree
 
 from .carried import Carried
@@ -37,7 +37,7 @@ class Snapshot:
     """
 
     files: list[StepFile]
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, Text] = field(default_factory=dict)
     roles: list[Mapping[str, str]] = field(default_factory=list)
     rng: RngState = field(default_factory=dict)
     data: object = None

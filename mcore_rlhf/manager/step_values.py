@@ -13,7 +13,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
 from mcore_rlhf.storage.paths import cannot_open
 from mcore_rlhf.storage.ptfile import read_pt
 
-from .loading import check_records
+from .own_checksums import check_records
 
 FOLDERS = ("data", "rlhf", "rng")
 """Folders of a step that hold values, not models."""

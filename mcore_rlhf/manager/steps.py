@@ -33,7 +33,7 @@ them. ``partial``: being written or deleted, or left behind, or nothing that is 
 
 _NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
 _FOREIGN = ("latest_checkpointed_iteration.txt", "latest", "latest_universal", "dcp_checkpoint", "model_state_dict")
-_FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt")
+_FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
 
 
 @dataclass(frozen=True, slots=True)

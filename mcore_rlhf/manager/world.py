@@ -20,7 +20,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class World:
     """Ranks of one ``torch.distributed`` world, or a single process.
 
@@ -128,9 +128,10 @@ class World:
             ) from error
 
     def close(self) -> None:
-        """Give the group back."""
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        """Give the group back, and let go of it: its threads must not outlive the interpreter, which aborts then."""
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def told(error: BaseException) -> tuple[type[CheckpointError], str]:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
-from mcore_rlhf.engines.base import LiveFile, Segment
+from mcore_rlhf.engines.base import LiveFile, Segment, Text
 from mcore_rlhf.errors import CoverageError
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
 from mcore_rlhf.storage.ptwriter import PtWriter, WrittenFile
+from mcore_rlhf.storage.record_writer import RecordWriter
 
 from .mailbox import Mailbox
 from .staging import StepFile, as_bytes
@@ -97,12 +98,13 @@ class RankWriter:
             path: Relative to the step's folder.
             tree: Containers, plain values and real tensors.
         """
-        with self._create(path, tree, path) as writer:
+        with PtWriter.create(self._target(path), tree, file=path) as writer:
             self._note(path, writer.finish({}, fsync=self.fsync))
 
-    def save_text(self, path: str, text: str) -> None:
-        """Write a small text file."""
-        data, target = text.encode(), self.folder / path
+    def save_text(self, path: str, text: Text) -> None:
+        """Write a small file."""
+        content = text() if callable(text) else text
+        data, target = content.encode() if isinstance(content, str) else content, self.folder / path
         try:
             self._make_folders(target.parent)
             with target.open("xb") as file:
@@ -114,13 +116,17 @@ class RankWriter:
             raise storage_error(error, target, "write") from error
         self.written[path] = FileEntry(len(data), crc32(data))
 
-    def _create(self, path: str, tree: object, records_of: str) -> PtWriter:
+    def _create(self, file: StepFile) -> RecordWriter:
+        target, live = self._target(file.path), file.live
+        return live.create(target) if live.create is not None else PtWriter.create(target, live.tree, file=live.path)
+
+    def _target(self, path: str) -> Path:
         target = self.folder / path
         try:
             self._make_folders(target.parent)
         except OSError as error:
             raise storage_error(error, target.parent, "create") from error
-        return PtWriter.create(target, tree, file=records_of)
+        return target
 
     def _make_folders(self, folder: Path) -> None:
         """Below the step's own folder only, which is not made anew where the save was given up and it is gone."""
@@ -129,16 +135,16 @@ class RankWriter:
             if path != Path():
                 (self.folder / path).mkdir(exist_ok=True)
 
-    def _laid_out(self, file: StepFile) -> PtWriter:
+    def _laid_out(self, file: StepFile) -> RecordWriter:
         live = file.live
-        writer = self._create(file.path, live.tree, live.path)
+        writer = self._create(file)
         if len(live.writers) > 1:
             labels = list(live.labels) or writer.open_records
             offsets = {label: writer.offset(live.labels.get(label, label)) for label in labels}
             self.mailbox.post_json(f"layout-{_short(file.path)}", offsets)
         return writer
 
-    def _fill(self, file: LiveFile, writer: PtWriter) -> list[Piece]:
+    def _fill(self, file: LiveFile, writer: RecordWriter) -> list[Piece]:
         def put(label: str, byte_offset: int, data: memoryview) -> None:
             writer.write(file.labels.get(label, label), byte_offset, data)
 
@@ -177,7 +183,7 @@ class RankWriter:
             self.advance(len(window))
         return Piece(segment.label, segment.byte_offset, at, total)
 
-    def _finish(self, file: StepFile, writer: PtWriter, pieces: list[Piece]) -> None:
+    def _finish(self, file: StepFile, writer: RecordWriter, pieces: list[Piece]) -> None:
         for rank in file.live.writers[1:]:
             told = self.mailbox.take_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
             assert isinstance(told, list)
@@ -186,7 +192,7 @@ class RankWriter:
         for piece in pieces:
             by_key.setdefault(file.live.labels.get(piece.label, piece.label), []).append(piece)
         crcs = {
-            key: _record_crc(f"{file.path}: {key}", by_key.get(key, []), writer.members[key].nbytes)
+            key: _record_crc(f"{file.path}: {key}", by_key.get(key, []), writer.record_nbytes(key))
             for key in writer.open_records
         }
         self._note(file.path, writer.finish(crcs, fsync=self.fsync))

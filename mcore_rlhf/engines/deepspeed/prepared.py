@@ -17,6 +17,7 @@ from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.stubs import Stub
 
 from ..memory import LiveMemory, Unchecked
+from ..param_groups import matched_groups
 from .optimizers import LiveOptimizer
 from .origin import Origin
 from .restoring import (
@@ -26,7 +27,6 @@ from .restoring import (
     load_groups,
     load_rates,
     load_wrapper,
-    matched_groups,
     round_slices,
 )
 from .slots import Slot, live_tensors
@@ -80,7 +80,8 @@ class PreparedDeepSpeedLoad:
         """
         problems = Problems(list(self.origin.plan.problems.found))
         if self._restores and self.live is not None:
-            self._groups = matched_groups(self.live, self.origin.state.groups, problems)
+            names = [self.live.names_of(number) for number in range(self.live.groups)]
+            self._groups = matched_groups(names, self.origin.state.groups, problems)
             self._check_states(self.live, problems)
         self._note()
         problems.raise_if_any(limit=_MOST_PROBLEMS)

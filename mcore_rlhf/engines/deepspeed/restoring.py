@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.formats.deepspeed.scaler import is_dynamic, loose_values
 from mcore_rlhf.storage.stubs import Stub
@@ -39,33 +38,6 @@ def client_state_of(other: Mapping[str, object]) -> dict[str, object]:
         other: The top level of the model file, apart from the layout.
     """
     return {key: value for key, value in other.items() if key not in _OWN}
-
-
-def matched_groups(live: LiveOptimizer, stored: Sequence[ParamGroup], problems: Problems) -> list[ParamGroup]:
-    """For every live param group the stored one whose parameters it has: each keeps its own settings.
-
-    DeepSpeed's own stage-3 load from a universal checkpoint gives all groups the settings of the first.
-
-    Args:
-        live: The live optimizer.
-        stored: The checkpoint's groups.
-        problems: Told where there is none.
-    """
-    found: list[ParamGroup] = []
-    for number in range(live.groups):
-        names = set(live.names_of(number))
-        same = [group for group in stored if set(group.params) == names]
-        within = same or [group for group in stored if names and names <= set(group.params)]
-        if not names and number < len(stored):
-            within = [stored[number]]
-        if not within:
-            some = ", ".join(sorted(names)[:3])
-            text = f"param group {number} ({some}, …): its parameters are in no single param group of the checkpoint"
-            problems.add(
-                LayoutMismatch, text, "Group the parameters as the saved run did, or load with optimizer=False."
-            )
-        found += within[:1]
-    return found
 
 
 def load_groups(live: LiveOptimizer, groups: Sequence[ParamGroup], states: Sequence[str]) -> None:

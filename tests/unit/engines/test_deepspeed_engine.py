@@ -12,8 +12,9 @@ from mcore_rlhf.engines.base import LoadRequest
 from mcore_rlhf.engines.deepspeed import DeepSpeedEngine
 from mcore_rlhf.engines.deepspeed.captured import own_files
 from mcore_rlhf.engines.deepspeed.optimizers import Flat, LiveOptimizer
-from mcore_rlhf.engines.deepspeed.restoring import client_state_of, load_groups, load_wrapper, matched_groups
+from mcore_rlhf.engines.deepspeed.restoring import client_state_of, load_groups, load_wrapper
 from mcore_rlhf.engines.deepspeed.stored_optimizer import StoredOptimizer
+from mcore_rlhf.engines.param_groups import matched_groups
 from mcore_rlhf.errors import Problems, Unsupported, UsageError
 from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.formats.deepspeed.scaler import static_scaler
@@ -170,12 +171,13 @@ def test_states_that_exist_are_filled_in_place() -> None:
 
 def test_groups_are_matched_by_what_they_hold() -> None:
     live = adam([torch.zeros(1), torch.zeros(1)], groups=2)
+    names = [live.names_of(number) for number in range(live.groups)]
     first, second = ParamGroup({"lr": 1.0}, params=("p0",)), ParamGroup({"lr": 2.0}, params=("p1",))
     problems = Problems()
-    assert matched_groups(live, [second, first], problems) == [first, second]
-    assert matched_groups(live, [ParamGroup({"lr": 3.0}, params=("p1", "p0"))], problems)[1].fields["lr"] == 3.0
+    assert matched_groups(names, [second, first], problems) == [first, second]
+    assert matched_groups(names, [ParamGroup({"lr": 3.0}, params=("p1", "p0"))], problems)[1].fields["lr"] == 3.0
     assert not problems
-    matched_groups(live, [first], problems)
+    matched_groups(names, [first], problems)
     assert "param group 1 (p1" in str(problems.found[0])
 
 

@@ -1,0 +1,179 @@
+"""The engine of an FSDP trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from mcore_rlhf.errors import Problems
+from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.crossing import crossed
+from mcore_rlhf.formats.dcp import FORMAT
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.storage.dcp import METADATA_FILE
+
+from ..base import LiveState, LoadRequest
+from ..stateful import Stateful
+from .agreeing import Ranks
+from .describing import States, add_module, add_optimizer, states_of
+from .files import KEYS, LiveTable, Table, live_state
+from .held import HeldModule
+from .meshes import Meshes
+from .optimizers import HeldOptimizer
+from .prepared import PreparedFsdpLoad
+from .restoring import ShardedOptimizerLoad
+from .stored import extra_states_of, others_of, schedules_of, values_of
+from .through_plan import LivePlan
+from .world import FSDP1, ShardedWorld, check_alike
+
+Others = Mapping[str, object]
+_MOST_PROBLEMS = 1000
+
+
+class FsdpEngine:
+    """A model wrapped by FSDP2 (``fully_shard``) or FSDP1, and what trains it; every rank makes one.
+
+    Saving: every rank writes its own parts into ``<role>/dcp_checkpoint/__R_0.distcp``, and the first rank ``.metadata``,
+    under the names that RLinf uses (``fsdp_checkpoint.model.…``). Nothing is gathered: what lies on other ranks follows from
+    the meshes. ``torch.distributed.checkpoint.load`` reads it at any number of ranks.
+
+    Loading takes that at any number of ranks, bit for bit, and every other checkpoint under a module's own names (DCP of
+    other trainers, DeepSpeed, universal, Hugging Face), straight into the live parts.
+
+    * FSDP2: any mesh of ``Shard`` and ``Replicate`` axes (HSDP writes one replica), with tensor parallelism where it divides
+      evenly, mixed precision, CPU offload.
+    * FSDP1: ``use_orig_params=True`` with ``FULL_SHARD`` or ``SHARD_GRAD_OP``. With an optimizer, each save gathers the names
+      (not the values) of its states, since no rank has them all.
+    * Refused, with advice: FSDP1's flat parameters, hybrid and no sharding; optimizers with a ``state_dict`` of their own;
+      tensor subclasses, such as those of 8-bit optimizers.
+
+    Random states are the manager's, of every rank; a DCP would keep one rank's. RLinf's own resume asks for them all the
+    same: ``others=lambda: {"rng": get_rng_state()}`` puts them in.
+
+    Args:
+        module: The wrapped model. Wrappers of activation checkpointing and ``torch.compile`` leave no trace in names.
+        optimizer: Any ``torch.optim.Optimizer`` with torch's own ``state_dict``, made after wrapping; None for a frozen model.
+        lr_scheduler: One scheduler or several.
+        others: Further values of the training script, which go beside ``model``; a function is called at each save. Only the
+            first rank's are kept.
+
+    Attributes:
+        loaded_others: Those of the checkpoint that was loaded.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Stateful | Sequence[Stateful] | None = None,
+        others: Others | Callable[[], Others] | None = None,
+    ) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.schedulers: tuple[Stateful, ...] = (
+            tuple(lr_scheduler)
+            if isinstance(lr_scheduler, Sequence)
+            else ((lr_scheduler,) if lr_scheduler is not None else ())
+        )
+        self.loaded_others: dict[str, object] = {}
+        self._others = others
+        self.world = ShardedWorld.of(module)
+        self._made: dict[tuple[str, ...], bytes] = {}
+        self._ranks = Ranks.of(self.ranks)
+        check_alike(self._ranks, lambda: self._held()[0])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that the model is dealt out to; the first gives what belongs to all."""
+        return self.world.ranks
+
+    @property
+    def layout(self) -> str:
+        """How the model is cut: ``FSDP8``, or ``FSDP2×4`` on a mesh of two axes."""
+        return self.world.layout
+
+    def live(self, step: int) -> LiveState:
+        """Describe this rank's ``.distcp``, and on the first rank ``.metadata``.
+
+        Ranks tell each other a checksum of what they describe, so that no ``.metadata`` is written that is not the files'.
+
+        Args:
+            step: The step; nothing depends on it.
+
+        Raises:
+            Unsupported: Something cannot be saved; all of it is named.
+        """
+        del step
+        states: list[States] = []
+        if self.world.version == FSDP1 and self.optimizer is not None:
+            _, told = self._ranks.shared(self._held, lambda held: states_of(held[1]))
+            states = cast("list[States]", told)
+        table, told = self._ranks.shared(lambda: self._table(states), lambda table: table.table.digest(table.rank))
+        table.table.told = cast("list[str]", told)
+        return live_state(table, self.layout)
+
+    def _table(self, states: Sequence[States]) -> LiveTable:
+        """All that is saved, and this rank's memory of it.
+
+        Args:
+            states: What each rank has of the optimizer, where they differ.
+        """
+        module, optimizer = self._held()
+        table = LiveTable(Table(self.ranks, made=self._made), dist.get_rank())
+        add_module(table, module)
+        if optimizer is not None:
+            add_optimizer(table, optimizer, states)
+        if self.schedulers:
+            table.add_tree((*KEYS.rest, "lr_schedulers"), [scheduler.state_dict() for scheduler in self.schedulers])
+        table.add_tree((*KEYS.rest, "fsdp_version"), self.world.version)
+        for key, value in (self._others() if callable(self._others) else self._others or {}).items():
+            table.add_tree((*KEYS.rest, key), value)
+        return table
+
+    def prepare_load(self, request: LoadRequest) -> PreparedFsdpLoad:
+        """Open a checkpoint, check that it fits this rank's parts, and plan the load.
+
+        Raises:
+            CheckpointError: It does not fit: all differences, with shapes.
+        """
+        options = ReadOptions(role=request.role, step=request.step, optimizer=request.optimizer)
+        source = crossed(open_checkpoint(request.folder, options), FORMAT, WriteOptions())
+        module, optimizer = self._held()
+        trained = optimizer if request.optimizer else None
+        planned = LivePlan(source, module, trained, dist.get_rank(), self.ranks).planned()
+        problems = Problems(list(planned.plan.problems.found))
+        load = None
+        if trained is not None and planned.optimizer:
+            load = ShardedOptimizerLoad.of(trained, planned, values_of(source), problems)
+        problems.raise_if_any(limit=_MOST_PROBLEMS)
+        handed = self._schedules(source, planned.report) if request.optimizer else []
+        extra = [(module.extra[name], value) for name, value in extra_states_of(source, module.extra).items()]
+
+        def done() -> None:
+            self.loaded_others = others_of(source)
+
+        return PreparedFsdpLoad(planned, load, handed, extra, self._read_already(source), done)
+
+    def _held(self) -> tuple[HeldModule, HeldOptimizer | None]:
+        meshes = Meshes(self.ranks[0])
+        module = HeldModule.of(self.module, meshes)
+        return module, HeldOptimizer.of(self.optimizer, module, meshes) if self.optimizer is not None else None
+
+    def _schedules(self, source: Source, report: Report) -> list[tuple[Stateful, dict[str, object]]]:
+        """Every scheduler with its state."""
+        stored = schedules_of(source)
+        if self.schedulers and len(stored) != len(self.schedulers):
+            text = f"learning-rate schedules: {len(stored)} in the checkpoint, {len(self.schedulers)} in this run"
+            report.add(Fate.LOST, f"{text}; this run's are left as they are")
+            return []
+        return list(zip(self.schedulers, stored, strict=True)) if self.schedulers else []
+
+    def _read_already(self, source: Source) -> list[Path]:
+        """Files that were read to plan the load; the first rank speaks for those that nobody copies from."""
+        if dist.get_rank() == self.ranks[0]:
+            return [source.root / file.path for file in source.files]
+        return [source.root / file.path for file in source.files if file.path.endswith(METADATA_FILE)]

@@ -1,0 +1,198 @@
+"""What a sharded trainer is on the disk: the nest of dictionaries that RLinf saves, as items of each rank's ``.distcp``.
+
+``fsdp_checkpoint.model.<name>``, ``fsdp_checkpoint.optimizers.state.<name>.<key>``,
+``fsdp_checkpoint.optimizers.param_groups.<i>.<field>`` with ``params`` as a list of names,
+``fsdp_checkpoint.lr_schedulers.<i>.…`` and ``fsdp_checkpoint.fsdp_version``.
+
+Source: RLinf, ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py`` (``Checkpoint.state_dict``; read, not run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from math import prod
+
+import torch
+
+from mcore_rlhf.core.box import Box
+from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.formats.dcp.keys import RLINF, joined
+from mcore_rlhf.formats.dcp.nest import leaves
+from mcore_rlhf.storage.dcp import (
+    METADATA_FILE,
+    DcpFileWriter,
+    Item,
+    ObjectItem,
+    Path_,
+    TensorItem,
+    dcp_metadata,
+    saved,
+)  # fmt: skip
+
+from ..base import LiveFile, LiveState, Segment
+from ..writable import no_bytes
+from .geometry import Everywhere, Split
+
+KEYS = RLINF
+FOLDER = "dcp_checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """A tensor of the checkpoint; it holds no live value.
+
+    Args:
+        path: Where it stands in the nest of dictionaries.
+        dtype: Element type.
+        split: Which rank writes what.
+    """
+
+    path: Path_
+    dtype: DType
+    split: Split
+
+    @property
+    def fqn(self) -> str:
+        """Its name in the checkpoint."""
+        return joined(self.path)
+
+    def items(self, rank: int) -> Iterator[TensorItem]:
+        """What a rank writes of it."""
+        shape, boxes = self.split.global_shape, self.split.written(rank)
+        if not prod(shape) and rank == self.split.first:
+            boxes = (Box.whole(shape),)  # an item all the same: who loads asks for it
+        for box in boxes:
+            yield TensorItem(self.fqn, self.dtype, box.offset, box.shape)
+
+
+@dataclass(slots=True)
+class Table:
+    """Everything that the checkpoint holds, in order.
+
+    Args:
+        ranks: The ranks that write; the first writes what all have.
+        tensors: On all ranks that have a file, and on the first, which describes the others' too.
+        objects: What is no tensor, by its path: as ``torch.save`` writes it.
+        told: Every rank's own :meth:`digest`.
+        made: The ``.metadata`` of the save before, by what was told then: it changes with the model or the ranks only, and
+            takes seconds where there are hundreds of ranks.
+    """
+
+    ranks: tuple[int, ...]
+    tensors: list[Logical] = field(default_factory=list)
+    objects: dict[Path_, bytes] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    made: dict[tuple[str, ...], bytes] = field(default_factory=dict)
+
+    def items(self, rank: int) -> list[Item]:
+        """What a rank's file holds."""
+        found: list[Item] = [item for tensor in self.tensors for item in tensor.items(rank)]
+        if rank == self.ranks[0]:
+            found += [ObjectItem(joined(path), data) for path, data in self.objects.items()]
+        return found
+
+    def name(self, rank: int) -> str:
+        """Name of a rank's file; torch's ranks count within the process group that saves."""
+        return f"__{self.ranks.index(rank)}_0.distcp"
+
+    def digest(self, rank: int) -> str:
+        """A checksum of what a rank's file holds: what, and in which order."""
+        digest = sha256()
+        for item in self.items(rank):
+            digest.update(repr((item.fqn, len(item.data)) if isinstance(item, ObjectItem) else item).encode())
+        return digest.hexdigest()
+
+    def metadata(self) -> bytes:
+        """The content of ``.metadata``, for all ranks' files.
+
+        Raises:
+            LayoutMismatch: A rank writes other items than this one thinks.
+        """
+        key = tuple(self.told)
+        if key not in self.made:
+            found = self._metadata()
+            self.made.clear()
+            self.made[key] = found
+        return self.made[key]
+
+    def _metadata(self) -> bytes:
+        wrong = [rank for rank, told in zip(self.ranks, self.told, strict=True) if told != self.digest(rank)]
+        if wrong:
+            raise LayoutMismatch(
+                f"rank {wrong[0]} writes other parts than rank {self.ranks[0]} expects of it ({len(wrong)} ranks differ); the step "
+                "is not saved\nDo all ranks train the same parameters, in the same param groups?"
+            )
+        shapes = {tensor.fqn: tensor.split.global_shape for tensor in self.tensors}
+        files = {self.name(rank): items for rank in self.ranks if (items := self.items(rank))}
+        paths = [*(tensor.path for tensor in self.tensors), *self.objects]
+        return dcp_metadata(shapes, files, {joined(path): path for path in paths})
+
+
+@dataclass(slots=True)
+class LiveTable:
+    """A table in the making, and this rank's memory of what is in it.
+
+    Args:
+        table: The table.
+        rank: This global rank.
+        segments: What this rank writes.
+    """
+
+    table: Table
+    rank: int
+    segments: list[Segment] = field(default_factory=list)
+
+    def add(self, path: Path_, split: Split, local: torch.Tensor) -> None:
+        """Add a tensor of which this rank may hold a part.
+
+        Args:
+            path: Where it stands.
+            split: Which rank holds what.
+            local: This rank's memory: what :meth:`.geometry.Split.boxes` says, end to end.
+        """
+        tensor = Logical(path, dtype_of(local.dtype), split)
+        self.table.tensors.append(tensor)
+        flat, at = local.reshape(-1), 0
+        for item in tensor.items(self.rank):
+            count = prod(item.shape)
+            if count:
+                self.segments.append(Segment(item.key, 0, flat[at : at + count]))
+            at += count
+
+    def add_elsewhere(self, path: Path_, split: Split, dtype: DType) -> None:
+        """Add a tensor of which other ranks have all."""
+        self.table.tensors.append(Logical(path, dtype, split))
+
+    def add_tree(self, path: Path_, tree: object) -> None:
+        """Add a nest of dictionaries and lists that all ranks have.
+
+        Raises:
+            Unsupported: Something in it cannot be saved.
+        """
+        for at, value in leaves(tree, path):
+            if isinstance(value, torch.Tensor):
+                if why := no_bytes(value):
+                    raise Unsupported(f"{joined(at)} {why}; only parameters and their states can be cut")
+                self.add(at, Everywhere(tuple(value.shape), self.table.ranks[0]), value.detach().contiguous())
+            elif self.rank == self.table.ranks[0]:
+                self.table.objects[at] = saved(value)
+
+
+def live_state(table: LiveTable, layout: str) -> LiveState:
+    """What one rank has to save.
+
+    Args:
+        table: The table, complete.
+        layout: How the model is cut.
+    """
+    whole, rank = table.table, table.rank
+    items = whole.items(rank)
+    file = LiveFile(
+        f"{FOLDER}/{whole.name(rank)}", (rank,), table.segments, create=partial(DcpFileWriter.create, items=items)
+    )
+    texts = {f"{FOLDER}/{METADATA_FILE}": whole.metadata} if rank == whole.ranks[0] else {}
+    return LiveState("dcp", layout, (file,) if items else (), texts)
