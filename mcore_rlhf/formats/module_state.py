@@ -53,6 +53,7 @@ class ModuleState:
         keys: For a parameter, what a universal file says besides the tensor: ``cat_dim``, ``vocab_tensor``, …
         pipeline: Whether the model is a ``PipelineModule``, whose weights lie in layer files.
         config: The model's description, as Hugging Face's ``config.json`` has it; empty where nobody said.
+        without_frozen: Whether frozen parameters were left out, so that whoever loads it must not look for them.
     """
 
     tag: str
@@ -64,3 +65,4 @@ class ModuleState:
     keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     pipeline: bool = False
     config: Mapping[str, object] = field(default_factory=dict)
+    without_frozen: bool = False

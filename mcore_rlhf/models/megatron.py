@@ -34,6 +34,11 @@ _LATENT: dict[str, Partition] = {"transformer_engine": REPLICATED, "local": COLU
 
 # The end of a name → how it is cut. The first row that matches counts. A dictionary is a choice by trait.
 TABLE: tuple[_Row, ...] = (
+    # Megatron-Bridge's LoRA (read, not run): peft/utils.py; the rows of what comes out are cut like those of the base weight
+    (r"linear_(proj|fc2)\.adapter\.(\w+\.)?linear_in\.weight", ROW),
+    (r"\.adapter\.(\w+\.)?linear_in\.weight", COLUMN),
+    (r"linear_fc1\.adapter\.linear_out\.weight", _FC1),
+    (r"\.adapter\.(\w+\.)?linear_out\.weight", COLUMN),
     (r"embedding\.word_embeddings\.weight", VOCABULARY),
     (r"(?<!\w)output_layer\.(weight|bias)", VOCABULARY),
     (r"(position|tokentype)_embeddings\.weight", REPLICATED),

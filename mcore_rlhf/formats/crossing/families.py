@@ -6,16 +6,24 @@ arguments are derived, and the target's format never learns of it.
 
 from __future__ import annotations
 
-from mcore_rlhf.formats.base import Format, Source, WriteOptions
+from dataclasses import replace
 
-from .crossing_to_huggingface import EMBEDDING, to_huggingface
-from .crossing_to_megatron import to_megatron
-from .megatron.reader import MegatronNative
-from .module_state import ModuleState
+from mcore_rlhf.formats.base import Format, Source, WriteOptions
+from mcore_rlhf.formats.megatron.reader import MegatronNative
+from mcore_rlhf.formats.module_state import ModuleState
+
+from .description import EMBEDDING, known_description
+from .packing import in_memory, on_disk
+from .to_huggingface import to_huggingface
+from .to_megatron import to_megatron
+
+_ON_DISK = "hf"
+"""The format whose tensors are named as transformers writes them; others' are named as it has them in memory."""
+_IN_MEMORY = ("deepspeed", "universal", "dcp")
 
 
 def crossed(source: Source, to: Format, options: WriteOptions) -> Source:
-    """The source as a target of the format wants it: itself where both are of one family.
+    """The source as a target of the format wants it: itself where both have the same names.
 
     Args:
         source: An opened checkpoint.
@@ -25,15 +33,42 @@ def crossed(source: Source, to: Format, options: WriteOptions) -> Source:
     Raises:
         CheckpointError: The model has no names in the other family, or what decides its shapes is not known.
     """
-    if isinstance(source.native, MegatronNative) and to.family == "module":
-        return to_huggingface(source, source.native, options)
-    if isinstance(source.native, ModuleState) and to.family == "megatron":
-        return to_megatron(source, source.native, options)
+    native = source.native
+    if isinstance(native, ModuleState):
+        return _from_module(source, native, to, options)
+    if isinstance(native, MegatronNative) and to.family == "module":
+        return _packed(_released(to_huggingface(source, native, options), to), to)
     return source
 
 
+def _from_module(source: Source, native: ModuleState, to: Format, options: WriteOptions) -> Source:
+    if to.family == "megatron":
+        return to_megatron(source, native, options)
+    if to.name == _ON_DISK:
+        config = known_description(source, native, options)
+        if config and not native.config:
+            native = replace(native, config=config)
+            source = replace(source, native=native)
+        return on_disk(source, native, config)
+    return _packed(source, to) if source.format == _ON_DISK else source
+
+
+def _released(source: Source, to: Format) -> Source:
+    """A release that becomes a folder has no run whose counters and arguments would be lost; its config says all."""
+    if to.name == _ON_DISK and source.state.release:
+        return replace(source, state=replace(source.state, other={}, scheduler=None))
+    return source
+
+
+def _packed(source: Source, to: Format) -> Source:
+    native = source.native
+    if to.name not in _IN_MEMORY or not isinstance(native, ModuleState):
+        return source
+    return in_memory(source, native, native.config)
+
+
 def alike(a: Source, b: Source) -> tuple[Source, Source]:
-    """Two sources under names that can be compared: Megatron's as Hugging Face's, where the other one has those.
+    """Two sources under names that can be compared: Hugging Face's as on disk, where one of them has those.
 
     Args:
         a, b: Opened checkpoints.
@@ -42,10 +77,21 @@ def alike(a: Source, b: Source) -> tuple[Source, Source]:
         CheckpointError: Megatron's model has no names in the other family.
     """
     if isinstance(a.native, MegatronNative) and isinstance(b.native, ModuleState):
-        return to_huggingface(a, a.native, WriteOptions(vocab_size=_words(b))), b
+        seen = to_huggingface(a, a.native, WriteOptions(vocab_size=_words(b)))
+        return seen, _unpacked(b, seen)
     if isinstance(b.native, MegatronNative) and isinstance(a.native, ModuleState):
-        return a, to_huggingface(b, b.native, WriteOptions(vocab_size=_words(a)))
-    return a, b
+        seen = to_huggingface(b, b.native, WriteOptions(vocab_size=_words(a)))
+        return _unpacked(a, seen), seen
+    return _unpacked(a, b), _unpacked(b, a)
+
+
+def _unpacked(source: Source, other: Source) -> Source:
+    """The source as on disk; the other one may have to say which architecture it is."""
+    if not isinstance(source.native, ModuleState) or not isinstance(other.native, ModuleState):
+        return source
+    nothing = WriteOptions()
+    config = known_description(source, source.native, nothing) or known_description(other, other.native, nothing)
+    return on_disk(source, source.native, config)
 
 
 def _words(source: Source) -> int | None:

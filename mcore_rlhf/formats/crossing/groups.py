@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.formats.base import ParamGroup, Source
+from mcore_rlhf.formats.megatron.groups import Membership
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.models.huggingface.relation import Relation
+from mcore_rlhf.models.megatron import is_routed_expert
+from mcore_rlhf.models.spec import ParamSpec
 
-from .megatron.groups import Membership
-
+_EXPERT = "is_expert_parallel"
 _STEP = "step"
 _WEIGHT_DECAY = "weight_decay"
 _KINDS: dict[str, object] = {
-    "is_expert_parallel": False, "default_config": True, "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False,
+    _EXPERT: False, "default_config": True, "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False,
 }  # fmt: skip
-"""What Megatron finds a group by, for a dense model without a learning rate of its own anywhere.
+"""What Megatron finds a group by, where nothing has a learning rate of its own.
 
 Source: megatron-core 0.16.1, ``optimizer/__init__.py`` (``_get_param_groups``), ``optimizer/optimizer.py``
 (``param_group_identifier_keys``).
@@ -41,17 +43,39 @@ def with_members(
     groups = source.state.groups
     if not groups:
         return ()
+    into = _merged_with(groups)
     members: list[list[str]] = [[] for _ in groups]
     for name, shares in relation.of_huggingface().items():
         spec = source.model.get(shares[0].name)
         if spec is not None and spec.trainable:
-            members[membership.index(spec.name, len(spec.global_shape), groups)].append(name)
-    made = [_with_step(group, names, scalars) for group, names in zip(groups, members, strict=True)]
+            members[into[_position(spec, groups, membership)]].append(name)
+    made = [_with_step(group, names, scalars) for group, names in zip(groups, members, strict=True) if names]
     for number, group in enumerate(made):
-        some = f"{group.params[0]}, …" if group.params else "none"
-        text = f"param group {number}: {len(group.params)} parameters ({some}), as Megatron's rule for weight decay deals them"
-        report.add(Fate.DERIVED, text)
-    return tuple(group for group in made if group.params)
+        text = f"param group {number}: {len(group.params)} parameters ({group.params[0]}, …)"
+        report.add(Fate.DERIVED, f"{text}, as Megatron's rule for weight decay deals them")
+    return tuple(made)
+
+
+def _position(spec: ParamSpec, groups: Sequence[ParamGroup], membership: Membership) -> int:
+    """The position of a parameter's group: routed experts have groups of their own where they are dealt over ranks."""
+    expert = is_routed_expert(spec.name) and any(group.expert for group in groups)
+    own = [number for number, group in enumerate(groups) if group.expert == expert]
+    return own[membership.index(spec.name, len(spec.global_shape), [groups[number] for number in own])]
+
+
+def _merged_with(groups: Sequence[ParamGroup]) -> list[int]:
+    """For every group, the one that its parameters go to: experts join the others where both are trained alike."""
+    into = list(range(len(groups)))
+    for number, group in enumerate(groups):
+        for other, candidate in enumerate(groups) if group.expert else ():
+            if not candidate.expert and _alike(group.fields, candidate.fields):
+                into[number] = other
+                break
+    return into
+
+
+def _alike(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
+    return all(a.get(key) == b.get(key) for key in {*a, *b} - {_EXPERT})
 
 
 def _with_step(group: ParamGroup, names: Sequence[str], scalars: Mapping[str, object]) -> ParamGroup:
@@ -84,22 +108,33 @@ def as_megatron(source: Source, relation: Relation, membership: Membership, repo
     where = {name: number for number, group in enumerate(groups) for name in group.params}
     if not where:
         raise LayoutMismatch(f"{source.root}: does not say which parameters are in which param group")
-    found: dict[float, dict[int, str]] = {}
+    found: dict[tuple[bool, float], dict[int, str]] = {}
     for name, shares in relation.of_megatron().items():
-        numbers = [where[share.name] for share in shares if share.name in where]
         wd_mult = membership.wd_mult(name, len(relation.megatron[name]))
-        for number in numbers:
-            found.setdefault(wd_mult, {}).setdefault(number, name)
+        for number in {where[share.name]: None for share in shares if share.name in where}:
+            found.setdefault((is_routed_expert(name), wd_mult), {}).setdefault(number, name)
     problems = Problems()
-    made = tuple(_merged(groups, wd_mult, numbers, problems, report) for wd_mult, numbers in found.items())
+    made = {key: _merged(groups, key, numbers, problems) for key, numbers in found.items()}
     problems.raise_if_any()
-    return made
+    kept = _without_twins(made)
+    for key, group in kept.items():
+        _note_group(groups, key, found[key], group, report)
+    return tuple(kept.values())
+
+
+def _without_twins(made: Mapping[tuple[bool, float], ParamGroup]) -> dict[tuple[bool, float], ParamGroup]:
+    """Without the experts' groups where all of them are trained as other parameters are; a writer makes them when it deals experts."""
+    experts = {key: group for key, group in made.items() if group.expert}
+    others = [group.fields for group in made.values() if not group.expert]
+    twins = all(any(_alike(group.fields, fields) for fields in others) for group in experts.values())
+    return {key: group for key, group in made.items() if not (twins and group.expert)}
 
 
 def _merged(
-    groups: Sequence[ParamGroup], wd_mult: float, numbers: Mapping[int, str], problems: Problems, report: Report
+    groups: Sequence[ParamGroup], key: tuple[bool, float], numbers: Mapping[int, str], problems: Problems
 ) -> ParamGroup:
     """Megatron's group of a multiplier, of all groups that have parameters in it."""
+    expert, wd_mult = key
     first, *others = (_plain(groups[number]) for number in numbers)
     for other in others:
         different = sorted(key for key in {*first, *other} if key not in _KINDS and first.get(key) != other.get(key))
@@ -112,17 +147,26 @@ def _merged(
             )
             break
     if wd_mult == 0 and first.get(_WEIGHT_DECAY):
+        first = {**first, _WEIGHT_DECAY: 0.0}
+    return ParamGroup({**_KINDS, **first, "wd_mult": wd_mult, _EXPERT: expert}, expert)
+
+
+def _note_group(
+    groups: Sequence[ParamGroup], key: tuple[bool, float], numbers: Mapping[int, str], made: ParamGroup, report: Report
+) -> None:
+    expert, wd_mult = key
+    had = groups[next(iter(numbers))].fields.get(_WEIGHT_DECAY)
+    if had != made.fields.get(_WEIGHT_DECAY):
         report.add(
             Fate.CHANGED,
-            f"weight decay of vectors such as {next(iter(numbers.values()))}: {first[_WEIGHT_DECAY]} → 0, as Megatron has it; "
+            f"weight decay of vectors such as {next(iter(numbers.values()))}: {had} → 0, as Megatron has it; "
             "--rules (wd_mult: 1) keeps it",
         )
-        first = {**first, _WEIGHT_DECAY: 0.0}
     report.add(
         Fate.DERIVED,
-        f"param group with weight-decay multiplier {wd_mult:g}: of group {', '.join(map(str, numbers))} of the source",
+        f"param group {'of experts ' if expert else ''}with weight-decay multiplier {wd_mult:g}: of group "
+        f"{', '.join(map(str, numbers))} of the source",
     )
-    return ParamGroup({**_KINDS, **first, "wd_mult": wd_mult})
 
 
 def _plain(group: ParamGroup) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A Megatron source under Hugging Face's names, as DeepSpeed's formats want it."""
+"""A Megatron source under Hugging Face's names, as all formats but Megatron's own want it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
-from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import ParamGroup, Source, TrainingState, WriteOptions
+from mcore_rlhf.formats.deepspeed.scaler import scaler_of, static_scaler
+from mcore_rlhf.formats.megatron.groups import Membership
+from mcore_rlhf.formats.megatron.reader import MegatronNative
+from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.huggingface.config import config_of, sizes_of_args, sizes_of_config
+from mcore_rlhf.models.huggingface import ARCHITECTURES
+from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_args, sizes_of_config
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.sizes import Sizes
+from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
-from .crossing_groups import with_members
-from .crossing_view import CrossingView
-from .deepspeed.scaler import scaler_of, static_scaler
-from .megatron.groups import Membership
-from .megatron.reader import MegatronNative
-from .module_state import ModuleState
-from .reference_config import plain, read_config
-
-ORIGIN = "mcore_rlhf_origin"
-"""The key of client state under which what only Megatron has waits for the way back."""
-
-_LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+from .description import EMBEDDING, LM_HEAD, build_of, describe
+from .groups import with_members
+from .origin import ORIGIN, origin_of
+from .reference_config import read_config
+from .view import CrossingView
 
 
 def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions) -> Source:
-    """The source under Hugging Face's names, without the padding of the vocabulary.
+    """The source under Hugging Face's names as they are on disk, without the padding of the vocabulary.
 
     Args:
         source: Megatron's.
@@ -41,23 +40,27 @@ def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions
         CheckpointError: It is a model whose names are not known, or its true vocabulary is not.
     """
     model = source.model
-    if model.num_experts or model.mtp_layers:
-        raise Unsupported("models with experts or multi-token prediction have no Hugging Face names here yet")
     reference = None if options.reference_config is None else read_config(options.reference_config)
     sizes = _sizes(source, native, reference, options.vocab_size)
-    relation = from_megatron({s.name: s.global_shape for s in model.params if s.name not in model.unused}, sizes)
+    among = ARCHITECTURES if reference is None else architecture_of(reference)
+    shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
+    relation = from_megatron(shapes, sizes, among)
+    build = build_of(relation, model.tied)
+    config = describe(source.state.args, sizes, relation.architecture, build, reference)
     notes = Report(list(source.notes.lines))
     _note(source, native, relation, sizes, notes)
-    tied = model.tied and _LM_HEAD not in relation.huggingface and "score.weight" not in relation.huggingface
-    config = _config(source, relation, sizes, tied) if reference is None else reference
+    for doubt in doubts(config, source.state.args):
+        notes.add(Fate.NOTE, doubt)
     groups = with_members(source, relation, Membership(native.args, options.rules), native.scalars, notes)
-    catalog = CrossingView(source.catalog, source.role, relation.of_huggingface(), relation.huggingface)
+    shares = relation.of_huggingface()
     return replace(
-        source, model=_model(source, relation, sizes, tied), parallel=ParallelConfig(dp=source.parallel.world_size),
-        catalog=catalog, state=_state(source, relation, {**config, "vocab_size": sizes.vocabulary}, notes, groups), notes=notes,
+        source, model=_model(source, relation, sizes, build.tied), parallel=ParallelConfig(dp=source.parallel.world_size),
+        catalog=CrossingView(source.catalog, source.role, shares, relation.huggingface),
+        state=_state(source, relation, config, notes, groups), notes=notes,
         native=ModuleState(
-            f"global_step{source.state.iteration}", (*relation.huggingface, *([_LM_HEAD] if tied else [])),
-            shared={_LM_HEAD: EMBEDDING} if tied else {},
+            f"global_step{source.state.iteration}", (*relation.huggingface, *([LM_HEAD] if build.tied else [])),
+            buffers=tuple(name for name, parts in shares.items() if is_buffer(parts[0].name)),
+            shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config,
         ),
     )  # fmt: skip
 
@@ -67,7 +70,7 @@ def _sizes(
 ) -> Sizes:
     """What the reference says, otherwise what the arguments do."""
     if reference is not None:
-        sizes = sizes_of_config(reference)
+        sizes = replace(sizes_of_config(reference), mtp=source.model.mtp_layers)
         return sizes if vocab_size is None else replace(sizes, vocabulary=vocab_size)
     words = vocab_size or source.model.vocab_size
     if words is None:
@@ -75,7 +78,7 @@ def _sizes(
             f"{source.root}: args do not say how many words the vocabulary has, and Hugging Face's tensors have no padding rows\n"
             "Give --vocab-size, or --reference-config with the folder of the model that was trained."
         )
-    return sizes_of_args(native.args.values, words)
+    return replace(sizes_of_args(native.args.values, words), mtp=source.model.mtp_layers)
 
 
 def _model(source: Source, relation: Relation, sizes: Sizes, tied: bool) -> ModelSpec:
@@ -88,33 +91,27 @@ def _model(source: Source, relation: Relation, sizes: Sizes, tied: bool) -> Mode
     return ModelSpec(tuple(specs), sizes.layers, tied, vocab_size=sizes.vocabulary, padded_vocab_size=sizes.vocabulary)
 
 
-def _config(source: Source, relation: Relation, sizes: Sizes, tied: bool) -> dict[str, object]:
-    biased = any(name.endswith("q_proj.bias") for name in relation.huggingface)
-    return config_of(source.state.args, sizes, relation.architecture, tied=tied, biased=biased)
-
-
 def _state(
     source: Source, relation: Relation, config: Mapping[str, object], notes: Report, groups: tuple[ParamGroup, ...]
 ) -> TrainingState:
     old = source.state
-    origin = {
-        "iteration": old.iteration, "config": dict(config), "args": plain(old.args), "spelling": relation.spelling,
-        "scheduler": dict(old.scheduler or {}), "other": plain(old.other),
-    }  # fmt: skip
-    other: dict[str, object] = {"skipped_steps": 0, ORIGIN: origin}
+    other: dict[str, object] = {"skipped_steps": 0, ORIGIN: origin_of(source, config, relation.spelling)}
     samples = old.args.get("consumed_train_samples")
     if isinstance(samples, int):
         other["global_samples"] = samples
-        notes.add(Fate.KEPT, f"consumed_train_samples {samples}: DeepSpeed's global_samples")
+        notes.add(Fate.KEPT, f"consumed_train_samples {samples}: as global_samples")
     if old.scheduler is not None:
         notes.add(
             Fate.DERIVED,
             f"lr_scheduler: last_batch_iteration {old.iteration - 1}, which is all that DeepSpeed's own schedulers keep; "
             f"Megatron's own state waits under {ORIGIN}",
         )
-    scheduler: dict[str, object] | None = None if old.scheduler is None else {"last_batch_iteration": old.iteration - 1}
+    trained = (
+        old.iteration > 0 and not old.release
+    )  # DeepSpeed wants to load a scheduler, even where Megatron stored none
+    scheduler: dict[str, object] | None = {"last_batch_iteration": old.iteration - 1} if trained else None
     return TrainingState(
-        old.iteration, args=_ds_config(source), groups=groups, scheduler=scheduler, grad_scaler=_scaler(source, notes),
+        old.iteration, old.release, args=_ds_config(source), groups=groups, scheduler=scheduler, grad_scaler=_scaler(source, notes),
         other=other,
     )  # fmt: skip
 
@@ -165,7 +162,13 @@ def _note(source: Source, native: MegatronNative, relation: Relation, sizes: Siz
     rows = source.model.padded_vocab_size
     if rows is not None and rows > sizes.vocabulary:
         notes.add(Fate.CHANGED, f"vocabulary rows {sizes.vocabulary}–{rows - 1} are Megatron's padding, and are cut")
-    notes.add(Fate.LOST, "RNG states: Megatron's belong to its ranks, and DeepSpeed stores none")
+    if sizes.mtp:
+        notes.add(
+            Fate.NOTE,
+            f"multi-token prediction: layer {sizes.layers} and further ones; transformers passes over them, and saves the model without",
+        )
+    if not source.state.release:  # nobody trains on with those of a release
+        notes.add(Fate.LOST, "RNG states: Megatron's belong to its ranks, and formats under module names store none")
     opaque = [
         name for s in native.shards for part in s.parts for name, value in part.opaque.items() if value is not None
     ]

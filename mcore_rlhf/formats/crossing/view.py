@@ -9,7 +9,7 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog, Chunk, TensorEntry
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.layouts.padding import with_rows
-from mcore_rlhf.models.huggingface.relation import Share
+from mcore_rlhf.models.huggingface.correspondence import Share, Shares
 
 
 @dataclass(slots=True)
@@ -26,10 +26,11 @@ class CrossingView:
 
     catalog: Catalog
     role: str
-    shares: Mapping[str, tuple[Share, ...]]
+    shares: Shares
     shapes: Mapping[str, Shape]
     rows: Mapping[str, int] = field(default_factory=dict)
     _names: list[TensorName] = field(default_factory=list)
+    _last: TensorEntry | None = None
 
     def __iter__(self) -> Iterator[TensorName]:
         if not self._names:
@@ -48,9 +49,7 @@ class CrossingView:
         if name.role != self.role or name.param not in self.shares:
             return None
         shares, chunks = self.shares[name.param], list[Chunk]()
-        of = {
-            part: self.catalog.get(TensorName(self.role, part, name.state)) for part in {s.name: None for s in shares}
-        }
+        of = {part: self._source(TensorName(self.role, part, name.state)) for part in {s.name: None for s in shares}}
         for share in shares:
             entry = of[share.name]
             if entry is not None:
@@ -61,12 +60,19 @@ class CrossingView:
         rows = self.rows.get(name.param)
         return found if rows is None else with_rows(found, rows)
 
+    def _source(self, name: TensorName) -> TensorEntry | None:
+        """An entry of the source; the last one is kept, since the experts that are packed in one are asked for in turn."""
+        last = self._last
+        if last is None or last.name != name:
+            last = self.catalog.get(name)
+            self._last = last
+        return last
+
 
 def _moved(entry: TensorEntry, share: Share) -> Iterator[Chunk]:
     """The chunks of an entry that lie in a share, in the coordinates of the tensor that has it."""
-    origin = tuple(there - here for there, here in zip(share.other.offset, share.box.offset, strict=True))
     for chunk in entry.chunks:
         part = chunk.box.intersect(share.other)
         if part is not None:
             narrow = chunk.narrow(part)
-            yield Chunk(part.shift(origin), narrow.record, narrow.start, narrow.strides)
+            yield Chunk(share.own(part), narrow.record, narrow.start, share.strides(narrow.strides))

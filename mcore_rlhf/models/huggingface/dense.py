@@ -1,4 +1,4 @@
-"""The rows that dense decoders have in common.
+"""The rows that decoders have in common, and all that dense ones have.
 
 Sources: transformers 5.23.0, ``models/{llama,qwen2,qwen3}/modeling_*.py``; megatron-core 0.16.1, ``models/gpt/gpt_model.py``,
 ``transformer/{attention,mlp,transformer_layer}.py``, ``extensions/transformer_engine.py``. No row is permuted for rotary
@@ -7,7 +7,10 @@ embeddings: both sides rotate halves.
 
 from __future__ import annotations
 
-from .table import LOCAL, TRANSFORMER_ENGINE, Arrangement, HfTensor, Row
+from .attention_fields import Heads, Rotary
+from .fields import Always, Field, Only, Same
+from .kinds import DENSE, LOCAL, TRANSFORMER_ENGINE
+from .table import Arrangement, HfTensor, Row
 
 _LAYER = "decoder.layers.{i}."
 _HF = "model.layers.{i}."
@@ -22,12 +25,12 @@ VALUE_BIAS = Row("output_layer.bias", (HfTensor("score.bias", ("one",)),), optio
 FINAL_NORM = Row("decoder.final_layernorm.weight", (HfTensor("model.norm.weight", ("hidden",)),))
 
 _IN = (HfTensor(f"{_HF}input_layernorm.weight", ("hidden",)),)
-INPUT_NORM = Row(f"{_LAYER}input_layernorm.weight", _IN, spelling=LOCAL)
-FUSED_INPUT_NORM = Row(f"{_LAYER}self_attention.linear_qkv.layer_norm_weight", _IN, spelling=TRANSFORMER_ENGINE)
+INPUT_NORM = Row(f"{_LAYER}input_layernorm.weight", _IN, needs=(LOCAL,))
+FUSED_INPUT_NORM = Row(f"{_LAYER}self_attention.linear_qkv.layer_norm_weight", _IN, needs=(TRANSFORMER_ENGINE,))
 
-_MLP_IN = (HfTensor(f"{_HF}post_attention_layernorm.weight", ("hidden",)),)
-MLP_NORM = Row(f"{_LAYER}pre_mlp_layernorm.weight", _MLP_IN, spelling=LOCAL)
-FUSED_MLP_NORM = Row(f"{_LAYER}mlp.linear_fc1.layer_norm_weight", _MLP_IN, spelling=TRANSFORMER_ENGINE)
+MLP_IN = (HfTensor(f"{_HF}post_attention_layernorm.weight", ("hidden",)),)
+MLP_NORM = Row(f"{_LAYER}pre_mlp_layernorm.weight", MLP_IN, needs=(DENSE, LOCAL))
+FUSED_MLP_NORM = Row(f"{_LAYER}mlp.linear_fc1.layer_norm_weight", MLP_IN, needs=(DENSE, TRANSFORMER_ENGINE))
 
 PROJ = Row(
     f"{_LAYER}self_attention.linear_proj.weight", (HfTensor(f"{_HF}self_attn.o_proj.weight", ("hidden", "q_rows")),)
@@ -52,32 +55,64 @@ FC1 = Row(
     f"{_LAYER}mlp.linear_fc1.weight",
     tuple(HfTensor(f"{_HF}mlp.{part}_proj.weight", ("ffn", "hidden")) for part in ("gate", "up")),
     Arrangement.STACKED,
+    needs=(DENSE,),
 )
 FC1_BIAS = Row(
     f"{_LAYER}mlp.linear_fc1.bias",
     tuple(HfTensor(f"{_HF}mlp.{part}_proj.bias", ("ffn",)) for part in ("gate", "up")),
     Arrangement.STACKED,
     optional=True,
+    needs=(DENSE,),
 )
-FC2 = Row(f"{_LAYER}mlp.linear_fc2.weight", (HfTensor(f"{_HF}mlp.down_proj.weight", ("hidden", "ffn")),))
-FC2_BIAS = Row(f"{_LAYER}mlp.linear_fc2.bias", (HfTensor(f"{_HF}mlp.down_proj.bias", ("hidden",)),), optional=True)
+FC2 = Row(
+    f"{_LAYER}mlp.linear_fc2.weight", (HfTensor(f"{_HF}mlp.down_proj.weight", ("hidden", "ffn")),), needs=(DENSE,)
+)
+FC2_BIAS = Row(
+    f"{_LAYER}mlp.linear_fc2.bias", (HfTensor(f"{_HF}mlp.down_proj.bias", ("hidden",)),), optional=True, needs=(DENSE,)
+)
 
-HEADS = (FINAL_NORM, OUTPUT, VALUE_HEAD, VALUE_BIAS)
+HEADS = (OUTPUT, VALUE_HEAD, VALUE_BIAS)
 
-_SELF_ATTENTION = tuple(
+SELF_ATTENTION = tuple(
     f"{_HF}self_attn.{part}_proj.{kind}" for part in ("q", "k", "v", "o") for kind in ("weight", "bias")
 )
-_QK_NORMS = (f"{_HF}self_attn.q_norm.weight", f"{_HF}self_attn.k_norm.weight")
-_MLP = tuple(f"{_HF}mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias"))
-_NORMS = (f"{_HF}input_layernorm.weight", f"{_HF}post_attention_layernorm.weight")
+QK_NORMS = (f"{_HF}self_attn.q_norm.weight", f"{_HF}self_attn.k_norm.weight")
+MLP = tuple(f"{_HF}mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias"))
+NORMS = (f"{_HF}input_layernorm.weight", f"{_HF}post_attention_layernorm.weight")
 
-ORDER = (
-    "model.embed_tokens.weight", *_SELF_ATTENTION, *_QK_NORMS, *_MLP, *_NORMS,
-    "model.norm.weight", "lm_head.weight", "score.weight", "score.bias",
-)  # fmt: skip
-"""``model.parameters()`` of all of them; a name that a model lacks is passed over."""
 
-ARGS: tuple[tuple[str, object], ...] = (
-    ("swiglu", True), ("normalization", "RMSNorm"), ("position_embedding_type", "rope"), ("add_position_embedding", True),
-)  # fmt: skip
-"""What Megatron has to be told of any of them."""
+def in_order(*inside: str) -> tuple[str, ...]:
+    """``model.parameters()`` of a decoder, given what is in a layer; a name that a model lacks is passed over."""
+    heads = ("lm_head.weight", "score.weight", "score.bias")
+    return ("model.embed_tokens.weight", *inside, *NORMS, "model.norm.weight", *heads)
+
+
+ORDER = in_order(*SELF_ATTENTION, *QK_NORMS, *MLP)
+"""``model.parameters()`` of dense decoders."""
+
+SIZES: tuple[Field, ...] = (
+    Same("num_hidden_layers", "num_layers"),
+    Same("hidden_size", "hidden_size"),
+    Same("intermediate_size", "ffn_hidden_size"),
+    Same("num_attention_heads", "num_attention_heads"),
+)
+"""What a decoder's description cannot be without."""
+
+COMMON: tuple[Field, ...] = (
+    *SIZES,
+    Same("max_position_embeddings", "max_position_embeddings"),
+    Same("rms_norm_eps", "layernorm_epsilon"),
+    Same("initializer_range", "init_method_std"),
+    Same("attention_dropout", "attention_dropout"),
+    Only("hidden_act", "silu", "Megatron's --swiglu is silu"),
+    Always("swiglu", True),
+    Always("normalization", "RMSNorm"),
+    Always("position_embedding_type", "rope"),
+    Always("add_position_embedding", True),
+    Always("layernorm_zero_centered_gamma", False),
+    Always("rotary_interleaved", False),
+)
+"""What the two descriptions of any of them have in common."""
+
+FIELDS: tuple[Field, ...] = (*COMMON, Heads(), Rotary())
+"""The same with the usual attention."""

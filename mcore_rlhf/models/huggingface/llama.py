@@ -1,10 +1,11 @@
-"""Llama 2 and 3, and whatever is built alike (Mistral): no biases by default, no norms of queries and keys."""
+"""Llama 2 and 3: no biases by default, no norms of queries and keys."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from . import dense
+from .fields import Always
 from .table import Architecture
 
 LLAMA = Architecture(
@@ -24,8 +25,9 @@ LLAMA = Architecture(
         dense.FC1_BIAS,
         dense.FC2,
         dense.FC2_BIAS,
+        dense.FINAL_NORM,
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.ARGS, ("qk_layernorm", False)),
+    (*dense.FIELDS, Always("qk_layernorm", False)),
 )

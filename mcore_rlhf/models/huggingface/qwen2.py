@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import dense
+from .fields import Always
 from .table import Architecture
 
 QWEN2 = Architecture(
@@ -19,8 +20,9 @@ QWEN2 = Architecture(
         dense.FUSED_MLP_NORM,
         dense.FC1,
         dense.FC2,
+        dense.FINAL_NORM,
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.ARGS, ("qk_layernorm", False), ("add_qkv_bias", True), ("add_bias_linear", False)),
+    (*dense.FIELDS, Always("qk_layernorm", False)),
 )

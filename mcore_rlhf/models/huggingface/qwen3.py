@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense
+from .fields import Always
 from .table import Architecture
 
 QWEN3 = Architecture(
@@ -24,8 +25,9 @@ QWEN3 = Architecture(
         dense.FUSED_MLP_NORM,
         dense.FC1,
         dense.FC2,
+        dense.FINAL_NORM,
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.ARGS, ("qk_layernorm", True)),
+    (*dense.FIELDS, Always("qk_layernorm", True)),
 )

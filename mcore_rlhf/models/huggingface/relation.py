@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 
 from . import ARCHITECTURES
+from .correspondence import Link, Share, shares_of_huggingface, shares_of_others
+from .expand import Filled, filled, in_order
+from .kinds import GROUPED, LOCAL, MTP_LAYER, MTP_MODEL_LAYER, SEQUENTIAL, STACKED, TRANSFORMER_ENGINE
 from .sizes import Sizes
-from .table import LAYER, LOCAL, TRANSFORMER_ENGINE, Architecture, Arrangement, Row
+from .table import Architecture, Row, Spelling
 
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A part that two tensors have in common; both boxes have one shape."""
-
-    huggingface: str
-    huggingface_box: Box
-    megatron: str
-    megatron_box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part of a tensor of one family: which box of which tensor of the other family holds it.
-
-    Args:
-        box: In the tensor itself.
-        name: The other family's tensor.
-        other: In that tensor; of the same shape.
-    """
-
-    box: Box
-    name: str
-    other: Box
+_SHOWN = 4
+"""Architectures whose differences are spelled out where none fits."""
+HOW_TO_ADD = "How to add an architecture: docs/how-to/add-an-architecture.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,96 +26,126 @@ class Relation:
 
     Args:
         architecture: Which it is.
-        spelling: Whose names Megatron's side has: ``local`` or ``transformer_engine``.
+        spelling: Whose names Megatron's side has.
         links: What they have in common.
-        huggingface: Shapes, in the order of ``model.parameters()``.
+        huggingface: Shapes of the tensors on disk, in the order of ``model.parameters()``.
         megatron: Shapes without padding, in the order of registration.
     """
 
     architecture: Architecture
-    spelling: str
+    spelling: Spelling
     links: tuple[Link, ...]
     huggingface: Mapping[str, Shape]
     megatron: Mapping[str, Shape]
 
     def of_huggingface(self) -> dict[str, tuple[Share, ...]]:
         """For every Hugging Face tensor, in order, the parts of Megatron's that it is made of."""
-        shares = (
-            (link.huggingface, Share(link.huggingface_box, link.megatron, link.megatron_box)) for link in self.links
-        )
-        return _by_name(self.huggingface, shares)
+        return shares_of_huggingface(self.huggingface, self.links)
 
     def of_megatron(self) -> dict[str, tuple[Share, ...]]:
         """For every Megatron parameter, in order, the parts of Hugging Face's that it is made of."""
-        shares = (
-            (link.megatron, Share(link.megatron_box, link.huggingface, link.huggingface_box)) for link in self.links
+        return shares_of_others(self.megatron, self.links)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """An architecture's rows, as far as a model has them, and what speaks against it."""
+
+    architecture: Architecture
+    rows: tuple[Filled, ...]
+    strange: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def complaint(self) -> str:
+        parts = (("has no place for", self.strange), ("lacks", self.missing))
+        found = (
+            f"{what} {', '.join(names[:3])}{f', … ({len(names)})' if len(names) > 3 else ''}"
+            for what, names in parts
+            if names
         )
-        return _by_name(self.megatron, shares)
+        return f"{self.architecture.class_name} {'; '.join(found)}"
 
 
-def _by_name(names: Iterable[str], shares: Iterable[tuple[str, Share]]) -> dict[str, tuple[Share, ...]]:
-    found: dict[str, list[Share]] = {name: [] for name in names}
-    for name, share in shares:
-        found[name].append(share)
-    return {name: tuple(listed) for name, listed in found.items()}
-
-
-def from_megatron(shapes: Mapping[str, Shape], sizes: Sizes) -> Relation:
+def from_megatron(shapes: Mapping[str, Shape], sizes: Sizes, among: Sequence[Architecture] = ARCHITECTURES) -> Relation:
     """The relation of a model that Megatron stored.
 
     Args:
-        shapes: Its parameters; those of the vocabulary may have padding rows.
+        shapes: Its parameters and buffers; those of the vocabulary may have padding rows.
         sizes: What it is.
+        among: The architectures that it may be.
 
     Raises:
-        Unsupported: No architecture that is known has these parameters.
+        Unsupported: None of them has these parameters.
         LayoutMismatch: Shapes are not those of the architecture; all of them.
     """
-    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in shapes)
-    spelling = TRANSFORMER_ENGINE if fused else LOCAL
-    candidates = [_relation(known, sizes, spelling, megatron=shapes) for known in ARCHITECTURES]
-    relation = _best([(found, found.megatron) for found in candidates], shapes, sizes.layers)
+    spelling = spelling_of(shapes)
+    candidates = (_of_megatron(known, shapes, sizes, spelling) for known in among)
+    relation = _relation(_best(candidates), sizes, spelling)
     _check_shapes(shapes, relation.megatron, _padded(relation))
     return relation
 
 
-def from_huggingface(shapes: Mapping[str, Shape], sizes: Sizes, spelling: str) -> Relation:
+def from_huggingface(
+    shapes: Mapping[str, Shape],
+    sizes: Sizes,
+    spelling: Spelling,
+    among: Sequence[Architecture] = ARCHITECTURES,
+    beside: frozenset[str] = frozenset(),
+) -> Relation:
     """The relation of a model under Hugging Face's names.
 
     Args:
-        shapes: Its tensors, tied ones once.
+        shapes: Its tensors as they are on disk, tied ones once.
         sizes: What it is.
-        spelling: Whose names Megatron's side is to have: ``local`` or ``transformer_engine``.
+        spelling: Whose names Megatron's side is to have.
+        among: The architectures that it may be.
+        beside: Names among them that may be in no table: buffers.
 
     Raises:
-        Unsupported: No architecture that is known has these tensors.
+        Unsupported: None of them has these tensors.
         LayoutMismatch: Shapes are not those of the architecture; all of them.
     """
-    candidates = [_relation(known, sizes, spelling, huggingface=shapes) for known in ARCHITECTURES]
-    relation = _best([(found, found.huggingface) for found in candidates], shapes, sizes.layers)
+    candidates = (_of_huggingface(known, shapes, sizes, spelling, beside) for known in among)
+    relation = _relation(_best(candidates), sizes, spelling)
     _check_shapes(shapes, relation.huggingface, frozenset())
     return relation
 
 
-def _relation(
-    known: Architecture, sizes: Sizes, spelling: str, *,
-    megatron: Mapping[str, Shape] | None = None, huggingface: Mapping[str, Shape] | None = None,
-) -> Relation:  # fmt: skip
-    """The relation of those rows that the given side has."""
-    links: list[Link] = []
-    hf_shapes: dict[str, Shape] = {}
-    shapes: dict[str, Shape] = {}
-    for row, name, tensors in _rows(known, sizes, spelling):
-        if megatron is not None and not _is_of(row, megatron.get(name)):
-            continue
-        if huggingface is not None and not all(tensor in huggingface for tensor in tensors):
-            continue
-        rows = sum(shape[0] for shape in tensors.values())
-        shapes[name] = (rows, *next(iter(tensors.values()))[1:])
-        hf_shapes.update(tensors)
-        links.extend(_links(row, name, tensors, sizes))
-    ordered = {name: hf_shapes[name] for name in _in_order(known.order, sizes.layers) if name in hf_shapes}
-    return Relation(known, spelling, tuple(links), ordered, shapes)
+def spelling_of(names: Iterable[str]) -> Spelling:
+    """Whose names a model of Megatron's has."""
+    engine, experts, inner = LOCAL, SEQUENTIAL, MTP_LAYER
+    for name in names:
+        if name.endswith(".layer_norm_weight"):
+            engine = TRANSFORMER_ENGINE
+        elif name.endswith(".experts.weight1"):
+            experts = STACKED
+        elif ".experts.linear_fc1.weight" in name:
+            experts = GROUPED
+        if f".{MTP_MODEL_LAYER}." in name:
+            inner = MTP_MODEL_LAYER
+    return Spelling(engine, experts, inner)
+
+
+def _of_megatron(known: Architecture, shapes: Mapping[str, Shape], sizes: Sizes, spelling: Spelling) -> _Candidate:
+    rows = list(filled(known, sizes, spelling))
+    has = tuple(row for row in rows if _is_of(row.row, shapes.get(row.name)))
+    names = {row.name for row in has}
+    missing = [need for need in known.needs if need not in sizes.traits]
+    missing += [row.name for row in rows if not row.row.optional and row.name not in names]
+    return _Candidate(known, has, tuple(name for name in shapes if name not in names), tuple(missing))
+
+
+def _of_huggingface(
+    known: Architecture, shapes: Mapping[str, Shape], sizes: Sizes, spelling: Spelling, beside: frozenset[str]
+) -> _Candidate:
+    rows = list(filled(known, sizes, spelling))
+    has = tuple(row for row in rows if all(tensor in shapes for tensor in row.tensors))
+    names = {tensor for row in has for tensor in row.tensors}
+    missing = [need for need in known.needs if need not in sizes.traits]
+    missing += [t for row in rows if not row.row.optional for t in row.tensors if t not in shapes]
+    strange = (name for name in shapes if name not in names and name not in beside)
+    return _Candidate(known, has, tuple(strange), tuple(dict.fromkeys(missing)))
 
 
 def _is_of(row: Row, found: Shape | None) -> bool:
@@ -144,72 +156,29 @@ def _is_of(row: Row, found: Shape | None) -> bool:
     return (found[0] == 1) == wants_one if row.megatron.startswith("output_layer.") else True
 
 
-def _rows(known: Architecture, sizes: Sizes, spelling: str) -> Iterator[tuple[Row, str, dict[str, Shape]]]:
-    """Every row with its names filled in, layer after layer, and the shapes of Hugging Face's tensors."""
-    own = [row for row in known.rows if row.spelling in (None, spelling)]
-    inside = [row for row in own if LAYER in row.megatron]
-    before = own[: own.index(inside[0])]
-    after = [row for row in own if row not in before and row not in inside]
-    for rows, layers in ((before, range(1)), (inside, range(sizes.layers)), (after, range(1))):
-        for layer in layers:
-            for row in rows:
-                tensors = {_named(t.name, layer): sizes.shape(t.shape) for t in row.huggingface}
-                yield row, _named(row.megatron, layer), tensors
+def _best(candidates: Iterable[_Candidate]) -> _Candidate:
+    """The first that has a place for every tensor, and all of whose required rows are there."""
+    others: list[_Candidate] = []
+    for candidate in candidates:
+        if not candidate.strange and not candidate.missing:
+            return candidate
+        others.append(candidate)
+    others.sort(key=lambda other: len(other.strange) + len(other.missing))
+    if len(others) == 1:
+        raise Unsupported(f"these tensors are not those of the architecture: {others[0].complaint}\n{HOW_TO_ADD}")
+    listed = "\n".join(f"  - {other.complaint}" for other in others[:_SHOWN])
+    known = ", ".join(known.model_type for known in ARCHITECTURES)
+    raise Unsupported(
+        f"these are the tensors of no architecture whose names are known in both families ({known}); the nearest are\n"
+        f"{listed}\n{HOW_TO_ADD}"
+    )
 
 
-def _named(name: str, layer: int) -> str:
-    return name.replace(LAYER, str(layer))
-
-
-def _in_order(order: tuple[str, ...], layers: int) -> Iterator[str]:
-    inside = [name for name in order if LAYER in name]
-    yield from order[: order.index(inside[0])]
-    for layer in range(layers):
-        yield from (_named(name, layer) for name in inside)
-    yield from order[order.index(inside[-1]) + 1 :]
-
-
-def _links(row: Row, name: str, tensors: Mapping[str, Shape], sizes: Sizes) -> Iterator[Link]:
-    """The parts of one Megatron parameter, in the order of its rows."""
-    blocks = sizes.groups if row.arrangement is Arrangement.GROUPED else 1
-    at = 0
-    for block in range(blocks):
-        for tensor, shape in tensors.items():
-            rows = shape[0] // blocks
-            part = (rows, *shape[1:])
-            rest = (0,) * len(shape[1:])
-            yield Link(tensor, Box((block * rows, *rest), part), name, Box((at, *rest), part))
-            at += rows
-
-
-def _best(
-    candidates: Sequence[tuple[Relation, Mapping[str, Shape]]], shapes: Mapping[str, Shape], layers: int
-) -> Relation:
-    """The relation that has a place for every tensor, and all of whose required rows are there.
-
-    Args:
-        candidates: Each with the side of it that ``shapes`` is to be.
-        shapes: The tensors of the model.
-        layers: Their decoder layers.
-    """
-    reasons: list[tuple[int, str]] = []
-    for relation, side in candidates:
-        strange, missing = [name for name in shapes if name not in side], _missing(relation, layers)
-        if not strange and not missing:
-            return relation
-        text = "; ".join(
-            f"{what} {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-            for what, names in (("has no place for", strange), ("lacks", missing)) if names
-        )  # fmt: skip
-        reasons.append((len(strange) + len(missing), f"{relation.architecture.class_name} {text}"))
-    listed = "\n".join(f"  - {text}" for _, text in sorted(reasons))
-    raise Unsupported(f"these are the tensors of no architecture whose names are known in both families:\n{listed}")
-
-
-def _missing(relation: Relation, layers: int) -> list[str]:
-    required = [r for r in relation.architecture.rows if not r.optional and r.spelling in (None, relation.spelling)]
-    names = (_named(r.megatron, i) for r in required for i in range(layers if LAYER in r.megatron else 1))
-    return [name for name in names if name not in relation.megatron]
+def _relation(found: _Candidate, sizes: Sizes, spelling: Spelling) -> Relation:
+    links = tuple(link for row in found.rows for link in row.links(sizes.groups))
+    tensors = {name: shape for row in found.rows for name, shape in row.tensors.items()}
+    ordered = {name: tensors[name] for name in in_order(found.architecture.order, sizes) if name in tensors}
+    return Relation(found.architecture, spelling, links, ordered, {row.name: row.shape for row in found.rows})
 
 
 def _padded(relation: Relation) -> frozenset[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
-from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Lossy, UsageError
 from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.crossing import crossed
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
@@ -174,11 +174,6 @@ def test_a_reference_that_is_none(text: str | None, complaint: str, tmp_path: Pa
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=complaint):
         prepare(LLAMA, ConvertOptions(to="universal", write=WriteOptions(reference_config=str(tmp_path))))
-
-
-def test_experts_are_refused() -> None:
-    with pytest.raises(Unsupported, match="experts"):
-        prepare(GOLDENS / "ep2dp2_moe_seq_bf16_do", ConvertOptions(to="deepspeed"))
 
 
 @pytest.mark.parametrize(

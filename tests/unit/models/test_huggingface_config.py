@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.models.huggingface.config import args_of, config_of, sizes_of_args, sizes_of_config
+from mcore_rlhf.models.huggingface.config import Build, args_of, config_of, sizes_of_args, sizes_of_config
 from mcore_rlhf.models.huggingface.llama import LLAMA
 from mcore_rlhf.models.huggingface.qwen2 import QWEN2
 from mcore_rlhf.models.huggingface.qwen3 import QWEN3
@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
 
 
 def args(**more: Any) -> dict[str, object]:
-    return args_of({**CONFIG, **more}, LLAMA, tied=False, biased=False)
+    return args_of({**CONFIG, **more}, LLAMA, Build())
 
 
 def test_sizes_come_from_the_config() -> None:
@@ -56,7 +56,8 @@ def test_arguments_under_megatrons_names() -> None:
         "group_query_attention": True, "kv_channels": 32, "vocab_size": 131, "max_position_embeddings": 512,
         "layernorm_epsilon": 1e-6, "untie_embeddings_and_output_weights": True, "rotary_base": 500000, "rotary_percent": 1.0,
         "add_bias_linear": False, "add_qkv_bias": False, "use_rope_scaling": False, "swiglu": True, "normalization": "RMSNorm",
-        "position_embedding_type": "rope", "add_position_embedding": True, "qk_layernorm": False,
+        "position_embedding_type": "rope", "add_position_embedding": True, "layernorm_zero_centered_gamma": False,
+        "rotary_interleaved": False, "qk_layernorm": False,
     }  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_rotary_embeddings_as_transformers_5_writes_them() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "high_freq_factor": 2.0}}, "high_freq_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"model_type": "gemma2"}, "gemma2"),
+        ({"rope_theta": 10000.5}, "whole number"),
     ],
 )
 def test_what_megatron_cannot_compute_is_refused(more: dict[str, Any], named: str) -> None:
@@ -84,12 +85,13 @@ def test_what_megatron_cannot_compute_is_refused(more: dict[str, Any], named: st
 @pytest.mark.parametrize("tied", [False, True])
 def test_there_and_back(known: Any, tied: bool) -> None:
     biased = known is QWEN2
+    build = Build(tied=tied, biased=biased)
     config = {**CONFIG, "model_type": known.model_type, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
-    theirs = args_of(config, known, tied=tied, biased=biased)
-    back = config_of(theirs, sizes_of_args(theirs, 131), known, tied=tied, biased=biased)
+    theirs = args_of(config, known, build)
+    back = config_of(theirs, sizes_of_args(theirs, 131), known, build)
     assert {key: back[key] for key in CONFIG} == {**CONFIG, "model_type": known.model_type}
     assert back["tie_word_embeddings"] is tied
     assert back["architectures"] == [known.class_name]
-    assert args_of(back, known, tied=tied, biased=biased) == theirs
+    assert args_of(back, known, build) == theirs
     assert (theirs["add_qkv_bias"], theirs["add_bias_linear"]) == (biased, False)
     assert theirs["qk_layernorm"] is (known is QWEN3)

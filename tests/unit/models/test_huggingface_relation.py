@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.models.huggingface.relation import Relation, Share, from_huggingface, from_megatron
+from mcore_rlhf.models.huggingface.correspondence import Share
+from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface, from_megatron
 from mcore_rlhf.models.huggingface.sizes import Sizes
+from mcore_rlhf.models.huggingface.table import Spelling
 
 SIZES = Sizes(layers=2, hidden=8, ffn=6, heads=4, groups=2, head=3, vocabulary=10)
 QKV = "decoder.layers.1.self_attention.linear_qkv"
@@ -99,7 +101,7 @@ def test_an_output_layer_of_one_row_is_a_value_head() -> None:
     relation = from_megatron({**megatron(tied=True), "output_layer.weight": (1, 8)}, SIZES)
     assert relation.huggingface["score.weight"] == (1, 8)
     assert "lm_head.weight" not in relation.huggingface
-    assert from_huggingface(dict(relation.huggingface), SIZES, "local").megatron["output_layer.weight"] == (1, 8)
+    assert from_huggingface(dict(relation.huggingface), SIZES, Spelling()).megatron["output_layer.weight"] == (1, 8)
 
 
 def test_qwen3_is_known_by_its_norms_of_heads() -> None:
@@ -144,7 +146,7 @@ def test_sizes_of_another_model_are_refused(wrong: dict[str, int]) -> None:
 def test_hugging_faces_vocabulary_has_no_padding() -> None:
     shapes = dict(from_megatron(megatron(), SIZES).huggingface)
     with pytest.raises(LayoutMismatch, match=r"lm_head\.weight: has shape \(16, 8\)"):
-        from_huggingface({**shapes, "lm_head.weight": (16, 8)}, SIZES, "local")
+        from_huggingface({**shapes, "lm_head.weight": (16, 8)}, SIZES, Spelling())
 
 
 GROUPS = st.integers(1, 3)
@@ -163,7 +165,7 @@ def test_every_element_has_exactly_one_place_on_the_other_side(
     ):
         assert list(shares) == list(shapes)
         assert [tiles(shares[name], shape) for name, shape in shapes.items()] == [True] * len(shapes)
-    assert all(link.huggingface_box.shape == link.megatron_box.shape for link in relation.links)
+    assert all(link.huggingface_box.shape == link.other_box.shape for link in relation.links)
 
 
 def tiles(shares: tuple[Share, ...], shape: Shape) -> bool:

@@ -1,0 +1,157 @@
+"""What describes a model that crosses: ``config.json`` and Megatron's arguments, held against its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.models.huggingface.config import Build, args_of, built, config_of
+from mcore_rlhf.models.huggingface.kinds import SEQUENTIAL, STACKED
+from mcore_rlhf.models.huggingface.relation import Relation
+from mcore_rlhf.models.huggingface.sizes import Sizes
+from mcore_rlhf.models.huggingface.table import Architecture
+
+from .origin import Origin
+from .reference_config import read_config
+
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
+DIVISOR = 128
+"""Megatron's own ``--make-vocab-size-divisible-by``."""
+
+_NEW_RUN: dict[str, object] = {
+    "make_vocab_size_divisible_by": DIVISOR, "seed": 1234, "num_experts": None, "mtp_num_layers": None,
+    "data_parallel_random_init": False, "use_distributed_optimizer": True, "decoupled_lr": None,
+    "apply_wd_to_qk_layernorm": False, "overlap_grad_reduce": False, "ddp_bucket_size": None, "ddp_num_buckets": None,
+    "ddp_pad_buckets_for_high_nccl_busbw": False, "overlap_param_gather_with_optimizer_step": False,
+    "num_distributed_optimizer_instances": 1,
+}  # fmt: skip
+"""Arguments on which the files depend, as Megatron has them unless told otherwise.
+
+Source: Megatron-LM core_v0.16.1, ``megatron/training/arguments.py``.
+"""
+
+
+def build_of(relation: Relation, tied: bool) -> Build:
+    """What the tensors say.
+
+    Args:
+        relation: Of the model.
+        tied: Whether an output layer that is not there shares the embedding's weight.
+    """
+    names = relation.huggingface
+    head = "ForCausalLM"
+    if VALUE_HEAD in names:
+        head = "ForTokenClassification" if VALUE_BIAS in names else "ForSequenceClassification"
+
+    def biased(layer: str) -> bool:
+        return any(name.endswith(f"{layer}_proj.bias") for name in names)
+
+    own_head = LM_HEAD in names or VALUE_HEAD in names
+    return Build(
+        tied=tied and not own_head, biased=biased("q"), proj_biased=biased("o"), mlp_biased=biased("down"), head=head
+    )
+
+
+def describe(
+    args: Mapping[str, object], sizes: Sizes, known: Architecture, build: Build, reference: Mapping[str, object] | None
+) -> dict[str, object]:
+    """The ``config.json`` of a model of Megatron's.
+
+    Args:
+        args: Megatron's.
+        sizes: Of the model.
+        known: Its architecture.
+        build: What its tensors say.
+        reference: The description that the user gave, which is kept; only what the tensors contradict is changed.
+
+    Raises:
+        Unsupported: ``config.json`` has no words for something.
+    """
+    if reference is None:
+        return config_of(args, sizes, known, build)
+    config = {**reference, "vocab_size": sizes.vocabulary, "tie_word_embeddings": build.tied}
+    classes = reference.get("architectures")
+    named = classes[0] if isinstance(classes, list) and classes else ""
+    if not str(named).endswith(build.head):
+        config.update(built(known, build))
+    if sizes.mtp or "num_nextn_predict_layers" in reference:
+        config["num_nextn_predict_layers"] = sizes.mtp
+    return config
+
+
+def known_description(source: Source, native: ModuleState, options: WriteOptions) -> dict[str, object]:
+    """The ``config.json`` of a source under Hugging Face's names: what the user gave, what it has, or what waits in it.
+
+    Args:
+        source: The source.
+        native: Its own view of it.
+        options: What the user asked for: ``reference_config``.
+
+    Returns:
+        Nothing where nobody said.
+    """
+    if options.reference_config is not None:
+        return read_config(options.reference_config)
+    return dict(native.config or Origin.of(source).config)
+
+
+def description(source: Source, native: ModuleState, options: WriteOptions) -> dict[str, object]:
+    """The same; without it nobody knows how wide a head is.
+
+    Raises:
+        UsageError: There is none.
+    """
+    found = known_description(source, native, options)
+    if not found:
+        raise UsageError(
+            f"{source.root}: nothing in it describes the model: how many heads it has, its rotary base, …\n"
+            "Give --reference-config, the folder with its config.json."
+        )
+    return found
+
+
+def arguments(
+    source: Source, origin: Origin, config: Mapping[str, object], relation: Relation, sizes: Sizes
+) -> dict[str, object]:
+    """The arguments that a Megatron run of such a model would have stored.
+
+    Args:
+        source: Under Hugging Face's names.
+        origin: What an earlier conversion left.
+        config: The model's description.
+        relation: Its tensors under both names.
+        sizes: Of the model; its layers of multi-token prediction are those that there are.
+
+    Raises:
+        Unsupported: Megatron cannot compute what the description asks for.
+    """
+    import torch
+
+    dtype = next((spec.dtype for spec in source.model.params if spec.trainable), source.model.params[0].dtype)
+    described = args_of(config, relation.architecture, build_of(relation, tied=True))
+    if origin.args:  # they say the same, and the tokenizer's extra words besides
+        described = {key: value for key, value in described.items() if key not in origin.args}
+    args: dict[str, object] = {**_NEW_RUN, **origin.args, **described, **_experts(relation, sizes)}
+    args.update(
+        transformer_impl=relation.spelling.implementation, iteration=source.state.iteration, bf16=dtype == BFLOAT16,
+        fp16=dtype == FLOAT16, params_dtype=getattr(torch, dtype.name), accumulate_allreduce_grads_in_fp32=True,
+        mtp_num_layers=sizes.mtp or None,
+    )  # fmt: skip
+    samples = source.state.other.get("global_samples")
+    args["consumed_train_samples"] = samples if isinstance(samples, int) else 0
+    return args
+
+
+def _experts(relation: Relation, sizes: Sizes) -> dict[str, object]:
+    """How experts are stored; the degrees are those of one rank, and become the target's."""
+    if not sizes.experts:
+        return {}
+    how = relation.spelling.experts
+    return {
+        "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "moe_grouped_gemm": how != SEQUENTIAL,
+        "moe_use_legacy_grouped_gemm": how == STACKED,
+    }  # fmt: skip

@@ -1,0 +1,152 @@
+"""Which layers are mixtures of experts and which experts compete, as ``config.json`` and Megatron's arguments say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rlhf.errors import Unsupported
+
+from .fields import Values
+
+_ARG, _LAYERS, _HF_LAYERS = "moe_layer_freq", "num_layers", "num_hidden_layers"
+
+
+def mixture_layers(args: Values) -> frozenset[int]:
+    """Numbers of the layers that are mixtures of experts.
+
+    Source: megatron-core 0.16.1, ``models/gpt/gpt_layer_specs.py`` (``get_gpt_decoder_layer_specs``).
+
+    Args:
+        args: Megatron's.
+    """
+    layers = args.get(_LAYERS)
+    if not args.get("num_experts") or not isinstance(layers, int):
+        return frozenset()
+    frequency = args.get(_ARG)
+    if isinstance(frequency, list | tuple):
+        return frozenset(number for number, mixture in enumerate(frequency) if mixture)
+    every = frequency if isinstance(frequency, int) and frequency > 0 else 1
+    return frozenset(range(0, layers, every))
+
+
+def _argument(mixture: frozenset[int], layers: int) -> dict[str, object]:
+    if len(mixture) == layers:
+        return {_ARG: 1}
+    return {_ARG: [int(number in mixture) for number in range(layers)]}
+
+
+def _count(config: Values) -> int:
+    layers = config.get(_HF_LAYERS)
+    return layers if isinstance(layers, int) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDense:
+    """The first layers are dense, all others are mixtures.
+
+    Args:
+        name: In ``config.json``, how many are dense.
+    """
+
+    name: str = "first_k_dense_replace"
+
+    def args(self, config: Values) -> dict[str, object]:
+        """``moe_layer_freq``."""
+        first = config.get(self.name)
+        first = first if isinstance(first, int) else 0
+        return _argument(frozenset(range(first, _count(config))), _count(config))
+
+    def config(self, args: Values) -> dict[str, object]:
+        """How many are dense.
+
+        Raises:
+            Unsupported: A dense layer comes after a mixture.
+        """
+        mixture, layers = mixture_layers(args), args.get(_LAYERS)
+        first = min(mixture, default=layers if isinstance(layers, int) else 0)
+        if isinstance(layers, int) and mixture != frozenset(range(first, layers)):
+            raise Unsupported(
+                f"args: moe_layer_freq has dense layers after mixtures, and {self.name} in config.json can only say how many come first"
+            )
+        return {self.name: first}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseList:
+    """Every so many layers are mixtures, except those in a list.
+
+    Args:
+        listed: In ``config.json``, the layers that are dense whatever else is said.
+        step: In ``config.json``, every how many layers there is a mixture.
+    """
+
+    listed: str = "mlp_only_layers"
+    step: str = "decoder_sparse_step"
+
+    def args(self, config: Values) -> dict[str, object]:
+        """``moe_layer_freq``.
+
+        Source: transformers 5.23.0, ``models/qwen3_moe/modeling_qwen3_moe.py`` (``Qwen3MoeDecoderLayer.__init__``).
+        """
+        listed, step = config.get(self.listed), config.get(self.step)
+        dense = frozenset(listed) if isinstance(listed, list | tuple) else frozenset()
+        every = step if isinstance(step, int) and step > 0 else 1
+        numbers = range(_count(config))
+        mixture = frozenset(n for n in numbers if n not in dense and (n + 1) % every == 0)
+        return _argument(mixture, _count(config))
+
+    def config(self, args: Values) -> dict[str, object]:
+        """The list."""
+        layers, mixture = args.get(_LAYERS), mixture_layers(args)
+        numbers = range(layers if isinstance(layers, int) else 0)
+        return {self.listed: [number for number in numbers if number not in mixture], self.step: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of experts of which only some are looked at.
+
+    Args:
+        grouped: What ``config.json`` calls this method of choosing; None where it needs no name.
+        alone: What it calls the method without groups.
+    """
+
+    grouped: str | None = None
+    alone: str | None = None
+
+    def args(self, config: Values) -> dict[str, object]:
+        """Megatron's groups; one group is none."""
+        groups, chosen = config.get("n_group"), config.get("topk_group")
+        named = self.grouped is None or config.get("topk_method", self.alone) == self.grouped
+        several = named and isinstance(groups, int) and groups > 1
+        return {
+            "moe_router_num_groups": groups if several else None, "moe_router_group_topk": chosen if several else None
+        }  # fmt: skip
+
+    def config(self, args: Values) -> dict[str, object]:
+        """``n_group`` and ``topk_group``, and the method where it has a name."""
+        groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+        said: dict[str, object] = {"n_group": groups or 1, "topk_group": chosen or 1}
+        method = self.grouped if groups else self.alone
+        return said if method is None else {**said, "topk_method": method}
+
+
+def doubt_about_groups(args: Values) -> str | None:
+    """Where transformers chooses other groups than Megatron does.
+
+    Megatron scores a group by its best ``topk / group_topk`` experts. DeepSeek-V3 and GLM-4.5 always take the best 2,
+    DeepSeek-V2 the best one.
+
+    Sources: megatron-core 0.16.1, ``transformer/moe/moe_utils.py`` (``group_limited_topk``); transformers 5.23.0,
+    ``models/{deepseek_v2,deepseek_v3}/modeling_*.py``.
+    """
+    chosen, topk = args.get("moe_router_group_topk"), args.get("moe_router_topk")
+    if not isinstance(chosen, int) or not isinstance(topk, int):
+        return None
+    best = 2 if args.get("moe_router_score_function") == "sigmoid" else 1
+    if topk == best * chosen:
+        return None
+    return (
+        f"{topk} experts of {chosen} groups: transformers scores a group by its best {best}, Megatron by its best {topk // chosen}; "
+        "the weights are right, but the two models do not choose the same experts"
+    )

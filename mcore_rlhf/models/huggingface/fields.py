@@ -1,0 +1,202 @@
+"""What ``config.json`` and Megatron's arguments have in common: each field is one relation, which reads both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from mcore_rlhf.errors import Unsupported
+
+Values = Mapping[str, object]
+
+
+class Field(Protocol):
+    """One relation between the two descriptions of a model."""
+
+    def args(self, config: Values) -> dict[str, object]:
+        """Megatron's arguments that a ``config.json`` says.
+
+        Raises:
+            Unsupported: Megatron cannot compute what it asks for.
+        """
+        ...
+
+    def config(self, args: Values) -> dict[str, object]:
+        """What ``config.json`` has of Megatron's arguments.
+
+        Raises:
+            Unsupported: ``config.json`` has no words for it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """One value under two names.
+
+    Args:
+        name: In ``config.json``.
+        arg: In Megatron's arguments.
+        also: Further names in ``config.json`` under which it is found.
+        says_none: Whether None has a meaning, and is not the default of either side.
+    """
+
+    name: str
+    arg: str
+    also: tuple[str, ...] = ()
+    says_none: bool = False
+
+    def args(self, config: Values) -> dict[str, object]:
+        """The argument, where the config has the value."""
+        found = next((config[name] for name in (self.name, *self.also) if config.get(name) is not None), None)
+        return {} if found is None and not self.says_none else {self.arg: found}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """The value, where there is such an argument."""
+        found = args.get(self.arg)
+        return {} if found is None and not self.says_none else {self.name: found}
+
+
+@dataclass(frozen=True, slots=True)
+class Opposite:
+    """One switch under two names, of which one says the contrary.
+
+    Args:
+        name: In ``config.json``.
+        arg: In Megatron's arguments.
+        default: What a ``config.json`` without it means.
+    """
+
+    name: str
+    arg: str
+    default: bool
+
+    def args(self, config: Values) -> dict[str, object]:
+        """The argument."""
+        found = config.get(self.name)
+        return {self.arg: not (self.default if found is None else found)}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """The switch."""
+        return {self.name: not args.get(self.arg)}
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """An argument that all models of an architecture have.
+
+    Args:
+        arg: Its name.
+        value: Its value.
+    """
+
+    arg: str
+    value: object
+
+    def args(self, config: Values) -> dict[str, object]:
+        """The argument."""
+        return {self.arg: self.value}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """Nothing: the architecture says it.
+
+        Raises:
+            Unsupported: The model was trained with another value, so that this architecture would compute something else.
+        """
+        found = args.get(self.arg)
+        if found is not None and found != self.value:
+            raise Unsupported(f"args: {self.arg} is {found}, and transformers computes as with {self.value}")
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A value of ``config.json`` beside which Megatron can compute no other.
+
+    Args:
+        name: Its name.
+        value: Its value, also where the config lacks it.
+        why: What Megatron has instead.
+    """
+
+    name: str
+    value: object
+    why: str
+
+    def args(self, config: Values) -> dict[str, object]:
+        """Nothing, if the value is the one.
+
+        Raises:
+            Unsupported: It is another.
+        """
+        found = config.get(self.name)
+        if found is not None and found != self.value:
+            raise Unsupported(f"config.json: {self.name} {found}; {self.why}")
+        return {}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """The value."""
+        return {self.name: self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """An argument that is a number of things of one width.
+
+    Args:
+        count: In ``config.json``, how many.
+        width: In ``config.json``, how wide each is.
+        arg: In Megatron's arguments, how wide all are together.
+        width_arg: In Megatron's arguments, how wide each is.
+    """
+
+    count: str
+    width: str
+    arg: str
+    width_arg: str
+
+    def args(self, config: Values) -> dict[str, object]:
+        """The width of all; None where there are none."""
+        count, width = config.get(self.count), config.get(self.width)
+        whole = count * width if isinstance(count, int) and isinstance(width, int) else 0
+        return {self.arg: whole or None}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """How many there are.
+
+        Raises:
+            Unsupported: It is no whole number of them.
+        """
+        whole, width = args.get(self.arg), args.get(self.width_arg)
+        if not isinstance(whole, int) or not isinstance(width, int) or not whole:
+            return {self.count: None}
+        if whole % width:
+            raise Unsupported(
+                f"args: {self.arg} {whole} is no multiple of {self.width_arg} {width}, which {self.count} in config.json counts"
+            )
+        return {self.count: whole // width}
+
+
+@dataclass(frozen=True, slots=True)
+class NoneAs:
+    """A number that ``config.json`` always has, where Megatron says None.
+
+    Args:
+        name: In ``config.json``.
+        arg: In Megatron's arguments.
+        none: The number that stands for None.
+    """
+
+    name: str
+    arg: str
+    none: int
+
+    def args(self, config: Values) -> dict[str, object]:
+        """The number, or None."""
+        found = config.get(self.name)
+        return {self.arg: found if isinstance(found, int) and found != self.none else None}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """The number."""
+        return {self.name: args.get(self.arg) or self.none}

@@ -1,0 +1,43 @@
+"""GLM-4.5: the first layers dense, sigmoid routing with a correction bias, shared experts, half of a head rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import dense, moe, mtp
+from .deepseek import SIGMOID_ROUTING
+from .fields import Same
+from .table import Architecture
+
+_LAYER = (
+    dense.INPUT_NORM,
+    dense.PROJ,
+    dense.FUSED_INPUT_NORM,
+    dense.QKV,
+    replace(dense.QKV_BIAS, optional=True),
+    *moe.optional(dense.Q_NORM, dense.K_NORM),
+    *moe.DENSE_MLP,
+    moe.NORM,
+    moe.ROUTER,
+    moe.EXPERT_BIAS,
+    *moe.EXPERTS,
+    *moe.SHARED,
+)
+
+GLM4_MOE = Architecture(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    (dense.EMBEDDING, *_LAYER, dense.FINAL_NORM, *mtp.rows(_LAYER), *dense.HEADS),
+    dense.in_order(
+        *mtp.ORDER,
+        *dense.SELF_ATTENTION,
+        *dense.QK_NORMS,
+        *dense.MLP,
+        *moe.EXPERT_ORDER,
+        *moe.ROUTER_ORDER,
+        *moe.shared_order("mlp.shared_experts"),
+    ),
+    (*dense.FIELDS, *SIGMOID_ROUTING, Same("use_qk_norm", "qk_layernorm")),
+    moe.PACKED,
+    moe.NEEDS,
+)

@@ -1,0 +1,86 @@
+"""Qwen2-MoE (with a gated shared expert) and Qwen3-MoE (without): layers are mixtures unless the config lists them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import dense, moe
+from .expert_fields import DenseList
+from .fields import Always, Opposite, Same
+from .table import Architecture
+
+_ROUTING = (
+    Opposite("norm_topk_prob", "moe_router_pre_softmax", default=False),
+    Always("moe_router_score_function", "softmax"),
+    DenseList(),
+)
+
+QWEN2_MOE = Architecture(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    (
+        dense.EMBEDDING,
+        dense.INPUT_NORM,
+        dense.PROJ,
+        dense.FUSED_INPUT_NORM,
+        dense.QKV,
+        dense.QKV_BIAS,
+        *moe.DENSE_MLP,
+        moe.NORM,
+        moe.ROUTER,
+        *moe.EXPERTS,
+        moe.SHARED_GATE,
+        *moe.shared("mlp.shared_expert"),
+        dense.FINAL_NORM,
+        *dense.HEADS,
+    ),
+    dense.in_order(
+        *dense.SELF_ATTENTION,
+        *dense.MLP,
+        *moe.ROUTER_ORDER,
+        *moe.EXPERT_ORDER,
+        *moe.shared_order("mlp.shared_expert"),
+        "model.layers.{i}.mlp.shared_expert_gate.weight",
+    ),
+    (
+        *dense.FIELDS,
+        *moe.fields("num_experts", "num_local_experts"),
+        *_ROUTING,
+        Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        Always("moe_shared_expert_gate", True),
+        Always("qk_layernorm", False),
+    ),
+    moe.PACKED,
+    moe.NEEDS,
+)
+
+QWEN3_MOE = Architecture(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    (
+        dense.EMBEDDING,
+        dense.INPUT_NORM,
+        dense.PROJ,
+        dense.PROJ_BIAS,
+        dense.FUSED_INPUT_NORM,
+        dense.QKV,
+        replace(dense.QKV_BIAS, optional=True),
+        dense.Q_NORM,
+        dense.K_NORM,
+        *moe.DENSE_MLP,
+        moe.NORM,
+        moe.ROUTER,
+        *moe.EXPERTS,
+        dense.FINAL_NORM,
+        *dense.HEADS,
+    ),
+    dense.in_order(*dense.SELF_ATTENTION, *dense.QK_NORMS, *dense.MLP, *moe.EXPERT_ORDER, *moe.ROUTER_ORDER),
+    (
+        *dense.FIELDS,
+        *moe.fields("num_experts", "num_local_experts"),
+        *_ROUTING,
+        Always("qk_layernorm", True),
+    ),
+    moe.PACKED,
+    moe.NEEDS,
+)
