@@ -40,14 +40,16 @@ def prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Fa
     return {
         "verify": verdict,
         "diff": diff,
-        "proved": verdict["intact"] and diff is not None and diff["equal"],
+        "proved": verdict["intact"] and diff is not None and diff["equal"] and diff["tensors"] > 0,
     }
 
 
 def _compare(job: ConversionJob, a: Source, b: Source, progress: Progress) -> Facts:
     """Compare all that both should have; parameters within their roundings, where their type was changed."""
     if a.states == b.states and _dtypes(a.model) == _dtypes(b.model):
-        return compare_facts(a, b, Tolerance(), None, progress)
+        # What a folder has no place for was said before anything was written, and is no difference.
+        alone = a.state.scheduler is not None and b.state.scheduler is None and not b.states
+        return compare_facts(a, b, Tolerance(), [PARAM] if alone else None, progress)
     common = [state for state in a.states if state in b.states]
     if _dtypes(a.model) == _dtypes(b.model):
         facts = compare_facts(a, b, Tolerance(), [PARAM, *common], progress)

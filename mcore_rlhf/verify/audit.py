@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from .ledger import Ledger
 from .reading import bands, values
 
 Task = Callable[[], None]
+_DAMAGED = "Either file is damaged or from another step."
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class Audit:
         ledger: Hears of contiguous ranges that the audit is the first to read, so that they are not read again.
         problems: Told of everything that is wrong.
         progress: Called with the number of bytes just read.
+        distrust: Why masters may disagree with parameters though no byte is damaged; see :class:`~..formats.base.Source`.
+        unlike: Names of the parameters that are not their masters, rounded, as far as they were compared.
     """
 
     catalog: Catalog
@@ -40,6 +43,13 @@ class Audit:
     ledger: Ledger
     problems: Problems
     progress: Callable[[int], None] = lambda nbytes: None
+    distrust: str = ""
+    unlike: set[str] = field(default_factory=set)
+
+    @property
+    def advice(self) -> str:
+        """What to do where masters and parameters disagree."""
+        return f"{self.distrust or _DAMAGED} The weights alone can be converted with --no-optimizer."
 
     def tasks(self, *, replicas: bool, parity: bool) -> Iterator[Task]:
         """One task per tensor and check.
@@ -99,11 +109,12 @@ class Audit:
             ):
                 differing += differing_after_rounding(high, low, copy.source.dtype, copy.target.dtype)
         if differing:
+            self.unlike.add(name.param)
             self.problems.add(
                 Corrupt,
                 f"{name._replace(state=PARAM)}: {differing} elements of {master.box} in {param.record.file} are not their fp32 master "
                 f"in {master.record.file}, rounded",
-                "Either file is damaged or from another step. The weights alone can be converted with --no-optimizer.",
+                self.advice,
             )
 
     def _tell(self, record: Record, start: int, copy: Copy, strides: tuple[int, ...], data: Words) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, Problems
+from mcore_rlhf.errors import CheckpointError, Corrupt, Problem, Problems
 from mcore_rlhf.formats.base import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
@@ -92,10 +92,30 @@ def verify(
             raise
         verdict.problems.add_error(error)
         return verdict
-    verdict.checked.append("zip directories, arguments and optimizer layout")
+    verdict.checked.append("directories and headers of the files, arguments and optimizer layout")
     if depth is not Depth.QUICK:
         _check_bytes(verdict, path, depth, workers, progress)
     return verdict
+
+
+def _distrusted(source: Source, params: Collection[str], advice: str) -> Problem:
+    """All that a known fault spoils: where a master is not its parameter's, neither are the other states."""
+    states, names = (
+        ", ".join(source.states),
+        ", ".join(spec.name for spec in source.model.params if spec.name in params),
+    )
+    text = f"do not trust the optimizer states {states} of {len(params)} parameters; the weights are sound: {names}"
+    return Problem(Corrupt, text, advice)
+
+
+def _checksums(source: Source) -> str:
+    """Which bytes were held against a checksum: not every format stores one, and nobody can check what is not there."""
+    bare = [file.path for file in source.files if not file.records]
+    if not bare:
+        return "every record's CRC-32"
+    some = ", ".join(bare[:3]) + (", …" if len(bare) > 3 else "")
+    with_records = "every CRC-32 that there is" if len(bare) < len(source.files) else "no checksum"
+    return f"{with_records} ({len(bare)} files store none, so damaged bytes go unseen there: {some})"
 
 
 def _check_bytes(
@@ -111,11 +131,13 @@ def _check_bytes(
 
     ledger = Ledger(source.files)
     with MappedFiles(source.root) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
-        audit = Audit(source.catalog, mapped, ledger, verdict.problems, count)
+        audit = Audit(source.catalog, mapped, ledger, verdict.problems, count, source.distrust)
         deep = depth is Depth.DEEP
         list(pool.map(lambda task: task(), audit.tasks(replicas=deep, parity=deep)))
         list(pool.map(lambda task: task(), ledger.tasks(mapped, verdict.problems, count)))
-    verdict.checked.append("every record's CRC-32, and that shards tile every tensor")
+    if source.distrust and audit.unlike:
+        verdict.problems.found.insert(0, _distrusted(source, audit.unlike, audit.advice))
+    verdict.checked.append(f"{_checksums(source)}, and that shards tile every tensor")
     if deep:
         verdict.checked.append("equality of all replicas, and of fp32 masters with parameters")
     if verdict.manifest and not verdict.problems:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.cast import as_floats
+from mcore_rlhf.core.cast import as_floats, differing_after_rounding
 from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.execute import SourceBytes
@@ -17,6 +18,9 @@ from mcore_rlhf.core.plan import coalesced
 from mcore_rlhf.formats.base import Source
 
 from .reading import bands, values
+
+_Compare: TypeAlias = Callable[[Chunk, Chunk], tuple[int, float]]
+"""Elements of two chunks that differ, and by how much at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +113,28 @@ class Differ:
         yield from names.values()
 
     def _compare_tensor(self, name: TensorName) -> None:
-        a, b = _entry(self.a, name), _entry(self.b, name)
         label = f"{name.param} ({name.state})"
+        count, master = self._compare_chunks, name._replace(state=MASTER)
+        a, b = _entry(self.a, name), _entry(self.b, name)
+        if name.state == PARAM and (a is None) != (b is None):
+            a, b = a or _entry(self.a, master), b or _entry(self.b, master)
+            count = self._compare_rounded if self.tolerance.exact else count
+            if a is not None and b is not None:
+                self._note("one stores masters only: rounded, they were compared with the parameters of the other")
         if a is None or b is None:
-            lacking = self.b if b is None else self.a
             if name.param in self.a.model.unused | self.b.model.unused:
                 self._note(f"{name.param}: only one layout has it, and neither uses it: not compared")
-            elif name.state == PARAM and _entry(lacking, name._replace(state=MASTER)) is not None:
-                self._note(
-                    "one stores masters only, and no rounded copies of them: those of the other were not compared"
-                )
             else:
                 self._missing(label, name, in_a=a is not None)
             return
         common = self._common_shape(label, a, b, name)
         if common is None:
             return
-        if a.dtype != b.dtype and self.tolerance.exact:
+        if a.dtype != b.dtype and self.tolerance.exact and count == self._compare_chunks:
             self._differs(label, f"dtype {a.dtype} and {b.dtype}; give --atol or --rtol to compare values")
             return
         self.result.tensors += 1
-        self._compare_values(label, a, b, common)
+        self._compare_values(label, a, b, common, count)
 
     def _missing(self, label: str, name: TensorName, in_a: bool) -> None:
         self._differs(label, f"only in {'the first' if in_a else 'the second'}")
@@ -149,14 +154,16 @@ class Differ:
         self._note(note)
         return (rows, *a.global_shape[1:])
 
-    def _compare_values(self, label: str, a: TensorEntry, b: TensorEntry, shape: tuple[int, ...]) -> None:
+    def _compare_values(
+        self, label: str, a: TensorEntry, b: TensorEntry, shape: tuple[int, ...], compare: _Compare
+    ) -> None:
         whole, differing, max_abs = Box.whole(shape), 0, 0.0
         for chunk_b in b.primary():
             wanted = chunk_b.box.intersect(whole)
             for chunk_a in a.primary() if wanted is not None else ():
                 part = chunk_a.box.intersect(wanted) if wanted is not None else None
                 if part is not None:
-                    count, largest = self._compare_chunks(chunk_a.narrow(part), chunk_b.narrow(part))
+                    count, largest = compare(chunk_a.narrow(part), chunk_b.narrow(part))
                     differing, max_abs = differing + count, max(max_abs, largest)
         self.result.elements += whole.numel
         if differing:
@@ -182,6 +189,20 @@ class Differ:
                 differing += int((~close).sum())
                 max_abs = max(max_abs, float(np.nanmax(gap, initial=0.0)))
         return differing, max_abs
+
+    def _compare_rounded(self, a: Chunk, b: Chunk) -> tuple[int, float]:
+        """How many elements of a master are not the parameter, once rounded to its type; either may be the master."""
+        master, param = (a, b) if a.record.dtype.itemsize >= b.record.dtype.itemsize else (b, a)
+        high_bytes, low_bytes = (self.bytes_a, self.bytes_b) if master is a else (self.bytes_b, self.bytes_a)
+        differing = 0
+        for copy in bands(coalesced(master.box.shape, master, param)):
+            with (
+                values(high_bytes, copy.source, copy.source_start, copy.shape, copy.source_strides) as high,
+                values(low_bytes, copy.target, copy.target_start, copy.shape, copy.target_strides) as low,
+            ):
+                self.progress(high.nbytes)
+                differing += differing_after_rounding(high, low, copy.source.dtype, copy.target.dtype)
+        return differing, 0.0
 
     def _compare_states(self) -> None:
         if self.states is not None:
