@@ -1,4 +1,4 @@
-"""Save, resume, convert and prove the checkpoints of RLHF runs on Megatron-core and DeepSpeed.
+"""Save, resume, convert and prove the checkpoints of RLHF runs on Megatron-core, DeepSpeed and FSDP.
 
 The names below are the public ones; they are imported when first used, so that ``import mcore_rlhf`` costs nothing.
 """
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .convert import ConvertOptions, Job
     from .convert import convert as convert_checkpoint
     from .convert import prepare as prepare_conversion
+    from .engines.adapter import AdapterEngine
     from .engines.deepspeed import DeepSpeedEngine
+    from .engines.fsdp import FsdpEngine
     from .engines.megatron import MegatronEngine
     from .engines.plain import TorchEngine
     from .errors import CheckpointError
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterEngine",
     "CheckpointError",
     "CheckpointManager",
     "ConvertOptions",
     "DeepSpeedEngine",
     "Depth",
+    "FsdpEngine",
     "Job",
     "ManagerOptions",
     "MegatronEngine",
@@ -59,11 +63,13 @@ __all__ = [
 
 # Where each name lives, as "module:name".
 _HOMES = {
+    "AdapterEngine": "engines.adapter:AdapterEngine",
     "CheckpointError": "errors:CheckpointError",
     "CheckpointManager": "manager.checkpoint_manager:CheckpointManager",
     "ConvertOptions": "convert:ConvertOptions",
     "DeepSpeedEngine": "engines.deepspeed:DeepSpeedEngine",
     "Depth": "verify.checkpoint:Depth",
+    "FsdpEngine": "engines.fsdp:FsdpEngine",
     "Job": "convert:Job",
     "ManagerOptions": "manager.settings:ManagerOptions",
     "MegatronEngine": "engines.megatron:MegatronEngine",

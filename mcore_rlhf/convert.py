@@ -11,15 +11,14 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
-from .core.execute import WINDOW_BYTES, FileRun
+from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems
+from .formats.adapters.merging import bytes_of, seen_by
 from .formats.base import ReadOptions, Source, Target, TargetFile, WriteOptions
-from .formats.crossing import crossed
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.report import Report
 from .storage.manifest import FileEntry, Manifest, provenance
-from .storage.mapped import MappedFiles
 from .storage.publish import Publication, check_space, refuse_overlap
 from .storage.staging import MANIFEST_NAME
 from .verify.audit import Audit
@@ -124,8 +123,8 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
     """
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer))
     wanted = format_named(options.to)
-    seen = crossed(opened, wanted, options.write)
-    job = Job(opened, wanted.target(seen, options.write), seen=None if seen is opened else seen)
+    opened, seen, write = seen_by(wanted, opened, options.read, options.write)
+    job = Job(opened, wanted.target(seen, write), seen=None if seen is opened else seen)
     problems = Problems()
     for file in job.target.files:
         layout = file.layout()
@@ -216,9 +215,9 @@ class _Conversion:
         files: dict[str, FileEntry] = {}
         job, problems = self.job, Problems()
         ledger = Ledger(job.source.files)
-        with MappedFiles(job.source.root) as source, self._pool() as pool:
+        with bytes_of(job.seen or job.source) as source, self._pool() as pool:
             self.progress.stage("converting", job.nbytes)
-            audit = Audit(job.source.catalog, source, ledger, problems)
+            audit = Audit(job.source.catalog, source, ledger, problems, distrust=job.source.distrust)
             parity = not self.options.write.no_optimizer
             writes = (lambda file=file: self._write(file, source, ledger, files) for file in job.target.files)
             # One file has one writer: workers that run out of files begin to compare.
@@ -230,7 +229,7 @@ class _Conversion:
             files[name] = _write_text(self.staging / name, text)
         return files
 
-    def _write(self, file: TargetFile, source: MappedFiles, ledger: Ledger, files: dict[str, FileEntry]) -> None:
+    def _write(self, file: TargetFile, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
         layout = file.layout()
         plan = plan_file(file.path, layout.holds, self.job.target.source)
         writer = layout.create(self.staging)

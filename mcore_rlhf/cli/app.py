@@ -74,12 +74,14 @@ def inspect(
     step: o.Step = None,
     rules: o.RulesFile = None,
     stub: o.Stubs = None,
+    only: o.Only = None,
+    exclude_frozen: o.ExcludeFrozen = None,
     json: o.Json = False,
 ) -> None:
     """Say what a checkpoint is, without reading its tensors: layout, model, optimizer, files."""
     from .inspecting import run
 
-    run(path, o.read_options(role, step, rules, stub), tensors, json)
+    run(path, o.read_options(role, step, rules, stub, only, exclude_frozen), tensors, json)
 
 
 @app.command(short_help="Print what convert would do, copy by copy.")
@@ -201,6 +203,8 @@ def verify(
     step: o.Step = None,
     rules: o.RulesFile = None,
     stub: o.Stubs = None,
+    only: o.Only = None,
+    exclude_frozen: o.ExcludeFrozen = None,
     workers: o.Workers = None,
     json: o.Json = False,
 ) -> None:
@@ -212,7 +216,9 @@ def verify(
     from .verifying import run
 
     depth = Depth.QUICK if quick else Depth.DEEP if deep else Depth.FULL
-    run(path, o.read_options(role, step, rules, stub), depth, workers or o.default_workers(), json)
+    run(
+        path, o.read_options(role, step, rules, stub, only, exclude_frozen), depth, workers or o.default_workers(), json
+    )
 
 
 @app.command(short_help="Compare two checkpoints, whatever their layouts.")
@@ -230,6 +236,8 @@ def diff(
     step: o.Step = None,
     rules: o.RulesFile = None,
     stub: o.Stubs = None,
+    only: o.Only = None,
+    exclude_frozen: o.ExcludeFrozen = None,
     json: o.Json = False,
 ) -> None:
     """Compare two checkpoints: every logical tensor in every state, scheduler, param groups and counters."""
@@ -237,7 +245,7 @@ def diff(
 
     from .comparing import run
 
-    run((a, b), o.read_options(role, step, rules, stub), Tolerance(atol, rtol), states, json)
+    run((a, b), o.read_options(role, step, rules, stub, only, exclude_frozen), Tolerance(atol, rtol), states, json)
 
 
 @app.command(short_help="Train GRPO on real Megatron, kill it, resume, reshape, and prove it.")

@@ -10,11 +10,11 @@ import typer
 
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.formats.adapters.merging import bytes_of
 from mcore_rlhf.formats.base import ReadOptions, Source
 from mcore_rlhf.formats.crossing import alike
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.whole_step import WholeStep
-from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
 
 from .describe import source_facts
@@ -100,7 +100,7 @@ def compare_facts(
     """
     progress.stage("comparing", _nbytes(a, states))
     seen_a, seen_b = alike(a, b)
-    with MappedFiles(a.root) as bytes_a, MappedFiles(b.root) as bytes_b:
+    with bytes_of(seen_a) as bytes_a, bytes_of(seen_b) as bytes_b:
         result = Differ(seen_a, seen_b, bytes_a, bytes_b, tolerance, states, progress.advance).compare()
     return _facts(a, b, tolerance, states, result)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import NotACheckpoint
 from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.formats.selection import with_role
 from mcore_rlhf.manager.whole_step import WholeStep, whole_step
 
 
@@ -37,6 +38,7 @@ def meaning(path: Path, options: ReadOptions) -> WholeStep | Single:
     found = whole_step(path, options.step)
     if found is None:
         return Single(path, options)
+    options = with_role(options, found.models)
     if options.role is None:
         return found if found.manifest is not None or len(found.models) > 1 else Single(path, options)
     if options.role not in found.models:

@@ -189,12 +189,20 @@ Strict = Annotated[bool | None, _option("--strict/--no-strict", help="Refuse wha
 Overwrite = Annotated[bool | None, _option("--overwrite/--no-overwrite", help="Replace an existing checkpoint.")]
 
 
-def read_options(role: str | None, step: int | None, rules: Path | None, stubs: list[str] | None) -> ReadOptions:
+def read_options(
+    role: str | None,
+    step: int | None,
+    rules: Path | None,
+    stubs: list[str] | None,
+    only: str | None = None,
+    exclude_frozen: bool | None = None,
+) -> ReadOptions:
     """How the commands that only read open a checkpoint."""
     from mcore_rlhf.formats.base import ReadOptions
     from mcore_rlhf.models.rules import Rules, read_rules
 
-    return ReadOptions(role, step, read_rules(rules) if rules is not None else Rules(), tuple(stubs or ()))
+    read = read_rules(rules) if rules is not None else Rules()
+    return ReadOptions(role, step, read, tuple(stubs or ()), only=only, exclude_frozen=bool(exclude_frozen))
 
 
 def default_workers() -> int:

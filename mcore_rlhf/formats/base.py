@@ -12,6 +12,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import ModelSpec
 
+from .computed import Computed
 from .report import Report
 
 
@@ -87,6 +88,9 @@ class Source:
         optimizer: What kind of optimizer wrote it: ``distributed``, ``plain``, ``zero1`` to ``zero3``, …, or None.
         notes: What a reader should know.
         native: The format's own view, for a target of the same format.
+        computed: What of it is stored nowhere, but computed from files; None for an ordinary checkpoint.
+        distrust: Why parameters and their masters may disagree though no byte is damaged: a fault of the framework that wrote
+            them; empty where nothing of the kind is known.
     """
 
     format: str
@@ -101,6 +105,8 @@ class Source:
     optimizer: str | None
     notes: Report
     native: object = None
+    computed: Computed | None = None
+    distrust: str = ""
 
 
 @dataclass(frozen=True, slots=True)

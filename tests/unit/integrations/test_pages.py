@@ -23,6 +23,7 @@ from mcore_rlhf.manager import steps
 PROJECT = Path(__file__).resolve().parents[3]
 HOW_TO = PROJECT / "docs" / "how-to"
 GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
+VERL = PROJECT / "tests" / "goldens" / "verl" / "fsdp2_ws3"
 PAGES = (
     "use-in-megatron-lm.md", "save-and-resume-a-run.md", "save-before-a-deadline.md", "for-rlinf-users.md",
     "for-verl-users.md", "for-openrlhf-users.md",
@@ -161,14 +162,20 @@ def test_the_page_for_verl_users(folder: Path) -> None:
 
 
 def test_what_the_page_for_verl_users_says_of_verls_own_steps(folder: Path) -> None:
-    (command,) = commands("for-verl-users.md")
-    step = folder / command[1] / "global_step_20"
+    steps, convert = commands("for-verl-users.md")
+    step = folder / steps[1] / "global_step_20"
+    shutil.copytree(VERL, step / "actor")
+    listed = CliRunner().invoke(app, steps)
+    assert "foreign" in listed.output
+    done = CliRunner().invoke(app, convert)
+    assert done.exit_code == 0, done.output
+    assert (folder / "resumed" / "dcp_checkpoint" / ".metadata").is_file()
+
+
+def test_a_dist_ckpt_of_verls_is_refused(folder: Path) -> None:
+    step = folder / "global_step_20"
     (step / "actor" / "dist_ckpt").mkdir(parents=True)
     (step / "actor" / "dist_ckpt" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    (step / "data.pt").write_bytes(b"x")
-    listed = CliRunner().invoke(app, command)
-    assert listed.exit_code == 1
-    assert "partial" in listed.output
     for refused in (["adopt", str(step)], ["inspect", str(step / "actor")]):
         assert CliRunner().invoke(app, refused).exit_code == 2
 

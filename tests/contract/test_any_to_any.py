@@ -1,0 +1,62 @@
+"""Any format becomes any other, with optimizer, and what comes back is what went out, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rlhf.formats.crossing import alike
+from mcore_rlhf.formats.registry import FORMATS
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.verify.differ import Differ
+from tests.helpers.damage import snapshot
+from tests.helpers.six_formats import MODEL, PAIRS, SIX, Zoo, compared, opened
+from tests.helpers.support_matrix import PAGE, page
+
+STATES = {"master", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("six"))
+
+
+def named(pair: tuple[str, str]) -> str:
+    return f"{pair[0]}→{pair[1]}"
+
+
+def test_all_six_are_there() -> None:
+    assert set(SIX) == {"megatron", "megatron-dist", "deepspeed", "universal", "dcp", "hf"}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
+def test_what_comes_back_is_what_went_out(pair: tuple[str, str], zoo: Zoo) -> None:
+    source, target = pair
+    before = snapshot(zoo.base(source))
+    result = compared(zoo.base(source), zoo.back(source, target))
+    assert result.equal, result.differences[:5]
+    assert result.tensors >= len(STATES) * len(opened(zoo.base(source)).model.params)
+    assert snapshot(zoo.base(source)) == before
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
+def test_what_arrives_is_the_model_with_its_optimizer(pair: tuple[str, str], zoo: Zoo) -> None:
+    """Compared under names of both sides with what the golden becomes directly: no way leads elsewhere."""
+    there, job = zoo.pair(*pair)
+    assert set(opened(there).states) >= STATES
+    assert job.target.format == pair[1]
+    result = compared(zoo.base(pair[1]), there, state=False)
+    assert result.equal, result.differences[:5]
+
+
+@pytest.mark.parametrize("name", [known.name for known in FORMATS if known.name in SIX and known.family == "module"])
+def test_every_format_has_what_megatron_itself_wrote(name: str, zoo: Zoo) -> None:
+    """Those of Megatron's family are made of one of these, with rows of padding that are not the golden's."""
+    a, b = alike(opened(MODEL), opened(zoo.base(name)))
+    with MappedFiles(a.root) as bytes_a, MappedFiles(b.root) as bytes_b:
+        result = Differ(a, b, bytes_a, bytes_b, states=("param", *sorted(STATES))).compare()
+    assert result.equal, result.differences[:5]
+    assert result.tensors >= 3 * len(b.model.params)
+
+
+def test_the_page_says_what_happens(zoo: Zoo) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(zoo), "write it anew: python -m tests.helpers.support_matrix"

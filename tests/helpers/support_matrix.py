@@ -1,0 +1,89 @@
+"""The page of what converts to what, made of what really happens: ``python -m tests.helpers.support_matrix`` writes it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mcore_rlhf.formats.registry import FORMATS, format_named
+from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.models.huggingface import ARCHITECTURES
+from tests.helpers.six_formats import SIX, Zoo, opened
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support-matrix.md"
+
+_BEGINNING = """# What converts to what
+
+This page is made by a test from the registry of formats and from conversions that it runs; it fails when the page says anything else.
+The model is a Llama that megatron-core trained, with its distributed optimizer.
+
+**w** weights, **o** optimizer (masters, both moments, param groups), **r** random states. A number is a note below: what that pair
+loses, or does not carry. What `plan` prints of *your* checkpoint is more exact than any table.
+"""
+
+
+def page(zoo: Zoo) -> str:
+    """The whole page.
+
+    Args:
+        zoo: The model in every format, and every conversion of it.
+    """
+    return "\n".join([_BEGINNING, *_formats(), "", *_pairs(zoo), "", *_architectures(), ""])
+
+
+def _formats() -> Iterator[str]:
+    yield "## Formats"
+    yield "| `--to`, and detected as | what it is | names | loaded by |"
+    yield "|---|---|---|---|"
+    for known in FORMATS:
+        yield f"| `{known.name}` | {_summary(known.name)} | {known.family} | `{known.load_hint(Path('DST'))}` |"
+
+
+def _summary(name: str) -> str:
+    """The first line of what the format says of itself."""
+    return (type(format_named(name)).__doc__ or "").splitlines()[0].rstrip(".").replace("``", "`")
+
+
+def _pairs(zoo: Zoo) -> Iterator[str]:
+    notes: dict[str, int] = {}
+    yield "## From each to each"
+    yield "| from ↓ to → | " + " | ".join(f"`{name}`" for name in SIX) + " |"
+    yield "|---|" + "---|" * len(SIX)
+    for source in SIX:
+        cells = [_cell(zoo, source, target, notes) for target in SIX]
+        yield f"| `{source}` | " + " | ".join(cells) + " |"
+    yield ""
+    yield from (f"{number}. {text}" for text, number in notes.items())
+
+
+def _cell(zoo: Zoo, source: str, target: str, notes: dict[str, int]) -> str:
+    there, job = zoo.pair(source, target)
+    found = opened(there)
+    has = "w" + ("o" if {"master", "exp_avg", "exp_avg_sq"} <= set(found.states) and found.state.groups else "")
+    has += "r" if _has_random_states(source, target, job.report.lines) else ""
+    numbers = [str(notes.setdefault(text, len(notes) + 1)) for text in job.report.lost]
+    return " ".join([has, *([f"<sup>{', '.join(numbers)}</sup>"] if numbers else [])])
+
+
+def _has_random_states(source: str, target: str, lines: list[tuple[Fate, str]]) -> bool:
+    both = {format_named(source).family, format_named(target).family} == {"megatron"}
+    return both and not any(fate is Fate.LOST and "RNG" in text for fate, text in lines)
+
+
+def _architectures() -> Iterator[str]:
+    yield "## Models whose names are known in both families"
+    yield "| `model_type` | class |"
+    yield "|---|---|"
+    for known in ARCHITECTURES:
+        yield f"| `{known.model_type}` | `{known.class_name}` |"
+
+
+def main() -> None:
+    """Write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        PAGE.write_text(page(Zoo(Path(folder))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

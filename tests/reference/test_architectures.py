@@ -1,0 +1,260 @@
+"""Every architecture against its two authors: transformers writes a folder, and real megatron-core computes the same logits.
+
+The folder becomes a Megatron checkpoint, whose own ``args`` build the model that loads it, strictly; then it becomes a folder
+again, bit for bit, which transformers loads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.demo.configs import Parallel
+from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.formats.base import WriteOptions
+from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of, sizes_of_args, sizes_of_config
+from mcore_rlhf.models.huggingface.packing import from_files, from_modules
+from mcore_rlhf.models.huggingface.relation import from_huggingface
+from mcore_rlhf.models.huggingface.table import Spelling
+from tests.reference.architectures_jobs import Answer, answer
+
+TOLERANCE = 2e-5
+WORDS, LENGTH = 61, 17
+TOKENS = torch.randint(WORDS, (1, LENGTH), generator=torch.Generator().manual_seed(3))
+
+BASE: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the layout that Megatron gets.
+
+    Args:
+        kind: transformers' ``model_type``.
+        config: What makes it different.
+        parallel: The layout.
+        taken_for: What its tensors alone say that it is, where another architecture has the same.
+    """
+
+    kind: str
+    config: dict[str, Any] = field(default_factory=dict)
+    parallel: Parallel = field(default_factory=Parallel)
+    taken_for: str | None = None
+
+    def huggingface(self) -> Any:
+        """Its configuration."""
+        return transformers.AutoConfig.for_model(self.kind, **{**BASE, **self.config})
+
+    def save(self, folder: Path) -> torch.Tensor:
+        """Have transformers write a folder with weights that matter; returns the logits."""
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(self.huggingface()).eval()
+        with torch.no_grad():
+            for param in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]:
+                scale = 0.3 if param.dim() > 1 else 0.1
+                param.copy_(torch.randn_like(param) * scale + (1.0 if param.dim() == 1 else 0.0))
+            logits: torch.Tensor = model(TOKENS, use_cache=False).logits
+        model.save_pretrained(folder)
+        return logits
+
+
+CASES = {
+    "llama": Case("llama", {"rope_parameters": LLAMA3}, Parallel(tp=2)),
+    "mistral": Case("mistral", taken_for="llama"),
+    "qwen2": Case("qwen2", {}, Parallel(tp=2)),
+    "qwen3": Case("qwen3", {"head_dim": 16}),
+    "qwen3_tied": Case("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2_moe": Case("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}, Parallel(ep=2, dp=2)),
+    "qwen3_moe": Case("qwen3_moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}, Parallel(ep=2, dp=2)),
+    "mixtral": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": Case("glm4_moe", {**ROUTED, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}),
+    "deepseek_v2": Case("deepseek_v2", {**ROUTED, **LATENT, "routed_scaling_factor": 1.5}),
+    "deepseek_v3": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1}, Parallel(tp=2)),
+    "deepseek_v3_full_q": Case("deepseek_v3", {**ROUTED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3_yarn": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
+    "deepseek_v2_yarn": Case("deepseek_v2", {**ROUTED, **LATENT, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+}  # fmt: skip
+
+
+def to(root: Path, target: Path, to: str, **write: Any) -> Any:
+    return convert(root, target, ConvertOptions(to=to, fsync=False, workers=1, write=WriteOptions(**write)))
+
+
+def to_megatron(root: Path, target: Path, parallel: Parallel) -> Any:
+    layout = {"tp": parallel.tp, "ep": parallel.ep, "dp": parallel.dp}
+    return to(root, target, "megatron", transformer_impl="local", **{k: v for k, v in layout.items() if v > 1})
+
+
+def run(pool: WorkerPool, root: Path, parallel: Parallel, *, head: bool = False) -> Answer:
+    found: list[Answer] = pool.run(
+        answer, str(root), parallel, TOKENS, 1 if head else WORDS, head, world_size=parallel.world_size, timeout=100
+    )
+    return found[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_table_has_what_transformers_has(name: str) -> None:
+    """Names, shapes and order of parameters in memory, of the real class; only sizes come from its config."""
+    case = CASES[name]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(case.huggingface())
+    real = {key: tuple(param.shape) for key, param in model.named_parameters()}
+    buffers = {key: tuple(value.shape) for key, value in model.named_buffers() if key in model.state_dict()}
+    config = case.huggingface().to_dict()
+    (known,) = architecture_of(config)
+    files = from_modules({**real, **buffers}, known.packed).files
+    sizes = replace(sizes_of_config(config), mtp=0)
+    relation = from_huggingface(files, sizes, Spelling(), [known])
+    assert relation.huggingface.keys() == files.keys()
+    modules = from_files(relation.huggingface, known.packed).modules
+    assert {key: modules[key] for key in modules if key not in buffers} == real
+    assert [key for key in modules if key not in buffers] == list(real)
+
+
+def test_gate_and_up_are_not_interchangeable(pool: WorkerPool, tmp_path: Path) -> None:
+    """The comparison of logits can fail: two matrices are swapped in what we wrote, and nothing else."""
+    case = CASES["qwen3_moe"]
+    expected = case.save(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    gate, up = (f"model.layers.1.mlp.experts.2.{part}_proj.weight" for part in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    save_file(tensors, path, metadata={"format": "pt"})
+    to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel())
+    found = run(pool, tmp_path / "mcore", Parallel())
+    assert (found.logits - expected).abs().max() > 100 * TOLERANCE
+
+
+def test_further_tokens_are_the_layer_after_the_last(pool: WorkerPool, tmp_path: Path) -> None:
+    """As in DeepSeek's release files: transformers passes over that layer, Megatron loads it."""
+    case = CASES["deepseek_v3_full_q"]
+    replace(case, config={**case.config, "num_hidden_layers": 3}).save(tmp_path / "hf")
+    path, config = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "config.json"
+    tensors = load_file(path)
+    hidden, vocabulary = BASE["hidden_size"], (tensors["model.embed_tokens.weight"], tensors["lm_head.weight"])
+    made = {name: torch.rand(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    made |= {
+        "eh_proj": torch.rand(hidden, 2 * hidden),
+        "embed_tokens": vocabulary[0],
+        "shared_head.head": vocabulary[1],
+    }
+    tensors |= {f"model.layers.2.{name}.weight": tensor.clone() for name, tensor in made.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    description = {**json.loads(config.read_text()), "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    config.write_text(json.dumps(description))
+    job = to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel())
+    assert any("model.layers.2.embed_tokens.weight" in text for _, text in job.report.lines)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        expected = model(TOKENS, use_cache=False).logits
+    found = run(pool, tmp_path / "mcore", Parallel())
+    assert (found.logits - expected).abs().max() < TOLERANCE
+    assert found.stored == list(found.keys)
+    assert found.keys["mtp.layers.0.eh_proj.weight"] == (hidden, 2 * hidden)
+    to(tmp_path / "mcore", tmp_path / "back", "hf")
+    copies = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
+    assert different_tensors(tmp_path / "hf", tmp_path / "back") == copies
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_critic_gives_the_same_values(biased: bool, pool: WorkerPool, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    config = transformers.AutoConfig.for_model("qwen2", **BASE, num_labels=1, dtype="float32")
+    kind = transformers.AutoModelForTokenClassification if biased else transformers.AutoModelForSequenceClassification
+    model = kind.from_config(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn_like(param) * 0.3)
+        hidden = model.model(TOKENS, use_cache=False).last_hidden_state
+        expected = model.score(hidden)
+    model.save_pretrained(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel(tp=2))
+    found = run(pool, tmp_path / "mcore", Parallel(tp=2), head=True)
+    assert found.logits.shape == (1, LENGTH, 1)
+    assert (found.logits - expected).abs().max() < TOLERANCE
+    to(tmp_path / "mcore", tmp_path / "back", "hf")
+    assert different_tensors(tmp_path / "hf", tmp_path / "back") == []
+    back = kind.from_pretrained(tmp_path / "back")
+    assert (type(back), back.config.num_labels) == (type(model), 1)
+    assert torch.equal(back.score.weight, model.score.weight)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, pool: WorkerPool, tmp_path: Path) -> None:
+    case = CASES[name]
+    expected = case.save(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "mcore", case.parallel)
+    found = run(pool, tmp_path / "mcore", case.parallel)
+    difference = (found.logits - expected).abs().max().item()
+    print(f"{name}: {difference:.2g} of {expected.abs().max().item():.2g}")
+    assert expected.abs().max() > 1
+    assert difference < TOLERANCE
+    assert found.stored == list(found.keys)  # as Megatron registers them
+    to(tmp_path / "mcore", tmp_path / "back", "hf")  # with a config that is made of args
+    assert different_tensors(tmp_path / "hf", tmp_path / "back") == []
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert back.config.model_type == (case.taken_for or case.kind)
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS, use_cache=False).logits, expected)
+
+
+def different_tensors(a: Path, b: Path) -> list[str]:
+    """Names of tensors that only one folder has, or that are not equal to the bit."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (a, b))
+    both = before.keys() & after.keys()
+    return sorted(
+        (before.keys() ^ after.keys()) | {name for name in both if not torch.equal(before[name], after[name])}
+    )
+
+
+def test_the_example_of_the_documentation_is_right() -> None:
+    """The table that the how-to writes, against the class that transformers has."""
+    page = (Path(__file__).parents[2] / "docs/how-to/add-an-architecture.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "seed_oss"}
+    exec(compile(block, "add-an-architecture.md", "exec"), names)
+    known = names["SEED_OSS"]
+    config = transformers.AutoConfig.for_model(known.model_type, **BASE, head_dim=16, attention_bias=True)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    real = {key: tuple(param.shape) for key, param in model.named_parameters()}
+    args = args_of(config.to_dict(), known, Build(biased=True))
+    relation = from_huggingface(real, sizes_of_args(args, WORDS), Spelling(), [known])
+    assert relation.huggingface == real
+    assert list(relation.huggingface) == list(real)
+    assert type(model).__name__ == known.class_name
