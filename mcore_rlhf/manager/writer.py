@@ -20,8 +20,9 @@ from mcore_rlhf.errors import CoverageError
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
-from mcore_rlhf.storage.ptwriter import PtWriter, WrittenFile
+from mcore_rlhf.storage.ptwriter import PtWriter
 from mcore_rlhf.storage.record_writer import RecordWriter
+from mcore_rlhf.storage.reserved_file import WrittenFile
 
 from .mailbox import Mailbox
 from .staging import StepFile, as_bytes

@@ -8,18 +8,14 @@ The layout is torch's own (see :mod:`.zipheaders`), so that torch's shortcuts ho
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StorageError
 from .checksum import combine, crc32
-from .paths import human, pwrite_all, storage_error
 from .pickling import PickledTree, pickle_tree
+from .reserved_file import ReservedFile, WrittenFile
 from .zipheaders import ALIGNMENT, Placed, central_entry, descriptor, end_records, local_header, place
 
 if TYPE_CHECKING:
@@ -29,33 +25,15 @@ SERIALIZATION_ID = ".data/serialization_id"
 ID_DIGITS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A file that is complete.
-
-    Args:
-        path: Where it is.
-        nbytes: Its length.
-        crc32: CRC-32 of all its bytes, for the manifest.
-    """
-
-    path: Path
-    nbytes: int
-    crc32: int
-
-
 @dataclass(slots=True)
-class PtWriter:
+class PtWriter(ReservedFile):
     """A ``.pt`` file being written. Use it in a ``with`` block: left without :meth:`finish`, the file is
     removed.
 
     ``write`` may be called from several threads.
     """
 
-    path: Path
-    nbytes: int
     members: Mapping[str, Placed]
-    _fd: int
     _small: dict[str, bytes]
     _crcs: dict[str, int] = field(default_factory=dict)
 
@@ -78,13 +56,10 @@ class PtWriter:
         directory = b"".join(central_entry(member, 0) for member in members.values())
         cursor = _end(members)
         nbytes = cursor + len(directory) + len(end_records(len(members), len(directory), cursor))
+        writer = cls(path, nbytes, members, small)
+        writer.reserve()
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise storage_error(error, path, "create") from error
-        writer = cls(path, nbytes, members, fd, small)
-        try:
-            writer._reserve(pickled)
+            writer._begin(pickled)
         except BaseException:
             writer.abort()
             raise
@@ -121,7 +96,7 @@ class PtWriter:
             raise ValueError(
                 f"{self.path}: {len(view)} bytes at {byte_offset} do not fit into record {key} of {member.nbytes} bytes"
             )
-        self._pwrite(view, member.data_offset + byte_offset)
+        self.pwrite(view, member.data_offset + byte_offset)
 
     def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> WrittenFile:
         """Put the checksums and the directory in place, and close the file.
@@ -141,38 +116,12 @@ class PtWriter:
             raise ValueError(f"{self.path}: no CRC was given for {', '.join(missing)}")
         known[SERIALIZATION_ID] = self._write_id(known)
         crc = self._write_ends(known)
-        try:
-            if fsync:
-                os.fsync(self._fd)
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-        except OSError as error:
-            raise self._error(error) from error
-        return WrittenFile(self.path, self.nbytes, crc)
+        return self.complete(crc, fsync=fsync)
 
-    def abort(self) -> None:
-        """Close the file and remove it; nothing happens if it is finished."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> PtWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-    def _reserve(self, pickled: PickledTree) -> None:
-        try:
-            os.ftruncate(self._fd, self.nbytes)
-        except OSError as error:
-            raise self._error(error) from error
+    def _begin(self, pickled: PickledTree) -> None:
         for name, member in self.members.items():
             head = local_header(member)
-            self._pwrite(head + self._small.get(name, b""), member.header_offset)
+            self.pwrite(head + self._small.get(name, b""), member.header_offset)
         self._crcs = {name: crc32(data) for name, data in self._small.items()}
         for key, tensor in pickled.contents.items():
             data = tensor.numpy().data
@@ -194,24 +143,14 @@ class PtWriter:
         total, directory = 0, []
         for name, member in self.members.items():
             tail = descriptor(member, crcs[name])
-            self._pwrite(tail, member.data_end)
+            self.pwrite(tail, member.data_end)
             directory.append(central_entry(member, crcs[name]))
             total = combine(crc32(local_header(member), total), crcs[name], member.nbytes)
             total = crc32(tail, total)
         entries, cursor = b"".join(directory), _end(self.members)
         end = entries + end_records(len(directory), len(entries), cursor)
-        self._pwrite(end, cursor)
+        self.pwrite(end, cursor)
         return crc32(end, total)
-
-    def _pwrite(self, data: Buffer, offset: int) -> None:
-        try:
-            pwrite_all(self._fd, memoryview(data), offset)
-        except OSError as error:
-            raise self._error(error) from error
-
-    def _error(self, error: OSError) -> StorageError:
-        free = shutil.disk_usage(self.path.parent).free
-        return storage_error(error, self.path, "write", f"the file needs {human(self.nbytes)}, {human(free)} are free")
 
 
 def small_members(pickled: PickledTree) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
-from .ptwriter import WrittenFile
+from .reserved_file import WrittenFile
 
 
 class RecordWriter(Protocol):

@@ -9,17 +9,14 @@ Source: safetensors 0.4, ``README.md`` ("Format"), ``safetensors/src/tensor.rs``
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from ..core.catalog import Record
-from ..errors import StorageError, Unsupported
+from ..errors import Unsupported
 from .checksum import combine, crc32
-from .paths import human, pwrite_all, storage_error
-from .ptwriter import WrittenFile
+from .reserved_file import ReservedFile, WrittenFile
 
 _ALIGNMENT = 8
 DTYPES = {
@@ -45,14 +42,11 @@ class SafeTensor:
 
 
 @dataclass(slots=True)
-class SafetensorsWriter:
+class SafetensorsWriter(ReservedFile):
     """A safetensors file being written."""
 
-    path: Path
-    nbytes: int
     _header: bytes
     _offsets: dict[str, tuple[int, int]]
-    _fd: int = field(default=-1)
 
     @classmethod
     def create(cls, path: Path, tensors: list[SafeTensor], metadata: Mapping[str, str]) -> SafetensorsWriter:
@@ -84,7 +78,8 @@ class SafetensorsWriter:
         start = 8 + len(header)
         placed = {key: (start + offset, nbytes) for key, (offset, nbytes) in offsets.items()}
         writer = cls(path, start + at, len(header).to_bytes(8, "little") + header, placed)
-        writer._open()
+        writer.reserve()
+        writer.pwrite(writer._header, 0)
         return writer
 
     @property
@@ -110,7 +105,7 @@ class SafetensorsWriter:
         start, nbytes = self._offsets[key]
         if byte_offset < 0 or byte_offset + len(data) > nbytes:
             raise ValueError(f"{self.path}: {len(data)} bytes at {byte_offset} do not fit into {key} of {nbytes} bytes")
-        self._pwrite(data, start + byte_offset)
+        self.pwrite(data, start + byte_offset)
 
     def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> WrittenFile:
         """Close the file.
@@ -125,43 +120,4 @@ class SafetensorsWriter:
         total = crc32(self._header)
         for key, (_, nbytes) in self._offsets.items():
             total = combine(total, crcs[key], nbytes)
-        try:
-            if fsync:
-                os.fsync(self._fd)
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-        except OSError as error:
-            raise self._error(error) from error
-        return WrittenFile(self.path, self.nbytes, total)
-
-    def abort(self) -> None:
-        """Close the file and remove it; nothing happens if it is finished."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-    def _open(self) -> None:
-        try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            os.ftruncate(self._fd, self.nbytes)
-        except OSError as error:
-            raise self._error(error) from error
-        self._pwrite(memoryview(self._header), 0)
-
-    def _pwrite(self, data: memoryview, offset: int) -> None:
-        try:
-            pwrite_all(self._fd, data, offset)
-        except OSError as error:
-            raise self._error(error) from error
-
-    def _error(self, error: OSError) -> StorageError:
-        return storage_error(error, self.path, "write", f"the file needs {human(self.nbytes)}")
+        return self.complete(total, fsync=fsync)

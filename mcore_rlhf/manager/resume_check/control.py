@@ -24,7 +24,8 @@ from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
-from mcore_rlhf.storage.ptwriter import PtWriter, WrittenFile
+from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.reserved_file import WrittenFile
 
 from .leaves import children
 from .template import metrics_of

@@ -5,23 +5,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mcore_rlhf.core.box import Shape, row_major
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import DType
-from mcore_rlhf.errors import StorageError
 
 from ..checksum import combine, crc32
-from ..paths import human, pwrite_all, storage_error
 from ..pickling import pickle_tree
-from ..ptwriter import WrittenFile
+from ..reserved_file import ReservedFile, WrittenFile
 from ..stored import StoredTensor
 from .checks import item_key
 from .metadata import DcpMetadata, Path_, Place, TensorMeta
@@ -162,14 +158,11 @@ def dcp_metadata(
 
 
 @dataclass(slots=True)
-class DcpFileWriter:
+class DcpFileWriter(ReservedFile):
     """A ``.distcp`` being written; ``write`` may be called from several threads."""
 
-    path: Path
-    nbytes: int
     _items: Sequence[Item]
     _data: dict[str, tuple[int, int]]
-    _fd: int = field(default=-1)
 
     @classmethod
     def create(cls, path: Path, items: Sequence[Item]) -> DcpFileWriter:
@@ -184,17 +177,13 @@ class DcpFileWriter:
         """
         data = {record.key: (record.byte_offset, record.nbytes) for record in records(path.name, items)}
         writer = cls(path, sum(map(_length, items)), items, data)
-        try:
-            writer._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            os.ftruncate(writer._fd, writer.nbytes)
-        except OSError as error:
-            raise writer._error(error) from error
+        writer.reserve()
         for item, offset, _ in _placed(items):
             if isinstance(item, ObjectItem):
-                writer._pwrite(item.data, offset)
+                writer.pwrite(item.data, offset)
             else:
                 head = _tensor_zip(item.dtype, item.shape).head()
-                writer._pwrite(head + (item.data or b""), offset)
+                writer.pwrite(head + (item.data or b""), offset)
         return writer
 
     @property
@@ -225,7 +214,7 @@ class DcpFileWriter:
         start, nbytes = self._data[key]
         if byte_offset < 0 or byte_offset + len(data) > nbytes:
             raise ValueError(f"{self.path}: {len(data)} bytes at {byte_offset} do not fit into {key} of {nbytes} bytes")
-        self._pwrite(data, start + byte_offset)
+        self.pwrite(data, start + byte_offset)
 
     def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> WrittenFile:
         """Put the checksums and the zips' directories in place, and close the file.
@@ -245,29 +234,7 @@ class DcpFileWriter:
         for item, offset, length in _placed(self._items):
             crc = crc32(item.data) if isinstance(item, ObjectItem) else self._end(item, offset, crcs)
             total = combine(total, crc, length)
-        try:
-            if fsync:
-                os.fsync(self._fd)
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-        except OSError as error:
-            raise self._error(error) from error
-        return WrittenFile(self.path, self.nbytes, total)
-
-    def abort(self) -> None:
-        """Close the file and remove it; nothing happens if it is finished."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> DcpFileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
+        return self.complete(total, fsync=fsync)
 
     def _end(self, item: TensorItem, offset: int, crcs: Mapping[str, int]) -> int:
         """Write what follows the data of an item; returns the CRC of the whole item."""
@@ -275,14 +242,5 @@ class DcpFileWriter:
         zipped = _tensor_zip(item.dtype, item.shape)
         head, tail = zipped.head(), zipped.tail(crc)
         nbytes = zipped.nbytes - len(head) - len(tail)
-        self._pwrite(tail, offset + len(head) + nbytes)
+        self.pwrite(tail, offset + len(head) + nbytes)
         return crc32(tail, combine(crc32(head), crc, nbytes))
-
-    def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
-        try:
-            pwrite_all(self._fd, memoryview(data), offset)
-        except OSError as error:
-            raise self._error(error) from error
-
-    def _error(self, error: OSError) -> StorageError:
-        return storage_error(error, self.path, "write", f"the file needs {human(self.nbytes)}")

@@ -13,7 +13,8 @@ import torch
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.ptfile import PtFile
-from mcore_rlhf.storage.ptwriter import PtWriter, WrittenFile
+from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.reserved_file import WrittenFile
 from mcore_rlhf.storage.zipheaders import archive
 
 
