@@ -8,7 +8,6 @@ from mcore_rlhf.convert import Job
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.formats.base import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance
 
@@ -46,16 +45,16 @@ def prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Fa
 
 def _compare(job: ConversionJob, a: Source, b: Source, progress: Progress) -> Facts:
     """Compare all that both should have; parameters within their roundings, where their type was changed."""
-    if a.states == b.states and _dtypes(a.model) == _dtypes(b.model):
+    if a.states == b.states and _dtypes(a) == _dtypes(b):
         # What a folder has no place for was said before anything was written, and is no difference.
         alone = a.state.scheduler is not None and b.state.scheduler is None and not b.states
         return compare_facts(a, b, Tolerance(), [PARAM] if alone else None, progress)
     common = [state for state in a.states if state in b.states]
-    if _dtypes(a.model) == _dtypes(b.model):
+    if _dtypes(a) == _dtypes(b):
         facts = compare_facts(a, b, Tolerance(), [PARAM, *common], progress)
     else:
         facts = _both(
-            compare_facts(a, b, _rounding(a.model, b.model), [PARAM], progress),
+            compare_facts(a, b, _rounding(a, b), [PARAM], progress),
             compare_facts(a, b, Tolerance(), common, progress),
         )
     left_out = [state for state in (*a.states, *b.states) if state not in common]
@@ -86,14 +85,16 @@ def _both(params: Facts, states: Facts) -> Facts:
     }
 
 
-def _rounding(*models: ModelSpec) -> Tolerance:
+def _rounding(*sources: Source) -> Tolerance:
     """How far two roundings of the same value, one to each model's types, can lie apart."""
-    kinds = [_dtypes(model) for model in models]
+    kinds = [_dtypes(source) for source in sources]
     return Tolerance(
         sum(max(_SMALLEST_HALF.get(name, 0.0) for name in names) for names in kinds),
         sum(max(_HALF_UNITS.get(name, 0.0) for name in names) for names in kinds),
     )
 
 
-def _dtypes(model: ModelSpec) -> set[str]:
-    return {str(param.dtype) for param in model.params}
+def _dtypes(source: Source) -> set[str]:
+    """Of the parameters as they are stored; of the model, where only masters are."""
+    entries = (source.catalog.get(name) for name in source.catalog if name.state == PARAM)
+    return {str(e.dtype) for e in entries if e is not None} or {str(spec.dtype) for spec in source.model.params}

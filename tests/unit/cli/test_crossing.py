@@ -51,3 +51,12 @@ def test_the_options_reach_the_conversion(cli: Cli, tp2pp2: Path, tmp_path: Path
     assert "--transformer-impl transformer_engine" in back.words()
     bad = cli("convert", tmp_path / "uni", tmp_path / "x", "--transformer-impl", "apex")
     assert (bad.code, (tmp_path / "x").exists()) == (2, False)
+
+
+def test_convert_proves_weights_that_it_rounded_from_another_type(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
+    """A DCP folder of FSDP holds fp32 parameters of a model that computes in bf16."""
+    cli("convert", tp2pp2, tmp_path / "fsdp", "--to", "dcp", "--dp", 2)
+    folder = ("convert", tmp_path / "fsdp", tmp_path / "model", "--to", "hf", "--dtype", "bf16", "--no-optimizer")
+    made = cli(*folder, "--verify", "--json")
+    assert (made.code, made.json["proved"]) == (0, True), made.json
+    assert made.json["diff"]["tensors"] == 39
