@@ -9,9 +9,17 @@ from pathlib import Path
 from mcore_rlhf.formats.registry import FORMATS, format_named
 from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.models.huggingface import ARCHITECTURES
+from mcore_rlhf.models.huggingface.table import Architecture
 from tests.helpers.six_formats import SIX, Zoo, opened
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support-matrix.md"
+
+_NEVER_RUN = {
+    "linear_kv_down_proj": "the kernel of latent attention (a stand-in computed it)",
+    "mtp.layers": "the arithmetic of multi-token prediction (its names and shapes are Megatron's and the release files')",
+    "mlp.experts": "TEGroupedMLP",
+}
+"""Part of a Megatron name → what could only be read in the code."""
 
 _BEGINNING = """# What converts to what
 
@@ -19,7 +27,10 @@ This page is made by a test from the registry of formats and from conversions th
 The model is a Llama that megatron-core trained, with its distributed optimizer.
 
 **w** weights, **o** optimizer (masters, both moments, param groups), **r** random states. A number is a note below: what that pair
-loses, or does not carry. What `plan` prints of *your* checkpoint is more exact than any table.
+loses, or does not carry. `hf` holds an optimizer with `--with-optimizer` only. What `plan` prints of *your* checkpoint is more exact than
+any table. What of a format was run in its framework, and what was only read in its code, stands on the format's own page: [Megatron](formats-megatron.md), [torch_dist](formats-megatron-dist.md),
+[DeepSpeed](formats-deepspeed.md), [universal](formats-universal.md), [DCP](formats-dcp.md), [Hugging Face](formats-hf.md),
+[adapters](formats-peft.md).
 """
 
 
@@ -73,10 +84,23 @@ def _has_random_states(source: str, target: str, lines: list[tuple[Fate, str]]) 
 
 def _architectures() -> Iterator[str]:
     yield "## Models whose names are known in both families"
-    yield "| `model_type` | class |"
-    yield "|---|---|"
+    yield "Of every one, transformers and megatron-core (local spec, CPU) computed the same logits from what was converted."
+    yield ""
+    yield "| `model_type` | class | read, not run |"
+    yield "|---|---|---|"
     for known in ARCHITECTURES:
-        yield f"| `{known.model_type}` | `{known.class_name}` |"
+        yield f"| `{known.model_type}` | `{known.class_name}` | {'; '.join(_not_run(known))} |"
+    yield ""
+    yield "Between other formats than Megatron's two, a model needs no table: its names stay as they are."
+
+
+def _not_run(known: Architecture) -> Iterator[str]:
+    """What of an architecture the machines of its tests could not compute."""
+    names = {row.megatron for row in known.rows}
+    yield "Transformer Engine's names"
+    for part, text in _NEVER_RUN.items():
+        if any(part in name for name in names):
+            yield text
 
 
 def main() -> None:
