@@ -19,10 +19,13 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import NotACheckpoint
 from mcore_rlhf.integrations import megatron_lm
 from mcore_rlhf.manager import steps
+from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.ptwriter import PtWriter
 
 PROJECT = Path(__file__).resolve().parents[3]
 HOW_TO = PROJECT / "docs" / "how-to"
 GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
+DIST = PROJECT / "tests" / "goldens" / "megatron_dist" / "tp2pp2dp2_fully_reshardable" / "iter_0000002"
 VERL = PROJECT / "tests" / "goldens" / "verl" / "fsdp2_ws3"
 PAGES = (
     "use-in-megatron-lm.md", "save-and-resume-a-run.md", "save-before-a-deadline.md", "for-rlinf-users.md",
@@ -162,7 +165,7 @@ def test_the_page_for_verl_users(folder: Path) -> None:
 
 
 def test_what_the_page_for_verl_users_says_of_verls_own_steps(folder: Path) -> None:
-    steps, convert = commands("for-verl-users.md")
+    steps, convert, _ = commands("for-verl-users.md")
     step = folder / steps[1] / "global_step_20"
     shutil.copytree(VERL, step / "actor")
     listed = CliRunner().invoke(app, steps)
@@ -172,12 +175,19 @@ def test_what_the_page_for_verl_users_says_of_verls_own_steps(folder: Path) -> N
     assert (folder / "resumed" / "dcp_checkpoint" / ".metadata").is_file()
 
 
-def test_a_dist_ckpt_of_verls_is_refused(folder: Path) -> None:
-    step = folder / "global_step_20"
-    (step / "actor" / "dist_ckpt").mkdir(parents=True)
-    (step / "actor" / "dist_ckpt" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    for refused in (["adopt", str(step)], ["inspect", str(step / "actor")]):
-        assert CliRunner().invoke(app, refused).exit_code == 2
+def test_the_page_for_verl_users_reads_a_dist_ckpt_without_arguments(folder: Path) -> None:
+    """As verl calls megatron-core: a genuine torch_dist folder whose common.pt has no args."""
+    _, _, convert = commands("for-verl-users.md")
+    shutil.copytree(DIST, folder / convert[1])
+    common = folder / convert[1] / "common.pt"
+    tree = read_pt(common.parent, common.name).tree
+    written = PtWriter.create(folder / "common.pt", {k: v for k, v in tree.items() if k != "args"}, file="common.pt")
+    written.finish({})
+    shutil.move(folder / "common.pt", common)
+    assert CliRunner().invoke(app, ["convert", str(GOLDEN), "base", "--to", "hf", "--no-optimizer"]).exit_code == 0
+    done = CliRunner().invoke(app, convert)
+    assert done.exit_code == 0, done.output
+    assert CliRunner().invoke(app, ["diff", "model", "base", "--states", "param"]).exit_code == 0
 
 
 def test_the_page_for_openrlhf_users(folder: Path) -> None:
