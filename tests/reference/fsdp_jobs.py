@@ -88,10 +88,10 @@ def two_roles(how: Wrapped, root: str) -> list[str]:
     ]  # fmt: skip
 
 
-def load_folder(how: Wrapped, folder: str) -> Seen:
-    """Load a single model of any format into other weights."""
+def load_folder(how: Wrapped, folder: str, root: str) -> Seen:
+    """Load a single model of any format into other weights; the manager's own root is another folder."""
     trainer = build(how, dist.get_rank())
-    with CheckpointManager(f"{folder}-none", {"actor": _engine(trainer)}, options=_OPTIONS) as manager:
+    with CheckpointManager(root, {"actor": _engine(trainer)}, options=_OPTIONS) as manager:
         found = manager.load(Path(folder))
         assert found is not None
         return Seen(whole_of(trainer), [], _lines(found), [], {})

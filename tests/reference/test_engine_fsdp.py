@@ -74,6 +74,10 @@ class FsdpLab:
     def run(self, job: Any, how: Wrapped, *args: object, **options: object) -> list[Any]:
         return self.pool.run(job, how, *args, world_size=how.world, timeout=TIMEOUT, **options)
 
+    def empty(self) -> str:
+        """A root of a run in which nothing is."""
+        return str(self.folder / "empty")
+
     def copy(self, name: str, to: str) -> Path:
         self.save(name)
         shutil.copytree(self.root(name), self.root(to))
@@ -248,7 +252,7 @@ def test_other_formats_are_loaded_through_the_plan(lab: FsdpLab, to: str, write:
     wanted = _agree(lab.save("plain"))
     folder = lab.folder / f"as-{to}-{write.zero_stage}"
     convert(lab.role("plain"), folder, ConvertOptions(to=to, write=write, fsync=False))
-    loaded = lab.run(jobs.load_folder, how.other(), str(folder))
+    loaded = lab.run(jobs.load_folder, how.other(), str(folder), lab.empty())
     apart = differences(wanted, _agree(loaded))
     assert not [name for name in apart if name.startswith(("model.", "state.", "schedule."))]
     assert not [name for name in apart if name.endswith((".lr", ".weight_decay", ".betas", ".eps"))]
@@ -259,7 +263,7 @@ def test_weights_of_a_hugging_face_folder_are_loaded(lab: FsdpLab) -> None:
     wanted = _agree(lab.save("plain"))
     folder = lab.folder / "as-hf"
     convert(lab.role("plain"), folder, ConvertOptions(to="hf", fsync=False))
-    loaded = lab.run(jobs.load_folder, Wrapped(mesh=(3,)).other(), str(folder))
+    loaded = lab.run(jobs.load_folder, Wrapped(mesh=(3,)).other(), str(folder), lab.empty())
     apart = differences(_only(wanted, "model."), _only(_agree(loaded), "model."))
     assert apart == []
     assert [line for line in loaded[0].report if line.startswith("lost: actor: optimizer: not in the checkpoint")]
@@ -268,7 +272,8 @@ def test_weights_of_a_hugging_face_folder_are_loaded(lab: FsdpLab) -> None:
 @pytest.mark.parametrize(("golden", "world"), [("fsdp2_ws3", 2), ("fsdp2_ws2", 3)])
 def test_what_torch_itself_saved_is_loaded(lab: FsdpLab, golden: str, world: int) -> None:
     folder = GOLDENS / golden / "actor"
-    found = _agree(lab.run(jobs.load_folder, Wrapped(mesh=(world,), golden=True, seed=3), str(folder)))
+    how = Wrapped(mesh=(world,), golden=True, seed=3)
+    found = _agree(lab.run(jobs.load_folder, how, str(folder), lab.empty()))
     weights = torch.load(folder / "model_state_dict" / "full_weights.pt")
     assert differences({f"model.{name}": value for name, value in weights.items()}, _only(found, "model.")) == []
     states = [value for name, value in found.items() if name.startswith("state.") and name.endswith("exp_avg_sq")]
