@@ -22,7 +22,7 @@ from .storage.manifest import FileEntry, Manifest, provenance
 from .storage.publish import Publication, check_space, refuse_overlap
 from .storage.staging import MANIFEST_NAME
 from .verify.audit import Audit
-from .verify.ledger import Ledger
+from .verify.ledger import Ledger, read_checksums
 
 _BUFFERS_PER_WORKER = 8
 """A worker's buffer, the window of the source behind it, and what numpy makes of both while it gathers."""
@@ -214,6 +214,7 @@ class _Conversion:
         """Write every file and check every byte of the source; returns what was written."""
         files: dict[str, FileEntry] = {}
         job, problems = self.job, Problems()
+        read_checksums(job.source.files)
         ledger = Ledger(job.source.files)
         with bytes_of(job.seen or job.source) as source, self._pool() as pool:
             self.progress.stage("converting", job.nbytes)

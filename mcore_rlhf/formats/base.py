@@ -63,12 +63,13 @@ class StoredFile:
     Args:
         path: Relative to the source's root.
         nbytes: Its length.
-        records: ``(key, byte offset, bytes, crc32)`` of every part that has a checksum.
+        records: ``(key, byte offset, bytes, crc32)`` of every part that has a checksum. Some formats read them only when asked,
+            and raise CheckpointError then where the file is damaged.
     """
 
     path: str
     nbytes: int
-    records: tuple[tuple[str, int, int, int], ...]
+    records: Sequence[tuple[str, int, int, int]]
 
 
 @dataclass(slots=True)

@@ -147,7 +147,7 @@ def end_records(count: int, directory_nbytes: int, directory_offset: int) -> byt
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A member as the directory of a file being read describes it; values as in the file, not yet checked."""
+    """A member as the directory of a file being read describes it; values as in the file, not yet checked. ``at``: where in it."""
 
     name: bytes
     flags: int
@@ -155,6 +155,7 @@ class Entry:
     crc32: int
     nbytes: int
     header_offset: int
+    at: int
 
 
 def parse_entries(raw: bytes, count: int) -> Iterator[Entry]:
@@ -187,11 +188,11 @@ def parse_entries(raw: bytes, count: int) -> Iterator[Entry]:
         ) = CENTRAL.unpack_from(raw, at)
         if signature != CENTRAL_SIGNATURE:
             raise ValueError(f"no entry at byte {at} of it")
-        at += CENTRAL.size
+        first, at = at, at + CENTRAL.size
         name, extra = raw[at : at + name_n], raw[at + name_n : at + name_n + extra_n]
         if LIMIT32 in (nbytes, packed, offset):
             nbytes, packed, offset = _zip64_values(extra, (nbytes, packed, offset))
-        yield Entry(name, flags, method, crc, nbytes, offset)
+        yield Entry(name, flags, method, crc, nbytes, offset, first)
         at += name_n + extra_n + comment_n
     if at != len(raw):
         raise ValueError(f"{len(raw) - at} bytes too many")

@@ -16,7 +16,7 @@ from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 
 from .audit import Audit
-from .ledger import Ledger
+from .ledger import Ledger, read_checksums
 
 
 class Depth(str, Enum):
@@ -86,7 +86,9 @@ def verify(
     if verdict.problems:
         return verdict
     try:
-        verdict.source = open_checkpoint(path, options)
+        source = open_checkpoint(path, options)
+        read_checksums(source.files)
+        verdict.source = source
     except CheckpointError as error:
         if error.exit_code == 2:
             raise

@@ -12,6 +12,7 @@ from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
 from ..paths import cannot_open, inside
 from .closed import RESTORE
 from .metadata import FILE, DcpMetadata, Place, Shape, TensorMeta
+from .overlap import overlap
 
 
 def item_key(fqn: str, offset: Shape | None) -> str:
@@ -100,24 +101,11 @@ def _check_chunks(
             problems.add(Incomplete, f"{folder / FILE}: says nowhere where {item_key(fqn, box.offset)} lies", RESTORE)
         if not Box.whole(shape).contains(box):
             problems.add(Corrupt, f"{folder / FILE}: {fqn} has the shape {shape}, but a chunk {box}", RESTORE)
-    overlap = _overlap(held)
-    if overlap is not None:
-        problems.add(Corrupt, f"{folder / FILE}: the chunks {overlap[0]} and {overlap[1]} of {fqn} overlap", RESTORE)
+    shared = overlap(held)
+    if shared is not None:
+        problems.add(Corrupt, f"{folder / FILE}: the chunks {shared[0]} and {shared[1]} of {fqn} overlap", RESTORE)
     elif tiled and sum(box.numel for box in held) < prod(shape):
         there = ", ".join(map(str, held[:8])) or "none"
         problems.add(
             Incomplete, f"{folder / FILE}: {fqn} has the shape {shape}, but its chunks ({there}) leave a gap", RESTORE
         )
-
-
-def _overlap(held: list[Box]) -> tuple[Box, Box] | None:
-    """Two chunks that share elements. Boxes are in order of their offsets; those that end before the next row are done with."""
-    active: list[Box] = []
-    for box in held:
-        if box.shape:
-            active = [other for other in active if other.stop[0] > box.offset[0]]
-        for other in active:
-            if other.intersect(box) is not None:
-                return other, box
-        active.append(box)
-    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,12 @@ from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
 
-from ..checksum import crc32
-from ..stored import StoredTensor
-from ..torchzip import Directory, Member
+from ..torchzip import Directory
+from .alike import Ends, Kinds
 from .checks import boxes, check, item_key
-from .items import OpenFile, item_directory, load_tree, stored_tensor
+from .files import DcpFile, FileRecords, StoredRecord
+from .items import OpenFile, item_directory, load_tree
 from .metadata import FILE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
-
-_DATA = "data/0"
-"""The one record of a tensor's zip."""
 
 _OPEN_FILES = 64
 """A run on 512 GPUs writes as many files or more; a process may have 1024 open."""
@@ -30,20 +28,8 @@ _OPEN_FILES = 64
 _SHORT = 256
 """Bytes of the pickle of a number."""
 
-
-@dataclass(frozen=True, slots=True)
-class DcpFile:
-    """A file of the folder, with the checksums that it carries: those of the zips in it.
-
-    Args:
-        path: Relative to the checkpoint's root.
-        nbytes: Its length.
-        records: ``(key, byte offset, bytes, crc32)`` of every tensor's data, and of every object's pickle.
-    """
-
-    path: str
-    nbytes: int
-    records: tuple[tuple[str, int, int, int], ...] = ()
+At = tuple[str, Shape | None]
+"""An item: its name, and a chunk's offset; None for an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +133,9 @@ class DcpFolder:
     tensors: Mapping[str, DcpTensor] = field(init=False)
     objects: Mapping[str, DcpObject] = field(init=False)
     _open: dict[str, OpenFile] = field(default_factory=dict, init=False)
-    _layouts: dict[tuple[bytes, int], StoredTensor] = field(default_factory=dict, init=False)
-    _found: dict[tuple[str, Shape | None], tuple[int, StoredTensor]] = field(default_factory=dict, init=False)
+    _kinds: Kinds = field(default_factory=Kinds, init=False)
+    _found: dict[At, Ends] = field(default_factory=dict, init=False)
+    _by_file: dict[str, list[tuple[At, Place]]] = field(default_factory=dict, init=False)
     _paths: dict[str, str] = field(default_factory=dict, init=False)
     _values: dict[bytes, Any] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -188,34 +175,62 @@ class DcpFolder:
         return self._paths[name]
 
     def files(self) -> tuple[DcpFile, ...]:
-        """All files with the CRC-32 of what is in them. Reads the two ends of every item; checks the small records there.
+        """All files. Their records are read when they are asked for: the two ends of every item, whose small records are checked.
 
-        Raises:
-            CheckpointError: Items are damaged; all of them are listed.
+        The records raise CheckpointError where items are damaged; all that are in the folder are listed then.
         """
-        problems = Problems()
-        records: dict[str, list[tuple[str, int, int, int]]] = {name: [] for name in self.sizes}
-        for at, place in sorted(self.metadata.places.items(), key=lambda item: item[1].offset):
+        metadata = DcpFile(self.path(FILE), (self.folder / FILE).stat().st_size)
+        lazy = (
+            DcpFile(self.path(name), n, FileRecords(partial(self._records, name))) for name, n in self.sizes.items()
+        )
+        return metadata, *lazy
+
+    def _records(self, name: str) -> tuple[StoredRecord, ...]:
+        problems, found = Problems(), list[StoredRecord]()
+        for at, place in self._items_of(name):
             try:
-                records[place.file] += self._records(at, place)
+                found += self._records_of(at, place)
             except CheckpointError as error:
                 problems.add_error(error)
+        if problems:
+            self._look_at_others(name, problems)
         problems.raise_if_any()
-        metadata = DcpFile(self.path(FILE), (self.folder / FILE).stat().st_size)
-        return metadata, *(DcpFile(self.path(name), self.sizes[name], tuple(found)) for name, found in records.items())
+        return tuple(found)
 
-    def _records(self, at: tuple[str, Shape | None], place: Place) -> Iterator[tuple[str, int, int, int]]:
+    def _look_at_others(self, name: str, problems: Problems) -> None:
+        """Where one file is damaged, say all that is: the folder has to be copied again, or parts of it."""
+        for at, place in self.metadata.places.items():
+            if place.file != name:
+                try:
+                    self._ends(at, place)
+                except CheckpointError as error:
+                    problems.add_error(error)
+
+    def _items_of(self, name: str) -> list[tuple[At, Place]]:
+        """The items of a file, one behind the other."""
+        if not self._by_file:
+            by_file: dict[str, list[tuple[At, Place]]] = {name: [] for name in self.sizes}
+            for at, place in sorted(self.metadata.places.items(), key=lambda item: item[1].offset):
+                by_file[place.file].append((at, place))
+            self._by_file = by_file
+        return self._by_file[name]
+
+    def _records_of(self, at: At, place: Place) -> Iterator[StoredRecord]:
         key, is_tensor = item_key(*at), at[1] is not None
-        file, directory = self._item(key, place)
-        for member in directory.members.values():
-            if member.name == _DATA if is_tensor else member.name.startswith("data"):
-                if is_tensor and member.nbytes:  # so that chunk() need not read it again
-                    self._found[at] = member.byte_offset, self._stored(file, key, directory)
-                if directory.checksummed and member.nbytes:
-                    name = key if is_tensor else f"{key}:{member.name}"
-                    yield name, member.byte_offset, member.nbytes, member.crc32
-            else:
-                directory.check(member, crc32(file.read(member.byte_offset, member.nbytes)))
+        for name, start, nbytes, crc in self._ends(at, place).records:
+            yield key if is_tensor else f"{key}:{name}", place.offset + start, nbytes, crc
+
+    def _ends(self, at: At, place: Place) -> Ends:
+        """What the ends of an item say; of a tensor it is remembered."""
+        found = self._found.get(at)
+        if found is None:
+            is_tensor = at[1] is not None
+            found = self._kinds.ends(
+                self._file(place.file), item_key(*at), place.offset, place.length, is_tensor=is_tensor
+            )
+            if is_tensor:
+                self._found[at] = found
+        return found
 
     def chunk(self, tensor: DcpTensor, box: Box) -> Chunk:
         """Where one part of a tensor lies.
@@ -225,20 +240,16 @@ class DcpFolder:
         """
         at = (tensor.fqn, box.offset)
         key, place = item_key(*at), self.metadata.places[at]
-        byte_offset, stored = self._found.get(at) or self._find(key, place)
+        ends = self._ends(at, place)
+        stored = ends.stored
+        assert stored is not None  # it has an offset, and so is a tensor
         if stored.shape != box.shape or stored.record.dtype != tensor.dtype:
             raise Corrupt(
                 f"{self.folder / place.file}: {key} is a {stored.record.dtype} tensor {stored.shape}; {FILE} says {tensor.dtype} "
                 f"{box.shape}.\nThe files are not those of this .metadata: copy the folder again, or use an older step."
             )
-        record = Record(self.path(place.file), key, stored.record.dtype, stored.record.numel, byte_offset)
+        record = Record(self.path(place.file), key, stored.record.dtype, stored.record.numel, place.offset + ends.data)
         return Chunk(box, record, stored.start, stored.strides)
-
-    def _find(self, key: str, place: Place) -> tuple[int, StoredTensor]:
-        """Where the data of a tensor's item lie, and how."""
-        file, directory = self._item(key, place)
-        stored = self._stored(file, key, directory)
-        return directory.members[stored.record.key].byte_offset, stored
 
     def checksum(self, tensor: DcpTensor, box: Box) -> int:
         """The CRC-32 of a part's bytes, as its zip says.
@@ -246,19 +257,8 @@ class DcpFolder:
         Raises:
             CheckpointError: The item is damaged.
         """
-        _, directory = self._item(tensor.fqn, self.metadata.places[tensor.fqn, box.offset])
-        return directory.members[_DATA].crc32
-
-    def _stored(self, file: OpenFile, key: str, directory: Directory) -> StoredTensor:
-        """How an item stores its tensor. Chunks of one shape have equal pickles: each is taken apart once."""
-        member = directory.members["data.pkl"]
-        pickled = file.read(member.byte_offset, member.nbytes)
-        directory.check(member, crc32(pickled))
-        data = directory.members.get(_DATA, Member(_DATA, 0, 0, 0))
-        known = self._layouts.get((pickled, data.nbytes))
-        if known is None:
-            known = self._layouts[pickled, data.nbytes] = stored_tensor(file, key, directory)
-        return known
+        at = (tensor.fqn, box.offset)
+        return next((crc for *_, crc in self._ends(at, self.metadata.places[at]).records), 0)
 
     def _item(self, key: str, place: Place) -> tuple[OpenFile, Directory]:
         file = self._file(place.file)

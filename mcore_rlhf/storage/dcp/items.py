@@ -88,12 +88,21 @@ def item_directory(file: OpenFile, key: str, offset: int, length: int) -> Direct
         Corrupt: There is no zip of ``torch.save`` between these bytes, or it contradicts itself.
         Unsupported: It is compressed or encrypted.
     """
+    return open_item(file, key, offset, length).directory()
+
+
+def open_item(file: OpenFile, key: str, offset: int, length: int) -> Item:
+    """Read the two ends of an item; see :func:`item_directory`.
+
+    Raises:
+        Incomplete: The file is too short.
+    """
     if offset + length > file.nbytes:
         raise Incomplete(
             f"{file.path}: {key} should lie at bytes {offset} to {offset + length}, but the file has {file.nbytes}; "
             f"it was cut off.\n{RESTORE}"
         )
-    return _Item(file, key, offset, length, *_ends(file, offset, length)).directory()
+    return Item(file, key, offset, length, *_ends(file, offset, length))
 
 
 def _ends(file: OpenFile, offset: int, length: int) -> tuple[bytes, bytes]:
@@ -104,7 +113,16 @@ def _ends(file: OpenFile, offset: int, length: int) -> tuple[bytes, bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class Item:
+    """An item, of which the two ends are in memory.
+
+    Args:
+        file: The file.
+        key: Its name, for messages.
+        offset, length: Where it lies.
+        head, tail: The two ends; each the whole item where that is short.
+    """
+
     file: OpenFile
     key: str
     offset: int
@@ -113,6 +131,11 @@ class _Item:
     tail: bytes
 
     def directory(self) -> Directory:
+        """The members of its zip, checked; their offsets count from the start of the file.
+
+        Raises:
+            CheckpointError: As :func:`item_directory`.
+        """
         try:
             found = {member.name: member for member in self._members()}
         except (struct.error, ValueError, UnicodeDecodeError) as error:
@@ -121,8 +144,22 @@ class _Item:
             raise self._corrupt("its zip has no data.pkl: torch.save did not write it")
         return Directory(self.file.path, "archive", self.file.nbytes, found, any(m.crc32 for m in found.values()))
 
+    @property
+    def directory_start(self) -> int:
+        """Where the zip's directory begins, in bytes from the item's start."""
+        return self._locate()[2]
+
+    def entries(self) -> list[z.Entry]:
+        """The zip's directory as it is."""
+        count, nbytes, start = self._locate()
+        return list(z.parse_entries(self.read(start, nbytes), count))
+
     def read(self, at: int, nbytes: int) -> bytes:
-        """Bytes of the item, from what is in memory where possible."""
+        """Bytes of the item, from what is in memory where possible.
+
+        Raises:
+            Corrupt: They lie outside the item.
+        """
         behind = at - (self.length - len(self.tail))
         if at + nbytes <= len(self.head):
             return self.head[at : at + nbytes]
@@ -133,8 +170,8 @@ class _Item:
         return self.file.read(self.offset + at, nbytes)
 
     def _members(self) -> Iterator[Member]:
-        count, nbytes, start = self._locate()
-        for entry in z.parse_entries(self.read(start, nbytes), count):
+        start = self.directory_start
+        for entry in self.entries():
             if entry.method or entry.flags & z.IS_ENCRYPTED:
                 raise Unsupported(f"{self.file.path}: {self.key}: {entry.name!r} in it is compressed or encrypted.")
             name = entry.name.decode().partition("/")[2]

@@ -91,8 +91,13 @@ def _tensor_zip(dtype: DType, shape: Shape) -> ZipItem:
     return zip_item(pickle_tree(stored, ""))
 
 
+@lru_cache(maxsize=4096)
+def _tensor_length(dtype: DType, shape: Shape) -> int:
+    return _tensor_zip(dtype, shape).nbytes
+
+
 def _length(item: Item) -> int:
-    return len(item.data) if isinstance(item, ObjectItem) else _tensor_zip(item.dtype, item.shape).nbytes
+    return len(item.data) if isinstance(item, ObjectItem) else _tensor_length(item.dtype, item.shape)
 
 
 def _placed(items: Iterable[Item]) -> Iterator[tuple[Item, int, int]]:
