@@ -13,6 +13,14 @@ import sys
 
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # before a command runs under guard: while modules are still being loaded
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+
+
+def _run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names of files and tensors must never be what a terminal cannot print
             stream.reconfigure(errors="backslashreplace")

@@ -191,14 +191,20 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
         config: A job file for everything else.
 
     Raises:
-        UsageError: Something is unknown or impossible; all of it is named.
+        UsageError: Something is unknown, impossible, or of no meaning for the target's format; all of it is named.
     """
+    from mcore_rlhf.formats.registry import FORMATS
+
+    from .option_targets import refuse_meaningless
+
     options = {name: value for name, value in given.items() if value is not None}
     from_file = read_job_file(config) if config is not None else {}
     try:
-        return ConversionJob.model_validate({**from_file, **options})
+        job = ConversionJob.model_validate({**from_file, **options})
     except ValidationError as error:
         raise _explain(error, options, config) from None
+    refuse_meaningless(job, tuple(known.name for known in FORMATS))
+    return job
 
 
 def read_job_file(path: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ Json = Annotated[
 CheckpointPath = Annotated[
     Path,
     typer.Argument(
-        help="A run's root, a step, a role's folder or an iter_ folder.", metavar="PATH", show_default=False
+        help="A run's root, a step, a role's folder, or a checkpoint's own folder.", metavar="PATH", show_default=False
     ),
 ]
 
@@ -65,7 +65,7 @@ Workers = Annotated[
 SourceFolder = Annotated[
     str | None,
     typer.Argument(
-        help="A run's root, a step, a role's folder or an iter_ folder; may come from --config.",
+        help="A run's root, a step, a role's folder, or a checkpoint's own; may come from --config.",
         metavar="SRC",
         show_default=False,
     ),
@@ -73,7 +73,7 @@ SourceFolder = Annotated[
 TargetFolder = Annotated[
     str | None,
     typer.Argument(
-        help="The root to write, as Megatron's --load takes it; may come from --config.",
+        help="The folder to write, as its framework is given it to load; may come from --config.",
         metavar="DST",
         show_default=False,
     ),

@@ -186,7 +186,7 @@ def _verified(role: str, place: Path, step: int, how: Adoption, problems: Proble
     source = verdict.source
     if source is None:
         return {}
-    if source.state.iteration != step:
+    if not source.state.release and source.state.iteration != step:  # a Hugging Face folder is of no iteration
         problems.add(
             LayoutMismatch,
             f"{place}: is of iteration {source.state.iteration}, but the folder is {place.parent.name}",

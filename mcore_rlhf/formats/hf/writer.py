@@ -17,7 +17,7 @@ from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
-from .config import EMBEDDING, LM_HEAD, TIED, check_config, dtype_in, text_config, with_dtype, with_eos
+from .config import EMBEDDING, LM_HEAD, TIED, check_config, dtype_in, is_tied, text_config, with_dtype, with_eos
 from .kept import kept_of
 from .names import CONFIG, GENERATION_CONFIG, MODEL_STEM, OPTIMIZER, SAFETENSORS, STATE
 from .shards import DEFAULT_SHARD, Part, index_of, shards_of
@@ -58,6 +58,17 @@ def _refuse_options(source: Source, options: WriteOptions) -> None:
     if options.with_optimizer and source.optimizer is None:
         raise Incomplete(
             f"{source.root}: has no optimizer, which --with-optimizer asks for\nLeave it out to convert the weights."
+        )
+
+
+def _check_ends(ids: tuple[int, ...], rows: int | None) -> None:
+    """A token that ends a text must be one that the model can say, or it never ends one."""
+    beyond = [number for number in ids if rows is not None and number >= rows]
+    if beyond:
+        text = ", ".join(map(str, beyond))
+        raise UsageError(
+            f"--eos-token-ids: {text}: the model's vocabulary has {rows} words, 0 to {(rows or 0) - 1}\n"
+            "Take the ids from the model's own generation_config.json."
         )
 
 
@@ -124,6 +135,7 @@ class _Writer:
         tied = any({alias, owner} == pair for alias, owner in shared.items())
         known = tied if EMBEDDING in shapes and (tied or LM_HEAD in shapes) else None
         check_config(self.config, shapes, known, self.where)
+        is_tied(self.config, shapes, self.where)
         config = dict(self.config)
         if known is not None and TIED not in text_config(config):
             config[TIED] = known
@@ -142,7 +154,9 @@ class _Writer:
         else:
             found = carried_files(own) if own is not None else {}
         embedding = shapes_of(parts).get(EMBEDDING)
-        check_vocabulary(found, embedding[0] if embedding is not None else None)
+        rows = embedding[0] if embedding is not None else None
+        check_vocabulary(found, rows)
+        _check_ends(options.eos_token_ids, rows)
         if found:
             report.add(Fate.KEPT, f"{', '.join(found)}: byte for byte")
         generates = generation_config(options.generation_config, (options.tokenizer, own), options.eos_token_ids)

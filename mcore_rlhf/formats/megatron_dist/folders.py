@@ -52,10 +52,21 @@ def locate_dist(path: Path, step: int | None) -> Located:
             f"{folder / CONFIG}: sharded_backend is {backend!r}, expected {BACKEND!r}\n"
             "Load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist or torch."
         )
+    _check_version(folder / CONFIG, config)
     for name, advice in ((METADATA_FILE, "a plain ls or cp * passes over it"), (COMMON, "it has the arguments")):
         if not (folder / name).is_file():
             raise Incomplete(f"{folder / name}: missing ({advice})\nCopy the folder again, or use an older step.")
     return located
+
+
+def _check_version(file: Path, config: dict[str, object]) -> None:
+    """Megatron-core registers its strategies by backend and version, and knows version 1 alone; so does this."""
+    for key in ("sharded_backend_version", "common_backend_version"):
+        if config.get(key, 1) != 1:
+            raise Unsupported(
+                f"{file}: {key} is {config[key]!r}, and only 1 is known\n"
+                "A later Megatron wrote it: save it there with --ckpt-format torch, or use a later mcore_rlhf."
+            )
 
 
 def _config(path: Path) -> dict[str, object]:

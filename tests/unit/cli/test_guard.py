@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from mcore_rlhf.cli import inspecting
+from mcore_rlhf.cli import inspecting, main
 from mcore_rlhf.cli.guard import explain, stopped_by_signals
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, StorageError
 
@@ -50,6 +50,20 @@ def test_every_error_has_a_message_and_a_code(
     inspect_raises(error)
     outcome = cli("inspect", "x")
     assert (outcome.code, outcome.stdout, outcome.stderr) == (code, "", text)
+
+
+def test_an_interrupt_before_any_command_runs_is_no_traceback_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C while modules are still being loaded."""
+
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mcore_rlhf.cli.app.app", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert (stop.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
 def test_what_nobody_expected_is_a_bug_and_one_line(cli: Cli, inspect_raises) -> None:  # type: ignore[no-untyped-def]

@@ -61,6 +61,7 @@ def test_a_whole_step_becomes_one_of_folders(cli: Cli, tp2pp2: Path, tp1: Path, 
     [
         (("--tp", 2), 2, "--tp: a Hugging Face folder has no layout"),
         (("--eos-token-ids", "one"), 2, "should be ids of tokens such as 1,2"),
+        (("--eos-token-ids", "71,72"), 2, "--eos-token-ids: 72: the model's vocabulary has 72 words, 0 to 71"),
         (("--max-shard-size", "much"), 2, "--max-shard-size"),
         (("--tokenizer", "nowhere"), 2, "there is no tokenizer in it"),
         (("--reference-config", "nowhere"), 2, "cannot read the model's config"),

@@ -83,6 +83,32 @@ def test_impossible_values_are_named_by_their_option(given: dict[str, object], e
     assert str(error.value).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"to": "megatron", "zero_stage": 0}, "--zero-stage: means nothing with --to megatron; it is for --to deepspeed"),
+        ({"to": "dcp", "max_shard_size": "1GB"}, "--max-shard-size: means nothing with --to dcp; it is for --to hf"),
+        ({"to": "deepspeed", "tokenizer": "d"}, "--tokenizer: means nothing with --to deepspeed; it is for --to hf"),
+        ({"to": "peft", "generation_config": "d"}, "--generation-config: means nothing with --to peft; it is for --to hf"),
+        ({"to": "universal", "eos_token_ids": "1"}, "--eos-token-ids: means nothing with --to universal; it is for --to hf"),
+        ({"masters": True}, "--masters: means nothing with --to megatron; it is for --to hf or --to peft"),
+        ({"to": "hf", "transformer_impl": "local"}, "--transformer-impl: means nothing with --to hf; it is for --to megatron or"),
+    ],
+)  # fmt: skip
+def test_options_that_the_format_would_pass_over_are_refused(given: dict[str, object], expected: str) -> None:
+    with pytest.raises(UsageError) as error:
+        make_job(given)
+    assert str(error.value).startswith(expected)
+
+
+def test_options_of_no_meaning_are_named_together_and_what_was_not_given_is_not() -> None:
+    with pytest.raises(UsageError, match="2 problems") as error:
+        make_job({"to": "dcp", "masters": True, "zero_stage": 1, "tokenizer": None})
+    assert "--tokenizer" not in str(error.value)
+    assert make_job({"to": "hf", "masters": True, "eos_token_ids": "1,2"}).eos_token_ids == (1, 2)
+    assert make_job({"to": "dcp", "masters": False}).to == "dcp"
+
+
 @pytest.mark.parametrize("value", ["'2'", "true", "2.5", "[2]"])
 def test_values_of_the_file_are_named_by_file_and_key(job_file, value: str) -> None:  # type: ignore[no-untyped-def]
     path = job_file(f"tp: {value}\n")

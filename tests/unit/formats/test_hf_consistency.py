@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,17 @@ class TestTies:
 def test_a_config_that_contradicts_the_tensors(key: str, value: int, found: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", llama(), {**CONFIG, key: value})
     assert str(folder / "config.json") in refused(folder, LayoutMismatch, found)
+
+
+def test_a_number_of_layers_costs_nothing_however_large(tmp_path: Path) -> None:
+    """Listing them once took all memory of the machine."""
+    folder = write(tmp_path / "hf", llama(), {**CONFIG, "num_hidden_layers": 2_000_000})
+    tracemalloc.start()
+    try:
+        refused(folder, LayoutMismatch, "num_hidden_layers is 2000000, but the tensors have 2 layers")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_layers_that_predict_further_tokens_are_counted_apart(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def test_another_backend(tmp_path: Path) -> None:
     refused(root, Unsupported, "'zarr'", "--ckpt-format torch_dist")
 
 
+@pytest.mark.parametrize("key", ["sharded_backend_version", "common_backend_version"])
+def test_a_version_that_nobody_knows(key: str, tmp_path: Path) -> None:
+    root = copied(FULLY, tmp_path)
+    file = root / STEP / "metadata.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: 2}))
+    refused(root, Unsupported, f"{key} is 2", "--ckpt-format torch")
+
+
 def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     root = copied(FULLY, tmp_path)
     truncate(root / STEP / "__0_0.distcp", 0.5)

@@ -157,6 +157,14 @@ def test_another_iteration_than_the_folder_says_is_refused(foreign: Path) -> Non
     _refused(other, LayoutMismatch, "is of iteration 2, but the folder is global_step_7")
 
 
+def test_a_role_without_an_iteration_does_not_contradict_the_folder(foreign: Path) -> None:
+    """A reward model that nobody trains lies there as it was published: a Hugging Face folder says no iteration."""
+    shutil.copytree(GOLDENS.parent / "huggingface" / "llama_tied_bf16_sharded", foreign / "reward")
+    parts = {part["role"]: part["format"] for part in adopt(foreign).parts}
+    assert parts == {"actor": "megatron", "critic": "megatron", "reward": "hf"}
+    assert steps.is_committed(foreign)
+
+
 def test_a_role_in_an_unknown_format_is_refused(foreign: Path) -> None:
     (foreign / "reward").mkdir()
     (foreign / "reward" / "latest_checkpointed_iteration.txt").write_text("2")
