@@ -108,8 +108,9 @@ class Merge:
             dtype = spec.dtype if self.write.dtype is None or spec.name in buffers else dtype_of(self.write.dtype)
             specs[name] = ParamSpec(name, spec.global_shape, dtype, spec.partition, spec.name not in buffers)
         if not entries:
+            one = self.write.base_model or self.adapter.root
             raise UsageError(
-                f"{self.adapter.root}: holds an adapter and nothing of its base model\nGive the base with --base-model DIR."
+                f"{one}: holds an adapter and nothing of its base model\nGive the folder of the base with --base-model DIR."
             )
         return entries, specs
 

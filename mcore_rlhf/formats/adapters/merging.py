@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.lowrank import ComputedBytes
+from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import Format, ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.computed import Computed
 from mcore_rlhf.formats.crossing import crossed
@@ -22,7 +23,7 @@ from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.formats.peft.config import model_reference
 from mcore_rlhf.formats.peft.origin import BaseModel
-from mcore_rlhf.formats.peft.parts import adapter_alone, carried, known_config
+from mcore_rlhf.formats.peft.parts import adapter_alone, adapter_in, carried, known_config
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.storage.mapped import MappedFiles
@@ -59,6 +60,7 @@ def seen_by(
         CheckpointError: The target cannot be made of it.
     """
     model = opened
+    _refuse_contradictions(wanted, write)
     if write.merge_adapter:
         opened, model, write = merged(opened, read, write)
     elif wanted is HF or wanted.family == "megatron":
@@ -87,6 +89,7 @@ def merged(opened: Source, read: ReadOptions, write: WriteOptions) -> tuple[Sour
     adapter = with_peft_names(opened, write)
     module_state(adapter)
     config = known_config(adapter, write.reference_config)
+    adapter_in(adapter, config.bias)  # where the user's own name for the folder is still known
     left = replace(write, reference_config=model_reference(write.reference_config))
     if write.base_model is None:
         return opened, Merge(adapter, adapter, write, config).source(opened.root), left
@@ -101,6 +104,23 @@ def merged(opened: Source, read: ReadOptions, write: WriteOptions) -> tuple[Sour
     read_from = Computed(here.root, {})
     files = (*here.files, *there.files)
     return replace(here, root=opened.root, catalog=both, files=files, computed=read_from), result, left
+
+
+def _refuse_contradictions(wanted: Format, write: WriteOptions) -> None:
+    """What is asked for must be something that can be: a base that nobody looks at would be a base that nobody checks.
+
+    Raises:
+        UsageError: A merged model as an adapter, or a base without a merge.
+    """
+    if write.merge_adapter and wanted is FORMAT:
+        raise UsageError(
+            f"--merge-adapter makes a whole model, and --to {wanted.name} writes an adapter alone\n"
+            "Give one of them: --to hf for the merged model."
+        )
+    if write.base_model is not None and not write.merge_adapter and wanted is not FORMAT:
+        raise UsageError(
+            "--base-model: nothing is merged, so that the base would not be looked at\nAdd --merge-adapter, or leave it out."
+        )
 
 
 def _check_base(adapter: Source, base: Source) -> None:

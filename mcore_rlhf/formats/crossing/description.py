@@ -46,6 +46,8 @@ def build_of(relation: Relation, tied: bool) -> Build:
     head = "ForCausalLM"
     if VALUE_HEAD in names:
         head = "ForTokenClassification" if VALUE_BIAS in names else "ForSequenceClassification"
+    elif LM_HEAD not in names and not tied:  # a loader would make up an output layer for any other class
+        head = "Model"
 
     def biased(layer: str) -> bool:
         return any(name.endswith(f"{layer}_proj.bias") for name in names)

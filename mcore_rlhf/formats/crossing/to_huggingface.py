@@ -161,7 +161,7 @@ def _note(source: Source, native: MegatronNative, relation: Relation, sizes: Siz
     )
     rows = source.model.padded_vocab_size
     if rows is not None and rows > sizes.vocabulary:
-        notes.add(Fate.CHANGED, f"vocabulary rows {sizes.vocabulary}–{rows - 1} are Megatron's padding, and are cut")
+        _note_cut(native.args.vocab_size, sizes.vocabulary, rows, notes)
     if sizes.mtp:
         notes.add(
             Fate.NOTE,
@@ -174,3 +174,16 @@ def _note(source: Source, native: MegatronNative, relation: Relation, sizes: Siz
     ]
     if opaque:
         notes.add(Fate.LOST, f"values that are no parameters, such as {opaque[0]}")
+
+
+def _note_cut(stored: int | None, words: int, rows: int, notes: Report) -> None:
+    """Rows behind the last word go; a number that the user gave may make words of the run's own go as well."""
+    if stored is not None and words < stored <= rows:
+        notes.add(
+            Fate.LOST,
+            f"vocabulary rows {words}–{stored - 1}: words of the run, which has {stored} as its args say; cut, as the {words} words "
+            "of --vocab-size or --reference-config ask",
+        )
+    first = words if stored is None or stored > rows else max(words, stored)
+    if first < rows:
+        notes.add(Fate.CHANGED, f"vocabulary rows {first}–{rows - 1} are Megatron's padding, and are cut")

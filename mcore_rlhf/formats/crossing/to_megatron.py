@@ -191,6 +191,12 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, n
     if source.optimizer == "zero3":
         notes.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
     notes.add(Fate.DERIVED, "args: those that describe the model; all others are the new run's")
+    if source.format == "hf":
+        notes.add(
+            Fate.NOTE,
+            "token ids, tokenizer and generation_config.json have no place in args; on the way back give this folder as "
+            "--reference-config and --tokenizer",
+        )
     gone = [name for name in native.buffers if name not in relation.huggingface]
     if gone:
         notes.add(Fate.LOST, f"buffers that Megatron does not have: {', '.join(gone[:3])}")

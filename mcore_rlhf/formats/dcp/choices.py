@@ -78,9 +78,10 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     dp = options.dp or source.parallel.dp
     if dp != source.parallel.dp:
+        parts = "one part" if dp == 1 else f"{dp} parts"
         report.add(
             Fate.CHANGED,
-            f"DP {source.parallel.dp} becomes {dp} {'part' if dp == 1 else 'parts'} of every tensor; any number of ranks loads them",
+            f"every tensor is cut in {parts}, which any number of ranks loads; {source.parallel.world_size} ranks wrote the source",
         )
     return Choices(
         dp, layout, native.inner if isinstance(native, DcpState) else RLINF_FOLDER,

@@ -17,6 +17,8 @@ WEIGHTS = (SAFETENSORS, BIN)
 """The first that is there counts, as for peft."""
 ORIGIN = "mcore_rlhf_adapter.json"
 """Beside peft's files: which model the adapter belongs to, its fingerprint, the iteration. peft does not look at it."""
+ENGINE_STATE = "state.pt"
+"""Beside an adapter that ``AdapterEngine`` saved: the optimizer, the scheduler, and what is trained besides the adapter."""
 
 DEFAULT = "default"
 """What an adapter is called in memory unless it is told otherwise."""

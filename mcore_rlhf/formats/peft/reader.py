@@ -21,7 +21,7 @@ from mcore_rlhf.storage.safetensors_reader import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .config import AdapterConfig, read_adapter_config
-from .names import BIN, CONFIG, LORA_A, LORA_B, PREFIX, SAFETENSORS, WEIGHTS, AdapterTensor, in_file
+from .names import BIN, CONFIG, ENGINE_STATE, LORA_A, LORA_B, PREFIX, SAFETENSORS, WEIGHTS, AdapterTensor, in_file
 from .origin import Origin
 from .parts import CARRIED
 
@@ -53,7 +53,7 @@ def read_peft(path: Path, options: ReadOptions) -> Source:
     entries = [_entry(TensorName(role, named[name].memory), tensor) for name, tensor in stored.items()]
     return Source(
         "peft", path, role, ModelSpec(specs, _layers(named.values()), False), ParallelConfig(),
-        FixedCatalog({entry.name: entry for entry in entries}), _state(config, origin), (file,), (), None, _notes(config),
+        FixedCatalog({entry.name: entry for entry in entries}), _state(config, origin), (file,), (), None, _notes(config, path),
         ModuleState("", tuple(spec.name for spec in specs)),
     )  # fmt: skip
 
@@ -114,13 +114,19 @@ def _state(config: AdapterConfig, origin: Origin) -> TrainingState:
     return TrainingState(origin.iteration, release=origin.iteration == 0, other={CARRIED: carried})
 
 
-def _notes(config: AdapterConfig) -> Report:
+def _notes(config: AdapterConfig, path: Path) -> Report:
     notes = Report()
     base = config.values.get("base_model_name_or_path")
     notes.add(
         Fate.NOTE,
         f"an adapter of rank {config.values.get('r')}, alpha {config.values.get('lora_alpha')}, for {base or 'a base that is not named'}",
     )
+    if (path / ENGINE_STATE).is_file():
+        notes.add(
+            Fate.LOST,
+            f"{ENGINE_STATE} beside the adapter, with its optimizer and whatever else was trained, such as a value head: only "
+            "AdapterEngine loads it, and no conversion reads it",
+        )
     return notes
 
 

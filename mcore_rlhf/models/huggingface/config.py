@@ -157,7 +157,7 @@ def built(known: Architecture, build: Build) -> dict[str, object]:
     """
     config: dict[str, object] = {"architectures": [known.class_name.replace(_CAUSAL, build.head)]}
     config["tie_word_embeddings"] = build.tied
-    if build.head != _CAUSAL:
+    if build.head.endswith("Classification"):
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     if known.model_type == "qwen2_moe":
         config["qkv_bias"] = build.biased

@@ -60,3 +60,18 @@ def test_convert_proves_weights_that_it_rounded_from_another_type(cli: Cli, tp2p
     made = cli(*folder, "--verify", "--json")
     assert (made.code, made.json["proved"]) == (0, True), made.json
     assert made.json["diff"]["tensors"] == 39
+
+
+def test_words_of_the_run_are_not_called_padding(cli: Cli, tp2pp2: Path) -> None:
+    """Its ``args`` say 132 words; a smaller number cuts some of them, which is a loss."""
+
+    def said(words: int) -> list[tuple[str, str]]:
+        report = cli("plan", tp2pp2, "--to", "hf", "--vocab-size", words, "--json").json["report"]
+        return [(line["fate"], line["text"]) for line in report if line["text"].startswith("vocabulary rows")]
+
+    fewer, padding = said(130)
+    assert fewer[0] == "lost"
+    assert fewer[1].startswith("vocabulary rows 130–131: words of the run, which has 132 as its args say")
+    assert padding == ("changed", "vocabulary rows 132–159 are Megatron's padding, and are cut")
+    assert said(132) == [padding]
+    assert said(140) == [("changed", "vocabulary rows 140–159 are Megatron's padding, and are cut")]

@@ -81,3 +81,25 @@ def test_merging_needs_a_base(cli: Cli, tmp_path: Path) -> None:
     )
     assert (other.code, list(tmp_path.iterdir())) == (1, [])
     assert "the adapter changes it" in other.stderr
+
+
+def test_a_model_without_its_head_is_described_as_one(cli: Cli, tmp_path: Path) -> None:
+    """A loader would make up an output layer of a class that has one; a description that claims one is not kept."""
+    source = GOLDENS / "megatron" / "tp2pp2dp2_bf16_do"
+    to_hf = ("--to", "hf", "--no-fsync")
+    done = cli("convert", source, tmp_path / "body", *to_hf, "--only", "!output_layer*", "--verify")
+    assert done.code == 0, done.stderr
+    config = json.loads((tmp_path / "body" / "config.json").read_text())
+    assert (config["architectures"], config["tie_word_embeddings"]) == (["LlamaModel"], False)
+    assert cli("convert", source, tmp_path / "whole", *to_hf).code == 0
+    refused = cli("convert", tmp_path / "whole", tmp_path / "out", *to_hf, "--only", "!lm_head")
+    assert refused.code == 1
+    assert "tie_word_embeddings is false, but lm_head.weight is not among the tensors" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_megatron_keeps_no_token_ids_and_that_is_said(cli: Cli) -> None:
+    planned = cli("plan", PEFT / "base", "--to", "megatron")
+    assert planned.code == 0, planned.stderr
+    assert "token ids, tokenizer and generation_config.json have no place in args" in planned.stdout
+    assert "token ids" not in cli("plan", PEFT / "base", "--to", "dcp").stdout

@@ -168,6 +168,29 @@ def test_without_a_base(tmp_path: Path, adapter: Path) -> None:
         merge(adapter, tmp_path / "out")
 
 
+def test_a_base_that_is_an_adapter_itself(tmp_path: Path, adapter: Path) -> None:
+    other = lora.write_adapter(tmp_path / "other")
+    with pytest.raises(UsageError, match=f"^{other}: holds an adapter and nothing of its base"):
+        merge(adapter, tmp_path / "out", base_model=str(other))
+
+
+def test_a_whole_model_has_nothing_to_merge(tmp_path: Path, base: Path) -> None:
+    """The message names what the user gave, and not a folder that it has in common with the base."""
+    (tmp_path / "far").mkdir()
+    lora.write_base(tmp_path / "far" / "whole")
+    with pytest.raises(Unsupported, match=f"^{tmp_path / 'far' / 'whole'}: no tensor of this universal checkpoint"):
+        merge(tmp_path / "far" / "whole", tmp_path / "out", base_model=str(base))
+
+
+def test_a_base_is_for_merging_and_a_merge_is_no_adapter(tmp_path: Path, adapter: Path, base: Path) -> None:
+    unmerged = ConvertOptions("dcp", ReadOptions(), WriteOptions(base_model=str(base)), fsync=False)
+    with pytest.raises(UsageError, match="--base-model: nothing is merged"):
+        convert(adapter, tmp_path / "out", unmerged)
+    with pytest.raises(UsageError, match="--merge-adapter makes a whole model, and --to peft"):
+        merge(adapter, tmp_path / "out", "peft", base_model=str(base))
+    assert not (tmp_path / "out").exists()
+
+
 def test_of_another_model(tmp_path: Path, adapter: Path) -> None:
     other = {name.replace("q_proj", "query"): tensor[:, :3] if "down" in name and tensor.ndim == 2 else tensor
              for name, tensor in lora.base_model().items()}  # fmt: skip

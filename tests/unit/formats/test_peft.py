@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,12 @@ def test_a_plan_of_an_adapter_is_lossless(tmp_path: Path) -> None:
     job = prepare(lora.write_adapter(tmp_path / "a"), ConvertOptions("peft"))
     assert job.lossless
     assert not job.casts
+
+
+def test_what_the_engine_keeps_beside_an_adapter_is_lost_and_said(tmp_path: Path) -> None:
+    """A value head that is trained with the adapter lies in ``state.pt``; no conversion may pass over it in silence."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(GOLDEN, folder)
+    (folder / "state.pt").write_bytes(b"only AdapterEngine looks at it")
+    job = prepare(folder, ConvertOptions("peft"))
+    assert [text for text in job.report.lost if text.startswith("state.pt beside the adapter")]
