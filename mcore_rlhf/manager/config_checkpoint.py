@@ -56,6 +56,8 @@ class ExportSection(Section):
     format: Annotated[str, Field(min_length=1)]
     every: Positive = 1
     role: str = "actor"
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    reference_config: PathText | None = None
     tokenizer: PathText | None = None
     generation_config: PathText | None = None
 

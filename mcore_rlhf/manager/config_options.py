@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.formats.base import WriteOptions
 
 from .config import RunConfig, config_hash
 from .config_checkpoint import ExportSection, KeepSection
@@ -100,10 +101,14 @@ def _retention(keep: KeepSection) -> Retention:
 
 
 def _export(section: ExportSection) -> Export:
-    given = [name for name in ("tokenizer", "generation_config") if getattr(section, name) is not None]
-    if given:
+    beside = [name for name in ("tokenizer", "generation_config") if getattr(section, name) is not None]
+    if beside and section.format != "hf":
         raise Unsupported(
-            f"checkpoint.export: {' and '.join(given)}: this release has no format that takes it\n"
-            "Leave it out, and copy the file into the exported folder."
+            f"checkpoint.export: {' and '.join(beside)}: only a Hugging Face folder takes it, and format is {section.format}\n"
+            "Leave it out, or export with format: hf."
         )
-    return Export(section.format, section.every, section.role)
+    write = WriteOptions(
+        no_optimizer=True, dtype=section.dtype, reference_config=section.reference_config, tokenizer=section.tokenizer,
+        generation_config=section.generation_config,
+    )  # fmt: skip
+    return Export(section.format, section.every, section.role, write)

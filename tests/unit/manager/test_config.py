@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from mcore_rlhf.errors import LayoutMismatch, StorageError, Unsupported, UsageError
+from mcore_rlhf.formats.base import WriteOptions
 from mcore_rlhf.manager.config import RunConfig, config_hash, load_run_config, parse_resume
 from mcore_rlhf.manager.config_errors import ELSEWHERE, _section, known_keys, text
 from mcore_rlhf.manager.config_options import manager_options, prompt_sampler
@@ -350,7 +351,12 @@ def test_the_managers_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_export_is_passed_on_or_refused() -> None:
     (export,) = manager_options(_load(checkpoint__export={"format": "megatron", "every": 100})).exports
     assert (export.format, export.every, export.role) == ("megatron", 100, "actor")
-    with pytest.raises(Unsupported, match=r"checkpoint\.export: tokenizer: this release has no format that takes it"):
+    asked = {"format": "hf", "tokenizer": "/t", "generation_config": "/g", "reference_config": "/r", "dtype": "bf16"}
+    (folder,) = manager_options(_load(checkpoint__export=asked)).exports
+    assert folder.write == WriteOptions(
+        no_optimizer=True, tokenizer="/t", generation_config="/g", reference_config="/r", dtype="bf16"
+    )
+    with pytest.raises(Unsupported, match=r"checkpoint\.export: tokenizer: only a Hugging Face folder takes it"):
         manager_options(_load(checkpoint__export={"format": "megatron", "tokenizer": "/t"}))
 
 
