@@ -23,7 +23,7 @@ class Event:
     Args:
         kind: ``save``: the live state was copied aside, and training goes on. ``commit``: the step is published. ``load``: a
             step was loaded. ``skip``: a step was passed over on resume. ``delete``, ``clean``: a step, or what a dead run had
-            left, was removed. ``export``: a by-product was made. ``failed``: a save was given up.
+            left, was removed. ``export``: a by-product was made. ``failed``: a save, or a by-product, was given up.
         step: The step; None where there is none.
         rank: The rank that says so.
         values: Numbers: ``stall_s``, ``seconds``, ``bytes``, ``gb_per_s``.

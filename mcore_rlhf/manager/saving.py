@@ -16,6 +16,7 @@ from .branches import leave_behind, move_aside
 from .components import Components
 from .crew import Crew
 from .events import Reporter
+from .export import Export
 from .loading import together
 from .mailbox import Stopped
 from .policies import SaveClock
@@ -180,11 +181,18 @@ class Saver:
             )
         for export in self.options.exports:
             if export.wants(step):
-                self.reporter.say("export", step, str(export.run(folder)))
+                self._export(export, step, folder)
         if self.options.keep is not None:
             protected = {step} if self.resumed_from is None else {step, self.resumed_from}
             for gone in retention.apply(self.root, retention.plan_deletions(self.root, self.options.keep, protected)):
                 self.reporter.say("delete", gone.step, gone.reason, bytes=gone.nbytes)
+
+    def _export(self, export: Export, step: int, folder: Path) -> None:
+        """A by-product that cannot be made neither stops training nor keeps old steps from being deleted."""
+        try:
+            self.reporter.say("export", step, str(export.run(folder)))
+        except CheckpointError as error:
+            self.reporter.say("failed", step, f"the step is safe, but its export to {export.format} failed: {error}")
 
 
 def _replaceable(folder: Path) -> bool:
