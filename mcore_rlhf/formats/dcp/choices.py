@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.refusal import module_state_of, refuse_options
 from mcore_rlhf.formats.report import Fate, Report
 
 from .folders import RLINF_FOLDER
@@ -58,15 +58,11 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         Unsupported: The source is of another family.
         Incomplete: Nobody knows the members of the param groups.
     """
-    native = source.native
-    if not isinstance(native, ModuleState):
-        raise Unsupported(f"from {source.format} to dcp: this pair of formats is not supported yet")
-    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(
-            f"{flags}: means nothing for a DCP folder\nIts options are --dp (parts of each tensor), --dtype and --rng."
-        )
+    native = module_state_of(source, "dcp")
+    refuse_options(
+        options, _NO_MEANING,
+        "means nothing for a DCP folder\nIts options are --dp (parts of each tensor), --dtype and --rng.",
+    )  # fmt: skip
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         _check_groups(source)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import Source, WriteOptions
 from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.refusal import refuse_options
 from mcore_rlhf.formats.report import Fate, Report
 
 _NO_MEANING = ("vpp", "ep", "etp", "pipeline_layout", "optimizer", "rng", "padded_vocab_size")
@@ -100,12 +101,10 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def _refuse_options(source: Source, options: WriteOptions) -> None:
-    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(
-            f"{flags}: means nothing for a DeepSpeed checkpoint\nIts options are --zero-stage, --dp and --dtype."
-        )
+    refuse_options(
+        options, _NO_MEANING,
+        "means nothing for a DeepSpeed checkpoint\nIts options are --zero-stage, --dp and --dtype.",
+    )  # fmt: skip
     for name in ("tp", "pp"):
         wanted, have = getattr(options, name), getattr(source.parallel, name)
         if wanted not in (None, have, 1 if name == "tp" else have):

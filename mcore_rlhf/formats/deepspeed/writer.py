@@ -12,6 +12,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
 from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.refusal import module_state_of
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
@@ -42,9 +43,7 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = source.native
-    if not isinstance(native, ModuleState):
-        raise Unsupported(f"from {source.format} to deepspeed: this pair of formats is not supported yet")
+    native = module_state_of(source, "deepspeed")
     if any(expert_name(spec.name) is not None for spec in source.model.params):
         raise Unsupported(
             f"{source.root}: native files of a model with DeepSpeed's own experts are read, and not written\n"

@@ -14,6 +14,7 @@ from mcore_rlhf.errors import Incomplete, Unsupported, UsageError
 from mcore_rlhf.formats.base import Source, Target, TargetFile, WriteOptions
 from mcore_rlhf.formats.crossing.reference_config import read_config
 from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.refusal import module_state_of, refuse_options
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
@@ -40,19 +41,14 @@ def hf_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = source.native
-    if not isinstance(native, ModuleState):
-        raise Unsupported(f"from {source.format} to hf: this pair of formats is not supported yet")
+    native = module_state_of(source, "hf")
     _refuse_options(source, options)
     config, where = _config(source, native, options)
     return _Writer(source, native, options, config, where, Weights(source, native, options, bool(config))).target()
 
 
 def _refuse_options(source: Source, options: WriteOptions) -> None:
-    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(f"{flags}: a Hugging Face folder has no layout: it holds every tensor whole")
+    refuse_options(options, _NO_MEANING, "a Hugging Face folder has no layout: it holds every tensor whole")
     if options.with_optimizer and options.no_optimizer:
         raise UsageError("--with-optimizer and --no-optimizer contradict each other\nGive one of them.")
     if options.with_optimizer and source.optimizer is None:

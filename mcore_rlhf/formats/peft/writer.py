@@ -12,9 +12,10 @@ from mcore_rlhf.core.box import Box, row_major
 from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
 from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.refusal import refuse_options
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
@@ -43,10 +44,9 @@ def peft_target(source: Source, options: WriteOptions) -> Target:
     """
     if not isinstance(source.native, ModuleState):
         raise Unsupported(f"from {source.format} to peft: its names are not those of a module with an adapter")
-    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(f"{flags}: an adapter's folder has no layout; --dtype and --masters say what its tensors are")
+    refuse_options(
+        options, _NO_MEANING, "an adapter's folder has no layout; --dtype and --masters say what its tensors are"
+    )
     return _Writer(source, options, known_config(source, options.reference_config)).target()
 
 

@@ -8,9 +8,10 @@ from functools import partial
 
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
-from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
+from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.formats.base import FileLayout, Source, Target, TargetFile, WriteOptions
 from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.refusal import module_state_of, refuse_options
 from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.models.spec import ParamSpec
 
@@ -36,15 +37,10 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = source.native
-    if not isinstance(native, ModuleState):
-        raise Unsupported(f"from {source.format} to universal: this pair of formats is not supported yet")
-    given = [name for name in _NO_MEANING if getattr(options, name) is not None]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(
-            f"{flags}: a universal checkpoint has no layout and keeps every type; the run that loads it decides"
-        )
+    native = module_state_of(source, "universal")
+    refuse_options(
+        options, _NO_MEANING, "a universal checkpoint has no layout and keeps every type; the run that loads it decides"
+    )
     return _Writer(source, native, options).target()
 
 

@@ -7,6 +7,8 @@ embeddings: both sides rotate halves.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .attention_fields import Heads, Rotary
 from .fields import Always, Field, Only, Same
 from .kinds import DENSE, LOCAL, TRANSFORMER_ENGINE
@@ -48,6 +50,10 @@ QKV_BIAS = Row(
     tuple(HfTensor(f"{name}.bias", (rows,)) for name, rows in _QKV),
     Arrangement.GROUPED,
 )
+ATTENTION = (INPUT_NORM, PROJ, PROJ_BIAS, FUSED_INPUT_NORM, QKV, replace(QKV_BIAS, optional=True))
+"""Of Llama, Qwen3 and what is built alike: biases where the config asks for them."""
+BIASED_ATTENTION = (INPUT_NORM, PROJ, FUSED_INPUT_NORM, QKV, QKV_BIAS)
+"""Of Qwen2: queries, keys and values always have biases."""
 Q_NORM = Row(f"{_LAYER}self_attention.q_layernorm.weight", (HfTensor(f"{_HF}self_attn.q_norm.weight", ("head",)),))
 K_NORM = Row(f"{_LAYER}self_attention.k_layernorm.weight", (HfTensor(f"{_HF}self_attn.k_norm.weight", ("head",)),))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from . import dense
 from .fields import Always
 from .table import Architecture
@@ -13,12 +11,7 @@ LLAMA = Architecture(
     "LlamaForCausalLM",
     (
         dense.EMBEDDING,
-        dense.INPUT_NORM,
-        dense.PROJ,
-        dense.PROJ_BIAS,
-        dense.FUSED_INPUT_NORM,
-        dense.QKV,
-        replace(dense.QKV_BIAS, optional=True),
+        *dense.ATTENTION,
         dense.MLP_NORM,
         dense.FUSED_MLP_NORM,
         dense.FC1,

@@ -11,11 +11,7 @@ QWEN2 = Architecture(
     "Qwen2ForCausalLM",
     (
         dense.EMBEDDING,
-        dense.INPUT_NORM,
-        dense.PROJ,
-        dense.FUSED_INPUT_NORM,
-        dense.QKV,
-        dense.QKV_BIAS,
+        *dense.BIASED_ATTENTION,
         dense.MLP_NORM,
         dense.FUSED_MLP_NORM,
         dense.FC1,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from . import dense, moe
 from .expert_fields import DenseList
 from .fields import Always, Opposite, Same
@@ -20,11 +18,7 @@ QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM",
     (
         dense.EMBEDDING,
-        dense.INPUT_NORM,
-        dense.PROJ,
-        dense.FUSED_INPUT_NORM,
-        dense.QKV,
-        dense.QKV_BIAS,
+        *dense.BIASED_ATTENTION,
         *moe.DENSE_MLP,
         moe.NORM,
         moe.ROUTER,
@@ -59,12 +53,7 @@ QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
     (
         dense.EMBEDDING,
-        dense.INPUT_NORM,
-        dense.PROJ,
-        dense.PROJ_BIAS,
-        dense.FUSED_INPUT_NORM,
-        dense.QKV,
-        replace(dense.QKV_BIAS, optional=True),
+        *dense.ATTENTION,
         dense.Q_NORM,
         dense.K_NORM,
         *moe.DENSE_MLP,
