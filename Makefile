@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup_venv.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo demo test test-unit test-all check fmt bench clean
+.PHONY: help setup setup-demo demo test test-unit test-all check fmt fuzz bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ check: setup  ## Lint, format and types
 fmt: setup  ## Format, and fix what can be fixed by itself
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+fuzz: setup  ## Mutate every golden: make fuzz CASES=5000 SEED=1, or ONLY=17 SEED=1 for one case
+	$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 bench: setup  ## Measure the rows of benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .megatron_saving import row_14
 from .memory import row_7
+from .metadata import row_15
 from .planning import row_12
 from .reading import row_9, row_11, row_13
 from .reshape import row_3, row_4, row_5
@@ -34,6 +35,7 @@ ROWS: dict[int, Measure] = {
     12: lambda folder, gigabytes, rounds: row_12(),
     13: lambda folder, gigabytes, rounds: row_13(folder, rounds),
     14: lambda folder, gigabytes, rounds: row_14(folder, rounds),
+    15: lambda folder, gigabytes, rounds: row_15(folder),
 }
 
 

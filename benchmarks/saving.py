@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_rlhf.engines.base import LoadRequest
+from mcore_rlhf.engines.base import LoadRequest, apply
 from mcore_rlhf.engines.plain import FILE, TorchEngine
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
 from mcore_rlhf.manager.settings import ManagerOptions
@@ -119,7 +119,7 @@ def row_8(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
         torch.load(live.folder / FILE, weights_only=True)
         gc.collect()
 
-    contest = Contest({"torch": theirs, "ours": lambda: engine.prepare_load(request).apply()}).run(rounds)
+    contest = Contest({"torch": theirs, "ours": lambda: apply(engine.prepare_load(request))}).run(rounds)
     ratio = contest.ratio("torch", "ours", "wall")
     yield Row(
         8,

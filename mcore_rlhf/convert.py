@@ -11,14 +11,20 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
+from .core.account import Account, Report
+from .core.catalog import Traced
 from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from .core.plan import FilePlan, plan_file
-from .errors import Lossy, Problems
+from .errors import Lossy, Problems, Unsupported
+from .formats.accounting import account_of
 from .formats.adapters.merging import bytes_of, seen_by
 from .formats.base import ReadOptions, Source, Target, TargetFile, WriteOptions
+from .formats.carried import bring_along
+from .formats.options import refuse
 from .formats.registry import FORMATS, format_named, open_checkpoint
-from .formats.report import Report
+from .storage.leftovers import carry
 from .storage.manifest import FileEntry, Manifest, provenance
+from .storage.paths import local_path
 from .storage.publish import Publication, check_space, refuse_overlap
 from .storage.staging import MANIFEST_NAME
 from .verify.audit import Audit
@@ -89,6 +95,7 @@ class Job:
         casts: Whether values are converted on the way.
         published: The folder that was published, once it is; inside a run, only the checkpoint's own.
         seen: The source under the names of the target's family of formats; None where they are its own.
+        account: What becomes of every item of the source.
     """
 
     source: Source
@@ -98,6 +105,7 @@ class Job:
     casts: bool = False
     published: Path | None = None
     seen: Source | None = None
+    account: Account = field(default_factory=lambda: Account({}, ()))
 
     @property
     def report(self) -> Report:
@@ -107,7 +115,19 @@ class Job:
     @property
     def lossless(self) -> bool:
         """Whether everything that the source has is in the target, or can be derived from it."""
-        return self.report.lossless
+        return self.account.lossless
+
+    def as_json(self) -> dict[str, object]:
+        """What its target's manifest says of it."""
+        return {
+            "source": self.source.format, "source_parallel": str(self.source.parallel), "lines": self.report.as_json(),
+            "account": self.account.as_json(),
+        }  # fmt: skip
+
+    @property
+    def space(self) -> int:
+        """Bytes that the target will take on the disk, its texts left out."""
+        return self.nbytes + sum(path.stat().st_size for path in self.target.carried.values())
 
     def plans(self) -> Iterator[tuple[TargetFile, FilePlan]]:
         """The plan of every file, one at a time."""
@@ -119,24 +139,35 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
     """Open the source, describe the target and plan every copy; nothing is written.
 
     Raises:
+        UsageError: Options that mean nothing for the target, or impossible values; all of them.
         CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
     """
-    opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer))
+    refuse(options.to, read=options.read, write=options.write, run=options)
     wanted = format_named(options.to)
-    opened, seen, write = seen_by(wanted, opened, options.read, options.write)
-    job = Job(opened, wanted.target(seen, write), seen=None if seen is opened else seen)
+    opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)
+    if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
+        raise Unsupported(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
+    traced = opened.catalog
+    assert isinstance(traced, Traced)  # as all that was opened
+    whole, seen, write = seen_by(wanted, opened, options.read, options.write)
+    job = Job(whole, wanted.target(seen, write), seen=None if seen is whole else seen)
+    bring_along(seen, job.target)
     problems = Problems()
     for file in job.target.files:
-        layout = file.layout()
-        plan = plan_file(file.path, layout.holds, job.target.source)
+        with traced:
+            layout = file.layout()
+            plan = plan_file(file.path, layout.holds, job.target.source)
+        traced.plan(layout.holds)
         problems.extend(plan.problems.found)
         job.nbytes += sum(record.nbytes for record in layout.records)
         job.copies += len(plan.copies)
         job.casts = job.casts or not plan.lossless
     problems.raise_if_any()
+    job.account = account_of(opened, seen, job.target, traced, without_optimizer=options.write.no_optimizer)
+    job.report.close(job.account)
     if options.strict and not job.lossless:
         raise Lossy(
-            "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.report.lost)
+            "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.account.lost)
         )
     return job
 
@@ -159,19 +190,20 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     """
     from .into_run import convert_into_run, is_run  # it is made of what is in here
 
+    source, target = local_path(source), local_path(target)
     if options.to == "universal" and is_run(target):
         return convert_into_run(source, target, options, progress)
     refuse_overlap(source, target)
     publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:
         job = prepare(source, options)
-        check_space(target.parent, job.nbytes)
+        check_space(target.parent, job.space)
         files = write_target(job, publication.staging, options, progress)
         part = {"role": job.source.role, "format": options.to, "parallel": str(job.target.parallel)}
         job.published = publication.commit(
             Manifest(
                 files, step=job.source.state.iteration, parts=(part,), lossless=job.lossless, provenance=provenance(),
-                report={"source": job.source.format, "source_parallel": str(job.source.parallel), "lines": job.report.as_json()},
+                report=job.as_json(),
             )
         )  # fmt: skip
     return job
@@ -228,6 +260,8 @@ class _Conversion:
         problems.raise_if_any()
         for name, text in job.target.texts.items():
             files[name] = _write_text(self.staging / name, text)
+        for name, path in job.target.carried.items():
+            files[name] = carry(path, self.staging / name)
         return files
 
     def _write(self, file: TargetFile, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:

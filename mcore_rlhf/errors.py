@@ -20,8 +20,10 @@ checks many things gathers a :class:`Problems` and raises once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from reprlib import Repr
 
 
 class CheckpointError(Exception):
@@ -76,6 +78,12 @@ class CoverageError(CheckpointError):
 
 class Lossy(CheckpointError):
     """The target cannot hold something that the source has, and that was not allowed."""
+
+
+def headline(text: str) -> str:
+    """The first line of a message; of a list of problems, the first of them."""
+    lines = text.splitlines() or [""]
+    return lines[1].strip(" -") if lines[0].endswith("problems:") and len(lines) > 1 else lines[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +144,51 @@ class Problems:
         if len(messages) > limit:
             shown.append(f"  … and {len(messages) - limit} more")
         return "\n".join([f"{len(messages)} problems:", *shown, *advice])
+
+
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 120, 120, 60
+
+
+def shown(value: object, width: int = 120) -> str:
+    """A value from a file for a message: short however large or often nested it is, on one line, without control characters.
+
+    Args:
+        value: It.
+        width: Most characters.
+    """
+    try:
+        text = " ".join(_REPR.repr(value).split())
+    except Exception:  # an integer of more digits than Python prints
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+_MAX_LINE, _MAX_TEXT = 2_000, 20_000
+UNPRINTABLE = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Everything that moves the cursor, hides or turns text round, or is no character at all; only ends of lines are kept."""
+_FRAMES = re.compile(r"\s*Exception raised from [^\n]*(\n(frame #\d|<)[^\n]*)*")
+"""What torch appends to messages of its C++ code (``c10/util/Exception.cpp``)."""
+
+
+def printable(text: str) -> str:
+    """A text with parts of the input in it, with control characters and marks that turn text round written out as escapes."""
+    return UNPRINTABLE.sub(_written_out, text)
+
+
+def clean(text: str) -> str:
+    """A message with parts of the input in it: printable, without stack frames of C++, and cut where it is endless.
+
+    Args:
+        text: It; ends of lines are its own.
+    """
+    text = printable(_FRAMES.sub("", text[: 50 * _MAX_TEXT]))
+    text = "\n".join(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}… (cut)" for line in text.split("\n"))
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… (cut)"
+
+
+def _written_out(match: re.Match[str]) -> str:
+    return " " if match[0] == "\t" else match[0].encode("unicode_escape").decode("ascii")

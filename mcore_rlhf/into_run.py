@@ -12,6 +12,7 @@ from pathlib import Path
 from .convert import ConvertOptions, Job, Progress, is_checkpoint, prepare, write_target
 from .errors import UsageError
 from .storage.manifest import FileEntry, Manifest, provenance
+from .storage.paths import real_path
 from .storage.publish import Publication, check_space, replace_text
 from .storage.staging import MANIFEST_NAME
 
@@ -82,14 +83,14 @@ def publish(job: Job, folder: Path, options: ConvertOptions, progress: Progress 
     """
     only_files = replace(job, target=replace(job.target, texts={}))
     with Publication(folder, options.overwrite, options.fsync, replaceable=is_checkpoint) as publication:
-        check_space(folder.parent, job.nbytes)
+        check_space(folder.parent, job.space)
         written = write_target(only_files, publication.staging, options, progress)
         files = _lifted(publication.staging, written, inner)
         part = {"role": job.source.role, "format": job.target.format, "parallel": str(job.target.parallel)}
         job.published = publication.commit(
             Manifest(
                 files, step=job.source.state.iteration, parts=(part,), lossless=job.lossless, provenance=provenance(),
-                report={"source": job.source.format, "source_parallel": str(job.source.parallel), "lines": job.report.as_json()},
+                report=job.as_json(),
             )
         )  # fmt: skip
 
@@ -105,5 +106,5 @@ def _lifted(staging: Path, written: dict[str, FileEntry], inner: str) -> dict[st
 def _refuse_itself(job: Job, folder: Path) -> None:
     """The folder to be written may not be the one that is read."""
     beginnings = {file.path.partition("/")[0] for file in job.source.files}
-    if any((job.source.root / name).resolve() == folder.resolve() for name in beginnings):
+    if any(real_path(job.source.root / name) == real_path(folder) for name in beginnings):
         raise UsageError(f"{folder}: source and target are the same folder.\nChoose another target.")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of
+from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
@@ -94,7 +94,12 @@ def run(args: argparse.Namespace) -> None:
     options = ConvertOptions(read=read, write=write, workers=args.workers, overwrite=args.overwrite)
     if args.saver_transformer_impl is not None:
         refuse_other_names(args.saver_transformer_impl, args.load_dir, options)
-    tell(convert(args.load_dir, args.save_dir, options), args.save_dir)
+    once_in_a_job(
+        args,
+        [args.save_dir],
+        [args.load_dir],
+        lambda: tell(convert(args.load_dir, args.save_dir, options), args.save_dir),
+    )
 
 
 def refuse(args: argparse.Namespace) -> None:

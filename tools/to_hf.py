@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of
+from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
@@ -67,11 +67,15 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     read = ReadOptions(role=args.role, vocab_size=args.vocab_size)
     options = ConvertOptions("hf", read, write, workers=max(1, args.workers), overwrite=args.force)
-    job = convert(args.input_dir, args.output_dir, options)
-    for fate, text in job.report.lines:
-        print(f"{fate.value}: {text}")
-    for name in (*(file.path for file in job.target.files), *job.target.texts):
-        print(f"written: {args.output_dir / name}")
+
+    def write_folder() -> None:
+        job = convert(args.input_dir, args.output_dir, options)
+        for fate, text in job.report.lines:
+            print(f"{fate.value}: {text}")
+        for name in (*(file.path for file in job.target.files), *job.target.texts):
+            print(f"written: {args.output_dir / name}")
+
+    once_in_a_job(args, [args.output_dir], [args.input_dir], write_folder)
 
 
 if __name__ == "__main__":

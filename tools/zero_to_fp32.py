@@ -5,7 +5,8 @@ r"""Write the fp32 weights of a DeepSpeed checkpoint as one model, with the flag
     python tools/zero_to_fp32.py RUN OUTPUT --safe_serialization -t global_step100
 
 RUN is the folder that has `latest`; a tag's folder or a universal checkpoint will do as well. Every ZeRO stage is read, 0 and
-BF16_Optimizer included; frozen parameters and buffers come along, in fp32.
+BF16_Optimizer included; frozen parameters and buffers come along, in fp32. Where all ranks of a job run it with one OUTPUT, one
+writes, and the others wait for it.
 
 Source of the flags: DeepSpeed 0.19.8, ``utils/zero_to_fp32.py``.
 """
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of
+from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.consolidate.shards import Consolidation, consolidate
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage.sizes import parse_size
@@ -65,8 +66,12 @@ def run(args: argparse.Namespace) -> None:
         args.overwrite,
         stubs=tuple(args.stub),
     )
-    for name in consolidate(args.checkpoint_dir, args.output_dir, options, args.tag):
-        print(f"written: {args.output_dir / name}")
+
+    def write() -> None:
+        for name in consolidate(args.checkpoint_dir, args.output_dir, options, args.tag):
+            print(f"written: {args.output_dir / name}")
+
+    once_in_a_job(args, [args.output_dir], [args.checkpoint_dir], write)
 
 
 if __name__ == "__main__":

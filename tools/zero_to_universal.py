@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of
+from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.formats.universal.names import SUFFIX
 from mcore_rlhf.into_run import TRACKER, add_to_run, name_latest, publish
 from mcore_rlhf.storage.paths import inside
 
@@ -81,9 +82,18 @@ def run(args: argparse.Namespace) -> None:
         workers=max(1, args.num_merge_workers), overwrite=args.overwrite, fsync=not args.no_fsync,
     )  # fmt: skip
     if args.ckpt is None:
-        tell(convert_folder(args.input_folder, args.output_folder, options), args.output_folder)
+        once_in_a_job(
+            args, [args.output_folder], [args.input_folder],
+            lambda: tell(convert_folder(args.input_folder, args.output_folder, options), args.output_folder),
+        )  # fmt: skip
         return
     sources = {folder: tag_folder(folder) for folder in run_folders(args.ckpt)}
+    targets = [folder / f"{source.name}{SUFFIX}" for folder, source in sources.items()]
+    once_in_a_job(args, targets, list(sources.values()), lambda: convert_run(sources, options))
+
+
+def convert_run(sources: Mapping[Path, Path], options: ConvertOptions) -> None:
+    """The checkpoint of each folder into that folder."""
     jobs = {folder: add_to_run(source, folder, options) for folder, source in sources.items()}
     for folder, job in jobs.items():  # actor and critic go on together, from the same step
         name_latest(folder, job, options)

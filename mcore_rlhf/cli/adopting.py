@@ -57,3 +57,5 @@ def _print(facts: Facts) -> None:
     out.print(f"{facts['path']}: adopted; {count(facts['files'], 'file')}, {size(facts['bytes'])}, all of them intact")
     for part in facts["parts"]:
         out.print(f"  {part['role']}  {part['format']}, {part['parallel']}")
+        if "unread" in part:
+            out.print(f"    not understood, and not to be resumed from  {part['unread']}")

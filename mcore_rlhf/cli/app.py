@@ -64,149 +64,62 @@ def with_pattern(args: list[str]) -> list[str]:
 
 
 @app.command(cls=_PatternIsOptional, short_help="Say what a checkpoint is.")
+@o.takes("inspect")
 def inspect(
     path: o.CheckpointPath,
     tensors: Annotated[
         str | None,
         typer.Option(help="List logical tensors; part of a name, or a pattern with *.", metavar="[PATTERN]"),
     ] = None,
-    role: o.Role = None,
-    step: o.Step = None,
-    rules: o.RulesFile = None,
-    stub: o.Stubs = None,
-    only: o.Only = None,
-    exclude_frozen: o.ExcludeFrozen = None,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Say what a checkpoint is, without reading its tensors: layout, model, optimizer, files."""
     from .inspecting import run
 
-    run(path, o.read_options(role, step, rules, stub, only, exclude_frozen), tensors, json)
+    run(path, o.read_options(given), tensors, json)
 
 
 @app.command(short_help="Print what convert would do, copy by copy.")
+@o.takes("plan")
 def plan(
-    ctx: typer.Context,
     source: o.SourceFolder = None,
-    to: o.To = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    vpp: o.Vpp = None,
-    ep: o.Ep = None,
-    etp: o.Etp = None,
-    dp: o.Dp = None,
-    pipeline_layout: o.PipelineLayout = None,
-    role: o.Role = None,
-    step: o.Step = None,
-    dtype: o.Dtype = None,
-    no_optimizer: o.NoOptimizer = None,
-    optimizer: o.Optimizer = None,
-    rng: o.Rng = None,
-    vocab_size: o.VocabSize = None,
-    padded_vocab_size: o.PaddedVocabSize = None,
-    zero_stage: o.ZeroStage = None,
-    reference_config: o.ReferenceConfig = None,
-    transformer_impl: o.TransformerImpl = None,
-    max_shard_size: o.MaxShardSize = None,
-    tokenizer: o.Tokenizer = None,
-    generation_config: o.GenerationConfig = None,
-    eos_token_ids: o.EosTokenIds = None,
-    masters: o.Masters = None,
-    with_optimizer: o.WithOptimizer = None,
-    merge_adapter: o.MergeAdapter = None,
-    base_model: o.BaseModel = None,
-    only: o.Only = None,
-    exclude_frozen: o.ExcludeFrozen = None,
-    rules: o.RulesFile = None,
-    stub: o.Stubs = None,
-    strict: o.Strict = None,
     config: o.Config = None,
     copies: Annotated[bool, typer.Option("--copies", "-v", help="Print the copies themselves.")] = False,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Print what convert would do, copy by copy if wanted. Nothing is written, and no tensor is read."""
     from .job import make_job
     from .planning import run
 
-    run(make_job(_given(ctx), config), copies, json)
+    run(make_job({"source": source, **given}, config), copies, json)
 
 
 @app.command(short_help="Write a checkpoint anew in another layout.")
+@o.takes("convert")
 def convert(
-    ctx: typer.Context,
     source: o.SourceFolder = None,
     target: o.TargetFolder = None,
-    to: o.To = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    vpp: o.Vpp = None,
-    ep: o.Ep = None,
-    etp: o.Etp = None,
-    dp: o.Dp = None,
-    pipeline_layout: o.PipelineLayout = None,
-    role: o.Role = None,
-    step: o.Step = None,
-    dtype: o.Dtype = None,
-    no_optimizer: o.NoOptimizer = None,
-    optimizer: o.Optimizer = None,
-    rng: o.Rng = None,
-    vocab_size: o.VocabSize = None,
-    padded_vocab_size: o.PaddedVocabSize = None,
-    zero_stage: o.ZeroStage = None,
-    reference_config: o.ReferenceConfig = None,
-    transformer_impl: o.TransformerImpl = None,
-    max_shard_size: o.MaxShardSize = None,
-    tokenizer: o.Tokenizer = None,
-    generation_config: o.GenerationConfig = None,
-    eos_token_ids: o.EosTokenIds = None,
-    masters: o.Masters = None,
-    with_optimizer: o.WithOptimizer = None,
-    merge_adapter: o.MergeAdapter = None,
-    base_model: o.BaseModel = None,
-    only: o.Only = None,
-    exclude_frozen: o.ExcludeFrozen = None,
-    rules: o.RulesFile = None,
-    stub: o.Stubs = None,
-    trust_replicas: o.TrustReplicas = None,
     config: o.Config = None,
-    workers: o.Workers = None,
-    max_memory: o.MaxMemory = None,
-    no_fsync: o.NoFsync = None,
-    verify: o.Verify = None,
-    strict: o.Strict = None,
-    overwrite: o.Overwrite = None,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Write a checkpoint anew, in another layout, with optimizer and everything else. The source stays as it is."""
     from .converting import run
     from .job import make_job
 
-    run(make_job(_given(ctx), config), json)
-
-
-def _given(ctx: typer.Context) -> dict[str, Any]:
-    """What the command line says about a conversion, under the names of the job's fields."""
-    about_output = ("config", "copies", "json")
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in ctx.params.items()
-        if name not in about_output and value not in (None, [], ())
-    }
+    run(make_job({"source": source, "target": target, **given}, config), json)
 
 
 @app.command(short_help="Check that a checkpoint is intact.")
+@o.takes("verify")
 def verify(
     path: o.CheckpointPath,
     quick: Annotated[bool, typer.Option("--quick", help="Sizes and zip directories only.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also replicas, and masters against parameters.")] = False,
-    role: o.Role = None,
-    step: o.Step = None,
-    rules: o.RulesFile = None,
-    stub: o.Stubs = None,
-    only: o.Only = None,
-    exclude_frozen: o.ExcludeFrozen = None,
-    workers: o.Workers = None,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Check a checkpoint: every byte's checksum, zip directories, and that the shards make whole tensors."""
     if quick and deep:
@@ -216,12 +129,11 @@ def verify(
     from .verifying import run
 
     depth = Depth.QUICK if quick else Depth.DEEP if deep else Depth.FULL
-    run(
-        path, o.read_options(role, step, rules, stub, only, exclude_frozen), depth, workers or o.default_workers(), json
-    )
+    run(path, o.read_options(given), depth, given["workers"] or o.default_workers(), json)
 
 
 @app.command(short_help="Compare two checkpoints, whatever their layouts.")
+@o.takes("diff")
 def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint.", metavar="A", show_default=False)],
     b: Annotated[Path, typer.Argument(help="Another one, in any format and layout.", metavar="B", show_default=False)],
@@ -232,20 +144,15 @@ def diff(
     states: Annotated[
         str | None, typer.Option(help="States to compare, such as param,exp_avg. [default: everything]", metavar="LIST")
     ] = None,
-    role: o.Role = None,
-    step: o.Step = None,
-    rules: o.RulesFile = None,
-    stub: o.Stubs = None,
-    only: o.Only = None,
-    exclude_frozen: o.ExcludeFrozen = None,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Compare two checkpoints: every logical tensor in every state, scheduler, param groups and counters."""
     from mcore_rlhf.verify.differ import Tolerance
 
     from .comparing import run
 
-    run((a, b), o.read_options(role, step, rules, stub, only, exclude_frozen), Tolerance(atol, rtol), states, json)
+    run((a, b), o.read_options(given), Tolerance(atol, rtol), states, json)
 
 
 @app.command(short_help="Train GRPO on real Megatron, kill it, resume, reshape, and prove it.")

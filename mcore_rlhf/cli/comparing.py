@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from mcore_rlhf.core.names import PARAM
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.formats.adapters.merging import bytes_of
 from mcore_rlhf.formats.base import ReadOptions, Source
 from mcore_rlhf.formats.crossing import alike
@@ -18,9 +18,10 @@ from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
 
 from .describe import source_facts
-from .meaning import Single, meaning
+from .meaning import Single, chosen_facts, meaning, only_model, print_choice
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
+from .units import count
 
 _STATE_NBYTES = 4  # optimizer states are fp32 nearly always; this is for the progress bar
 
@@ -40,40 +41,55 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         UsageError: Neither checkpoint has a state of that name.
     """
     first, second = (meaning(path, options) for path in paths)
-    if isinstance(first, WholeStep) or isinstance(second, WholeStep):
-        return _compare_steps(first, second, options, tolerance, states, json)
+    if isinstance(first, WholeStep) and isinstance(second, WholeStep) and states is None:
+        from .whole import compare_steps
+
+        return compare_steps(first, second, options, tolerance, json)
     with shown_progress() as progress:
-        a, b = (open_checkpoint(meant.path, meant.options) for meant in (first, second))
+        singles, beside = _as_models(first, second, options)
+        a, b = (_opened(meant, states) for meant in singles)
         facts = compare_facts(a, b, tolerance, _chosen(states, a, b), progress)
+    facts["notes"] += beside
+    for name, meant in zip("ab", singles, strict=True):
+        facts[name]["chosen"] = chosen_facts(meant.chosen)
     if json:
         emit_json(facts)
     else:
         from .render_verify import print_comparison
 
+        for meant in singles:
+            print_choice(meant.chosen)
         print_comparison(facts)
     if not facts["equal"]:
         raise typer.Exit(1)
     return None
 
 
-def _compare_steps(
-    a: WholeStep | Single,
-    b: WholeStep | Single,
-    options: ReadOptions,
-    tolerance: Tolerance,
-    states: str | None,
-    json: bool,
-) -> None:
-    if isinstance(a, WholeStep) and isinstance(b, WholeStep) and states is None:
-        from .whole import compare_steps
+def _opened(meant: Single, states: str | None) -> Source:
+    """A checkpoint; of one whose optimizer is not understood, the parameters, where only those are compared.
 
-        return compare_steps(a, b, options, tolerance, json)
-    step = a if isinstance(a, WholeStep) else b
-    assert isinstance(step, WholeStep)
-    raise UsageError(
-        f"{step.folder}: is a whole step; it is compared with another step, in all states\n"
-        "Name one of its models with --role."
-    )
+    Raises:
+        Unsupported: Its optimizer is not understood, and is to be compared.
+    """
+    source = open_checkpoint(meant.path, meant.options, partial=True)
+    if source.unread and (states is None or states.strip() != PARAM):
+        raise Unsupported(f"{source.unread}\n--states {PARAM} compares the weights alone.")
+    return source
+
+
+def _as_models(
+    first: WholeStep | Single, second: WholeStep | Single, options: ReadOptions
+) -> tuple[list[Single], list[str]]:
+    """Two models: the only one of a step, where there is a step; and what is said of everything beside it."""
+    models, notes = [], []
+    for meant in (first, second):
+        if isinstance(meant, WholeStep):
+            why = "a step is compared with another step, in all states"
+            if meant.others:
+                notes.append(f"{meant.folder}: not compared: {count(len(meant.others), 'file')} beside the model")
+            meant = only_model(meant, options, why)
+        models.append(meant)
+    return models, notes
 
 
 def _chosen(states: str | None, a: Source, b: Source) -> list[str] | None:

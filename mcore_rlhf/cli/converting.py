@@ -20,7 +20,7 @@ from mcore_rlhf.storage.staging import MANIFEST_NAME
 from .describe import parallel_facts, source_facts, tensor_count
 from .guard import Interrupted
 from .job import ConversionJob
-from .meaning import Single, meaning
+from .meaning import Single, chosen_facts, meaning_of_source, print_choice
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
 
@@ -36,18 +36,20 @@ def run(job: ConversionJob, json: bool) -> None:
         CheckpointError: It cannot be done; nothing was published.
         typer.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
     """
-    meant = meaning(job.source_folder(), job.convert_options().read)
+    meant = meaning_of_source(job)
     if isinstance(meant, WholeStep):
         from .converting_steps import run as run_step
 
         return run_step(job, meant, json)
     with shown_progress() as progress:
         facts = convert_facts(job, meant, progress)
+    facts["chosen"] = chosen_facts(meant.chosen)
     if json:
         emit_json(facts)
     else:
         from .render_convert import print_conversion
 
+        print_choice(meant.chosen)
         print_conversion(facts)
     if not facts.get("proved", True):
         raise typer.Exit(1)
@@ -58,13 +60,13 @@ def convert_facts(job: ConversionJob, meant: Single, progress: Progress) -> Fact
     """Convert.
 
     Keys: ``name`` of the job; ``source``; ``target`` (``path``, ``format``, ``parallel``); ``tensors`` read, ``files``,
-    ``copies``, ``bytes`` written, ``seconds``, ``bytes_per_second``; ``casts``; ``lossless``; ``report``; ``load`` (the
-    framework's options); with ``--verify`` also ``verify``, ``diff`` and ``proved``.
+    ``copies``, ``bytes`` written, ``seconds``, ``bytes_per_second``; ``casts``; ``lossless``; ``account``; ``report``;
+    ``load`` (the framework's options); with ``--verify`` also ``verify``, ``diff`` and ``proved``.
 
     Raises:
         CheckpointError: It cannot be done; nothing was published.
     """
-    target, options = job.target_folder(), replace(job.convert_options(), read=meant.options)
+    target, options = job.target_folder(), replace(job.options, read=meant.options)
     began = time.monotonic()
     with said_when_interrupted(target):
         done = convert(meant.path, target, options, progress)
@@ -84,17 +86,22 @@ def _facts(job: ConversionJob, done: Job, target: Path, seconds: float) -> Facts
             "format": done.target.format,
             "parallel": parallel_facts(done.target.parallel),
         },
-        "tensors": tensor_count(done.source, with_optimizer=not job.no_optimizer),
-        "files": len(done.target.files) + len(done.target.texts),
+        "tensors": tensor_count(done.source, with_optimizer=not job.options.write.no_optimizer),
+        "files": len(done.target.files) + len(done.target.texts) + len(done.target.carried),
         "copies": done.copies,
         "bytes": done.nbytes,
         "seconds": round(seconds, 3),
         "bytes_per_second": round(done.nbytes / max(seconds, 1e-9)),
         "casts": done.casts,
         "lossless": done.lossless,
+        "account": done.account.as_json(),
         "report": done.report.as_json(),
-        "load": format_named(done.target.format).load_hint(target),
+        "load": format_named(done.target.format).load_hint(target, optimizer=_has_optimizer(job, done)),
     }
+
+
+def _has_optimizer(job: ConversionJob, done: Job) -> bool:
+    return (done.seen or done.source).optimizer is not None and not job.options.write.no_optimizer
 
 
 def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Facts:

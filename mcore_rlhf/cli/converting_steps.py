@@ -13,13 +13,14 @@ from mcore_rlhf.manager.whole_step import WholeStep
 from .converting import said_when_interrupted
 from .describe import parallel_facts, source_facts
 from .job import ConversionJob
+from .meaning import chosen_facts, print_choice
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
 
 
 def plan(job: ConversionJob, step: WholeStep, json: bool) -> None:
     """Print what converting a step would do."""
-    _emit(_facts(prepare_step(step, job.convert_options()), None), json)
+    _emit(step, _facts(prepare_step(step, job.options), None), json)
 
 
 def run(job: ConversionJob, step: WholeStep, json: bool) -> None:
@@ -31,17 +32,18 @@ def run(job: ConversionJob, step: WholeStep, json: bool) -> None:
     """
     with shown_progress() as progress:
         facts = convert_facts(job, step, progress)
-    _emit(facts, json)
+    _emit(step, facts, json)
     if not all(proof["proved"] for proof in facts.get("proofs", {}).values()):
         raise typer.Exit(1)
 
 
-def _emit(facts: Facts, json: bool) -> None:
+def _emit(step: WholeStep, facts: Facts, json: bool) -> None:
     if json:
         emit_json(facts)
         return
     from .render_whole import print_step_conversion
 
+    print_choice(step.chosen)
     print_step_conversion(facts)
 
 
@@ -49,12 +51,13 @@ def convert_facts(job: ConversionJob, step: WholeStep, progress: Progress) -> Fa
     """Convert a step.
 
     Keys: ``path``, ``step``; ``target``; ``models`` by role (``source``, ``target``, ``bytes``); ``carried`` files; ``bytes``;
-    ``seconds``; ``lossless``; ``report`` (of the ``step``, and by role); ``load``; with ``--verify`` also ``proofs`` by role.
+    ``seconds``; ``lossless``; ``account`` and ``report`` (of the ``step``, and by role);
+    ``load``; with ``--verify`` also ``proofs`` by role.
     """
     target = job.target_folder()
     began = time.monotonic()
     with said_when_interrupted(target):
-        done, folder = convert_step(step, target, job.convert_options(), progress)
+        done, folder = convert_step(step, target, job.options, progress)
     facts = _facts(done, folder)
     facts.update(seconds=round(time.monotonic() - began, 3), load=f"resume from {folder}")
     if job.verify:
@@ -74,12 +77,17 @@ def _facts(job: StepJob, target: Path | None) -> Facts:
     }
     return {
         "path": str(job.source.folder),
+        "chosen": chosen_facts(job.source.chosen),
         "step": job.source.step,
         "target": None if target is None else str(target),
         "models": models,
         "carried": list(job.carried),
         "bytes": job.nbytes,
         "lossless": job.lossless,
+        "account": {
+            "step": job.account.as_json(),
+            **{role: planned.account.as_json() for role, planned in job.jobs.items()},
+        },
         "report": {
             "step": job.report.as_json(),
             **{role: planned.report.as_json() for role, planned in job.jobs.items()},

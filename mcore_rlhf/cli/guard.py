@@ -13,18 +13,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from mcore_rlhf import __version__
-from mcore_rlhf.errors import CheckpointError, StorageError
+from mcore_rlhf.errors import CheckpointError, StorageError, clean
 
 JSON, DEBUG = "mcore_rlhf.json", "mcore_rlhf.debug"
 """Keys of a context's ``meta``: whether ``--json`` and ``--debug`` were given."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LATER_S = 0.02
+"""When an interrupt that had to wait looks again."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -85,6 +88,11 @@ def _fail(ctx: typer.Context, error: Exception) -> NoReturn:
 
 def explain(error: Exception) -> tuple[int, str]:
     """The exit code and the message for an error."""
+    code, text = _explained(error)
+    return code, clean(text)
+
+
+def _explained(error: Exception) -> tuple[int, str]:
     if isinstance(error, CheckpointError):
         return error.exit_code, str(error)
     if isinstance(error, OSError):
@@ -127,7 +135,7 @@ def _leave_pipe() -> NoReturn:
 
 def _interrupted(stop: KeyboardInterrupt) -> NoReturn:
     signum = stop.args[0] if stop.args and isinstance(stop.args[0], int) else signal.SIGINT
-    typer.echo(f"interrupted: {stop.message}" if isinstance(stop, Interrupted) else "interrupted", err=True)
+    typer.echo(f"interrupted: {clean(stop.message)}" if isinstance(stop, Interrupted) else "interrupted", err=True)
     raise typer.Exit(128 + signum) from None
 
 
@@ -135,7 +143,8 @@ def _interrupted(stop: KeyboardInterrupt) -> NoReturn:
 def stopped_by_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP all raise KeyboardInterrupt, once; a second one does not disturb the cleaning up.
 
-    Signals that are ignored (``nohup``) stay so.
+    Signals that are ignored (``nohup``) stay so. While a module is being loaded, the interrupt waits until it is: native code
+    (torch, NumPy) does not bear an exception out of its own set-up, and aborts the process, or swallows it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -143,19 +152,37 @@ def stopped_by_signals() -> Iterator[None]:
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     taken = [number for number, handler in before.items() if handler in defaults]
+    loading, alarm = _imports(sys._getframe()), signal.getsignal(signal.SIGALRM)
+    timer = signal.getitimer(signal.ITIMER_REAL)
 
-    def stop(signum: int, frame: object) -> NoReturn:
+    def stop(signum: int, frame: FrameType | None) -> None:
         for number in taken:
             signal.signal(number, _be_patient)
-        raise KeyboardInterrupt(signum)
+        if _imports(frame) <= loading:
+            raise KeyboardInterrupt(signum)
+        signal.signal(signal.SIGALRM, lambda _, later: stop(signum, later))
+        signal.setitimer(signal.ITIMER_REAL, _LATER_S)
 
     try:
         for number in taken:
             signal.signal(number, stop)
         yield
     finally:
+        if signal.getsignal(signal.SIGALRM) is not alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
         for number in taken:
             signal.signal(number, before[number])
+
+
+def _imports(frame: FrameType | None) -> int:
+    """How many imports are under way in a stack."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    return count
 
 
 def _be_patient(signum: int, frame: object) -> None:

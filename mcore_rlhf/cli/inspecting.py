@@ -8,15 +8,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rlhf.errors import CheckpointError, UsageError
+from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.formats.base import ReadOptions, Source
-from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 
 from .describe import model_facts, optimizer_facts, source_facts
-from .meaning import meaning
+from .meaning import chosen_facts, meaning, only_model, print_choice
 from .output import Facts, emit_json
 
 if TYPE_CHECKING:
@@ -38,16 +38,14 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
         CheckpointError: It cannot be opened.
     """
     meant = meaning(path, options)
+    if isinstance(meant, WholeStep) and pattern is not None:
+        meant = only_model(meant, options, "--tensors lists those of one model")
     if isinstance(meant, WholeStep):
-        if pattern is not None:
-            raise UsageError(
-                f"--tensors lists those of one model, and {meant.folder} is a whole step\nName one with --role."
-            )
         from .whole import inspect_step
 
         return inspect_step(meant, options, json)
-    source = open_checkpoint(meant.path, meant.options)
-    facts = inspect_facts(source, meant.path)
+    source = open_without_manifest(meant.path, meant.options)
+    facts = {**inspect_facts(source, meant.path), "chosen": chosen_facts(meant.chosen)}
     if pattern is not None:
         facts["tensors"] = [_tensor_facts(source, entry) for entry in _matching(source, pattern)]
     if json:
@@ -55,13 +53,15 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
         return None
     from .render_inspect import print_inspection
 
+    print_choice(meant.chosen)
     return print_inspection(facts)
 
 
 def inspect_facts(source: Source, path: Path) -> Facts:
     """What a checkpoint is.
 
-    Keys: those of :func:`~.describe.source_facts`; ``model``; ``optimizer`` (or null); ``scheduler``; ``counters``;
+    Keys: those of :func:`~.describe.source_facts`; ``model``; ``optimizer`` (or null); ``unread`` (why the
+    optimizer is not understood, or null); ``scheduler``; ``counters``;
     ``files`` (``path``, ``bytes``); ``bytes``; ``notes`` (``fate``, ``text``); ``manifest`` (or null).
     """
     args = source.state.args
@@ -69,6 +69,7 @@ def inspect_facts(source: Source, path: Path) -> Facts:
         **source_facts(source),
         "model": model_facts(source.model),
         "optimizer": optimizer_facts(source),
+        "unread": source.unread or None,
         "scheduler": source.state.scheduler,
         "counters": {name: args[name] for name in _COUNTERS if name in args},
         "files": [{"path": file.path, "bytes": file.nbytes} for file in source.files],

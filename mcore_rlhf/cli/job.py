@@ -20,111 +20,46 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-
-from mcore_rlhf.errors import CheckpointError, Problems, UsageError
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
+from mcore_rlhf.errors import Problems, UsageError, shown
+from mcore_rlhf.formats.options import of_command, placed, refuse, wrong
+from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.paths import local_path
 
 from .options import default_workers
 
 if TYPE_CHECKING:
     from mcore_rlhf.convert import ConvertOptions
-    from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_PATHS = ("source", "target", "rules", "reference_config", "tokenizer", "generation_config", "base_model")
+_ROWS = {row.name: row for row in of_command("convert")}
+_TEXTS = ("name", "description", "source", "target")
+_PATHS = ("source", "target", *(name for name, row in _ROWS.items() if row.kind.path))
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+@dataclass(frozen=True, slots=True)
+class ConversionJob:
+    """Everything that ``convert`` can be told.
 
-
-def _joined(value: Any) -> Any:
-    """``[3, 5, 4]`` is ``3,5,4``."""
-    return ",".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _nbytes(value: Any) -> Any:
-    return parse_size(value) if isinstance(value, str) else value
-
-
-def _ids(value: Any) -> Any:
-    """``1,2``, ``[1, 2]`` and ``1`` are ids of tokens."""
-    if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")]
-        if not all(part.isdecimal() for part in parts):
-            raise ValueError(f"should be ids of tokens such as 1,2, found {value!r}")
-        return tuple(map(int, parts))
-    return (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else value
-
-
-def _dtype(value: Any) -> Any:
-    from mcore_rlhf.core.dtype import FLOATING, dtype_of
-
-    if isinstance(value, str) and dtype_of(value) not in FLOATING:
-        raise ValueError(f"should be a floating-point type, found {value!r}")
-    return value
-
-
-Degree = Annotated[int, Field(ge=1)]
-
-
-class ConversionJob(BaseModel):
-    """Everything that ``convert`` can be told; None keeps what the source has, or follows the default.
-
-    Every field but ``name`` and ``description`` is an option of the command line, and is explained there.
+    Args:
+        options: As the library takes them.
+        source, target: The folders; None where nobody named one.
+        name, description: What a job file calls it.
+        verify: Whether the target is verified and compared with the source.
+        newest_intact: Whether damaged steps of a root are passed over.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    name: str | None = None
-    description: str | None = None
+    options: ConvertOptions
     source: str | None = None
     target: str | None = None
-    to: str = "megatron"
-
-    role: str | None = None
-    step: Annotated[int, Field(ge=0)] | None = None
-    rules: str | None = None
-    stub: Annotated[list[str], BeforeValidator(_listed)] = []
-
-    tp: Degree | None = None
-    pp: Degree | None = None
-    vpp: Degree | None = None
-    ep: Degree | None = None
-    etp: Degree | None = None
-    dp: Degree | None = None
-    pipeline_layout: Annotated[str, BeforeValidator(_joined)] | None = None
-    dtype: Annotated[str, BeforeValidator(_dtype)] | None = None
-    no_optimizer: bool = False
-    optimizer: Literal["distributed", "plain"] | None = None
-    rng: Literal["keep", "derive", "drop"] | None = None
-    vocab_size: Degree | None = None
-    padded_vocab_size: Degree | None = None
-    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    reference_config: str | None = None
-    transformer_impl: Literal["local", "transformer_engine"] | None = None
-    max_shard_size: Annotated[int, BeforeValidator(_nbytes), Field(ge=1)] | None = None
-    tokenizer: str | None = None
-    generation_config: str | None = None
-    eos_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ids)] = ()
-    masters: bool = False
-    with_optimizer: bool = False
-    merge_adapter: bool = False
-    base_model: str | None = None
-    only: str | None = None
-    exclude_frozen: bool = False
-
-    trust_replicas: bool = False
-    workers: Degree = Field(default_factory=default_workers)
-    max_memory: Annotated[int, BeforeValidator(_nbytes), Field(ge=1 << 20)] = 2 << 30
-    no_fsync: bool = False
+    name: str | None = None
+    description: str | None = None
     verify: bool = False
-    strict: bool = False
-    overwrite: bool = False
+    newest_intact: bool = False
 
     def source_folder(self) -> Path:
         """The source.
@@ -148,39 +83,7 @@ class ConversionJob(BaseModel):
             raise UsageError(
                 f"no {field} was given\nGive {argument} on the command line, or '{field}:' in the --config file."
             )
-        return Path(value).expanduser()
-
-    def convert_options(self) -> ConvertOptions:
-        """The options as the library takes them.
-
-        Raises:
-            UsageError: The rules file cannot be read.
-        """
-        from mcore_rlhf.convert import ConvertOptions
-        from mcore_rlhf.models.rules import Rules, read_rules
-
-        rules = read_rules(Path(self.rules).expanduser()) if self.rules is not None else Rules()
-        return ConvertOptions(
-            to=self.to, read=self._read(rules), write=self._write(rules), workers=self.workers,
-            max_memory=self.max_memory, fsync=not self.no_fsync, strict=self.strict, overwrite=self.overwrite,
-            trust_replicas=self.trust_replicas,
-        )  # fmt: skip
-
-    def _read(self, rules: Any) -> ReadOptions:
-        from mcore_rlhf.formats.base import ReadOptions
-
-        return ReadOptions(
-            self.role, self.step, rules, tuple(self.stub), self.vocab_size, only=self.only, exclude_frozen=self.exclude_frozen
-        )  # fmt: skip
-
-    def _write(self, rules: Any) -> WriteOptions:
-        from dataclasses import fields
-
-        from mcore_rlhf.formats.base import WriteOptions
-
-        ours = ConversionJob.model_fields  # what has no option of its own keeps its default
-        named = {f.name: getattr(self, f.name) for f in fields(WriteOptions) if f.name in ours and f.name != "rules"}
-        return WriteOptions(rules=rules, **named)
+        return local_path(value).expanduser()
 
 
 def make_job(given: Mapping[str, Any], config: Path | None = None) -> ConversionJob:
@@ -193,18 +96,47 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
     Raises:
         UsageError: Something is unknown, impossible, or of no meaning for the target's format; all of it is named.
     """
-    from mcore_rlhf.formats.registry import FORMATS
+    from mcore_rlhf.convert import ConvertOptions
+    from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 
-    from .option_targets import refuse_meaningless
-
-    options = {name: value for name, value in given.items() if value is not None}
+    said = {name: value for name, value in given.items() if value not in (None, [], ())}
     from_file = read_job_file(config) if config is not None else {}
-    try:
-        job = ConversionJob.model_validate({**from_file, **options})
-    except ValidationError as error:
-        raise _explain(error, options, config) from None
-    refuse_meaningless(job, tuple(known.name for known in FORMATS))
-    return job
+    values = _read({**from_file, **said}, dict.fromkeys(from_file.keys() - said.keys(), config))
+    texts = {name: values.pop(name) for name in _TEXTS if name in values}
+    at = placed({"workers": default_workers(), **values})
+    options = ConvertOptions(read=ReadOptions(**at["read"]), write=WriteOptions(**at["write"]), **at["run"])
+    refuse(options.to, read=options.read, write=options.write, run=options)
+    if at["job"].get("newest_intact") and options.read.step is not None:
+        raise UsageError(f"--newest-intact and --step {options.read.step} contradict each other\nGive one of them.")
+    return ConversionJob(options, **texts, **at["job"])
+
+
+def _read(values: Mapping[str, Any], files: Mapping[str, Path | None]) -> dict[str, Any]:
+    """Values as the library takes them.
+
+    Args:
+        values: By option; None is what is not said.
+        files: The job file, of those options that it says.
+
+    Raises:
+        UsageError: Values that an option cannot have, each by the option, or by file and key.
+    """
+    problems, found = Problems(), dict[str, Any]()
+    for name, value in values.items():
+        try:
+            if value is not None:
+                found[name] = _ROWS[name].kind.read(value) if name in _ROWS else _text(value)
+        except ValueError as error:
+            where = f"{files[name]}: {name}" if name in files else f"--{name.replace('_', '-')}"
+            problems.add(UsageError, wrong(where, error, value))
+    problems.raise_if_any()
+    return found
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str | Path):
+        raise ValueError("should be a text")
+    return str(value)
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
@@ -216,7 +148,9 @@ def read_job_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = regular.read_text(path, MAX_NBYTES)
+        check_yaml(text)
+        document = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: cannot read the conversion job: {error}") from None
     if not isinstance(document, dict):
@@ -231,12 +165,12 @@ def read_job_file(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(path: Path, keys: Iterable[object], problems: Problems) -> None:
-    known = list(ConversionJob.model_fields)
+    known = [*_TEXTS, *_ROWS]
     for key in keys:
         if key not in known:
             close = difflib.get_close_matches(str(key).replace("-", "_"), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            problems.add(UsageError, f"{path}: unknown key {key!r}{hint}", f"Known keys: {', '.join(known)}")
+            problems.add(UsageError, f"{path}: unknown key {shown(key)}{hint}", f"Known keys: {', '.join(known)}")
 
 
 def _filled(path: Path, key: str, value: Any, problems: Problems) -> Any:
@@ -249,20 +183,9 @@ def _filled(path: Path, key: str, value: Any, problems: Problems) -> Any:
         if found is None:
             problems.add(
                 UsageError,
-                f"{path}: {key}: the environment variable {name} is not set (in {value!r})",
+                f"{path}: {key}: the environment variable {name} is not set (in {shown(value)})",
                 f"Set it (export {name}=…), or give the {key} on the command line.",
             )
         return found or ""
 
     return _VARIABLE.sub(fill, value)
-
-
-def _explain(error: ValidationError, options: Mapping[str, Any], config: Path | None) -> CheckpointError:
-    problems = Problems()
-    for item in error.errors():
-        field = str(item["loc"][0])
-        where = f"--{field.replace('_', '-')}" if field in options else f"{config}: {field}"
-        text = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        found = "" if "found" in text else f", found {item['input']!r}"
-        problems.add(UsageError, f"{where}: {text}{found}")
-    return UsageError(problems.describe())

@@ -1,20 +1,23 @@
-"""The options of all commands: each one is written down once, with its help.
-
-All options of a conversion default to None, which means *not given*: then the ``--config`` file decides, and after it
-the defaults of :class:`~.job.ConversionJob`, whose fields have the same names.
-"""
+"""The options of all commands: those of the table (:mod:`mcore_rlhf.formats.options`), made for typer, and the few around them."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.formats.options import OPTIONS, Option, of_command, placed, wrong
 
 from .guard import DEBUG, JSON
 
 if TYPE_CHECKING:
     from mcore_rlhf.formats.base import ReadOptions
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def _remember_json(ctx: typer.Context, value: bool) -> bool:
@@ -43,25 +46,7 @@ CheckpointPath = Annotated[
     ),
 ]
 
-# Reading
-Role = Annotated[
-    str | None, _option("--role", help="Whose model, where a step holds several: actor, critic, …", metavar="NAME")
-]
-Step = Annotated[
-    int | None, _option("--step", help="Which iteration, where the tracker does not decide.", metavar="N", min=0)
-]
-RulesFile = Annotated[
-    Path | None, _option("--rules", help="YAML: how parameters are cut that no table knows.", metavar="FILE")
-]
-Stubs = Annotated[
-    list[str] | None,
-    _option("--stub", help="A pickled class to load as an inert stub; may be repeated.", metavar="NAME"),
-]
-Workers = Annotated[
-    int | None, _option("--workers", help="Files at a time. [default: one per CPU, at most 8]", metavar="N", min=1)
-]
-
-# What the target is to be
+# Of a conversion
 SourceFolder = Annotated[
     str | None,
     typer.Argument(
@@ -78,131 +63,67 @@ TargetFolder = Annotated[
         show_default=False,
     ),
 ]
-To = Annotated[str | None, _option("--to", help="Format to write. [default: megatron]", metavar="FORMAT")]
-Tp = Annotated[
-    int | None, _option("--tp", help="Tensor-parallel degree. Omitted degrees keep the source's.", metavar="N", min=1)
-]
-Pp = Annotated[int | None, _option("--pp", help="Pipeline stages.", metavar="N", min=1)]
-Vpp = Annotated[int | None, _option("--vpp", help="Model chunks per pipeline stage.", metavar="N", min=1)]
-Ep = Annotated[int | None, _option("--ep", help="Expert-parallel degree.", metavar="N", min=1)]
-Etp = Annotated[int | None, _option("--etp", help="Tensor-parallel degree of experts.", metavar="N", min=1)]
-Dp = Annotated[
-    int | None,
-    _option("--dp", help="Data-parallel degree. [default: the source's ranks ÷ TP·PP·CP]", metavar="N", min=1),
-]
-PipelineLayout = Annotated[
-    str | None,
-    _option("--pipeline-layout", help="Layers per chunk (3,5,4) or Megatron's own string (Et*3|t*5L).", metavar="S"),
-]
-Dtype = Annotated[str | None, _option("--dtype", help="Element type of the parameters.", metavar="bf16|fp16|fp32")]
-NoOptimizer = Annotated[bool | None, _option("--no-optimizer/--keep-optimizer", help="Leave the optimizer out.")]
-Optimizer = Annotated[
-    str | None, _option("--optimizer", help="Kind of optimizer state to write.", metavar="distributed|plain")
-]
-Rng = Annotated[
-    str | None,
-    _option(
-        "--rng", help="RNG states. [default: keep for an unchanged layout, else derive]", metavar="keep|derive|drop"
-    ),
-]
-VocabSize = Annotated[
-    int | None, _option("--vocab-size", help="True number of words, where args lack it.", metavar="N", min=1)
-]
-PaddedVocabSize = Annotated[
-    int | None,
-    _option("--padded-vocab-size", help="Rows of the embedding. [default: Megatron's own rule]", metavar="N", min=1),
-]
-
-ZeroStage = Annotated[
-    int | None,
-    _option(
-        "--zero-stage", help="ZeRO stage of a DeepSpeed target. [default: the source's]", metavar="0-3", min=0, max=3
-    ),
-]
-ReferenceConfig = Annotated[
-    Path | None,
-    _option("--reference-config", help="The model's Hugging Face folder, or its config.json.", metavar="DIR"),
-]
-TransformerImpl = Annotated[
-    str | None,
-    _option(
-        "--transformer-impl",
-        help="Whose parameter names a Megatron target made of Hugging Face's has.",
-        metavar="local|transformer_engine",
-    ),
-]
-
-# A Hugging Face folder, adapters, and parts of a model
-MaxShardSize = Annotated[
-    str | None,
-    _option("--max-shard-size", help="Largest file of a Hugging Face folder. [default: 5GB]", metavar="SIZE"),
-]
-Tokenizer = Annotated[
-    Path | None,
-    _option("--tokenizer", help="Folder whose tokenizer files go into a Hugging Face folder.", metavar="DIR"),
-]
-GenerationConfig = Annotated[
-    Path | None,
-    _option("--generation-config", help="generation_config.json for a Hugging Face folder.", metavar="FILE"),
-]
-EosTokenIds = Annotated[
-    str | None, _option("--eos-token-ids", help="Tokens that end a text, for models with several.", metavar="N,N")
-]
-Masters = Annotated[bool | None, _option("--masters/--params", help="Take the parameters from their fp32 masters.")]
-WithOptimizer = Annotated[
-    bool | None,
-    _option("--with-optimizer/--without-optimizer", help="Keep the optimizer beside a Hugging Face folder."),
-]
-MergeAdapter = Annotated[
-    bool | None, _option("--merge-adapter/--keep-adapter", help="Add a LoRA adapter to its base weights.")
-]
-BaseModel = Annotated[Path | None, _option("--base-model", help="The model that an adapter belongs to.", metavar="DIR")]
-Only = Annotated[
-    str | None,
-    _option(
-        "--only",
-        help="A part of the model: role, attribute or both (actor.policy), or a pattern with *.",
-        metavar="FILTER",
-    ),
-]
-ExcludeFrozen = Annotated[
-    bool | None, _option("--exclude-frozen/--include-frozen", help="Leave out parameters that are not trained.")
-]
-
-# How a conversion runs
 Config = Annotated[
     Path | None,
     _option("--config", help="YAML conversion job; options given here win over the file.", metavar="FILE"),
 ]
-TrustReplicas = Annotated[
-    bool | None, _option("--trust-replicas/--compare-replicas", help="Take replicas as equal without comparing.")
-]
-MaxMemory = Annotated[
-    str | None, _option("--max-memory", help="Memory for buffers and windows. [default: 2GiB]", metavar="SIZE")
-]
-NoFsync = Annotated[bool | None, _option("--no-fsync/--fsync", help="Do not wait for the disk before publishing.")]
-Verify = Annotated[
-    bool | None,
-    _option("--verify/--no-verify", help="Afterwards verify the target deeply, and diff it with the source."),
-]
-Strict = Annotated[bool | None, _option("--strict/--no-strict", help="Refuse what loses anything (exit code 1).")]
-Overwrite = Annotated[bool | None, _option("--overwrite/--no-overwrite", help="Replace an existing checkpoint.")]
 
 
-def read_options(
-    role: str | None,
-    step: int | None,
-    rules: Path | None,
-    stubs: list[str] | None,
-    only: str | None = None,
-    exclude_frozen: bool | None = None,
-) -> ReadOptions:
+def takes(command: str) -> Callable[[Command], Command]:
+    """Give a command's function the options that the table has for it, as keyword arguments.
+
+    Args:
+        command: The command, as the table names it.
+    """
+
+    def with_options(function: Command) -> Command:
+        signature = inspect.signature(function, eval_str=True)
+        own = [param for param in signature.parameters.values() if param.kind is not param.VAR_KEYWORD]
+        at = next(number for number, param in enumerate(own) if param.name in _LAST)
+        rows = [_parameter(row) for row in of_command(command)]
+        function.__signature__ = signature.replace(parameters=[*own[:at], *rows, *own[at:]])  # type: ignore[attr-defined]
+        return function
+
+    return with_options
+
+
+_LAST = ("config", "json")
+
+
+def _parameter(row: Option) -> inspect.Parameter:
+    """An option for typer; not given, it is None, so that the ``--config`` file or the default decides."""
+    kind = row.kind
+    word: Any = list[str] if kind.repeated else kind.word
+    help = f"{row.help} [default: {row.default}]" if row.default else row.help
+    spelled = f"{row.flag}/{row.opposite}" if row.opposite else row.flag
+    option = _option(spelled, help=help, metavar=kind.metavar, min=kind.least, max=kind.most)
+    return inspect.Parameter(
+        row.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Annotated[word | None, option]
+    )
+
+
+def values_read(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What options say, as the library takes it; None and an empty list are what was not given.
+
+    Raises:
+        UsageError: Values that an option cannot have; all of them.
+    """
+    problems, values = Problems(), {}
+    for row in OPTIONS:
+        if (value := given.get(row.name)) not in (None, [], ()):
+            try:
+                values[row.name] = row.kind.read(value)
+            except ValueError as error:
+                problems.add(UsageError, wrong(row.flag, error, value))
+    problems.raise_if_any()
+    return values
+
+
+def read_options(given: Mapping[str, Any]) -> ReadOptions:
     """How the commands that only read open a checkpoint."""
     from mcore_rlhf.formats.base import ReadOptions
-    from mcore_rlhf.models.rules import Rules, read_rules
 
-    read = read_rules(rules) if rules is not None else Rules()
-    return ReadOptions(role, step, read, tuple(stubs or ()), only=only, exclude_frozen=bool(exclude_frozen))
+    return ReadOptions(**placed(values_read(given))["read"])
 
 
 def default_workers() -> int:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mcore_rlhf.errors import UNPRINTABLE, printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -20,7 +22,8 @@ _PIPED_WIDTH = 500
 
 def emit_json(facts: Any) -> None:
     """Print facts as JSON, and nothing else."""
-    sys.stdout.write(json.dumps(plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(plain(facts), indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(UNPRINTABLE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n")
 
 
 def plain(value: Any) -> Any:
@@ -40,6 +43,10 @@ def console() -> Console:
 
     class PlainConsole(Console):
         """Leaves a broken pipe to the guard, which knows the exit code."""
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            """Texts come out of files as well: none may command the terminal."""
+            super().print(*(printable(item) if isinstance(item, str) else item for item in objects), **options)
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
@@ -88,7 +95,7 @@ def print_table(
         table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
     listed = list(rows)
     for row in listed[:limit]:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     out.print(Padding(table, (0, 0, 0, 2), expand=False), soft_wrap=False)
     if limit is not None and len(listed) > limit:
         out.print(f"  … and {len(listed) - limit:,} more")

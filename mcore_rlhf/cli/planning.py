@@ -12,7 +12,7 @@ from mcore_rlhf.manager.whole_step import WholeStep
 
 from .describe import parallel_facts, source_facts
 from .job import ConversionJob
-from .meaning import meaning
+from .meaning import chosen_facts, meaning_of_source, print_choice
 from .output import Facts, emit_json
 
 SHOWN_COPIES = 10
@@ -30,16 +30,20 @@ def run(job: ConversionJob, copies: bool, json: bool) -> None:
     Raises:
         CheckpointError: The source is not sound, or the target cannot be made of it.
     """
-    meant = meaning(job.source_folder(), job.convert_options().read)
+    meant = meaning_of_source(job)
     if isinstance(meant, WholeStep):
         from .converting_steps import plan
 
         return plan(job, meant, json)
-    planned = prepare(meant.path, replace(job.convert_options(), read=meant.options))
-    facts = plan_facts(planned, copies, limit=None if json else SHOWN_COPIES)
+    planned = prepare(meant.path, replace(job.options, read=meant.options))
+    facts = {
+        **plan_facts(planned, copies, limit=None if json else SHOWN_COPIES),
+        "chosen": chosen_facts(meant.chosen),
+    }
     if json:
         emit_json(facts)
         return None
+    print_choice(meant.chosen)
     from .render_plan import print_plan
 
     return print_plan(facts)
@@ -49,7 +53,8 @@ def plan_facts(job: Job, copies: bool, limit: int | None) -> Facts:
     """What a plan would do.
 
     Keys: ``source``; ``target`` (``format``, ``parallel``); ``files`` (``path``, ``records``, ``copies``, ``bytes``,
-    ``casts``, and ``copy_list`` where asked for); ``totals`` (``files`` and the same); ``report``; ``lossless``.
+    ``casts``, and ``copy_list`` where asked for); ``totals`` (``files`` and the same); ``report``; ``lossless``;
+    ``account``.
 
     Args:
         job: The planned job.
@@ -65,6 +70,7 @@ def plan_facts(job: Job, copies: bool, limit: int | None) -> Facts:
         "totals": {"files": len(files), **totals},
         "report": job.report.as_json(),
         "lossless": job.lossless,
+        "account": job.account.as_json(),
     }
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from mcore_rlhf.errors import printable
+
 from .units import duration, rate, size
 
 _BAR_EVERY_S = 0.1
@@ -115,7 +117,7 @@ class _Lines(_Reporter):
 
     def _say(self, text: str) -> None:
         try:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
         except OSError:
             self.every_s = float("inf")  # nobody listens any more; the work goes on
 

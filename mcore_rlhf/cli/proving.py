@@ -28,9 +28,9 @@ def prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Fa
     Returns:
         ``verify``, ``diff`` (null where the target could not be opened) and ``proved``.
     """
-    options = job.convert_options().read
+    options = job.options.read
     reading = ReadOptions(options.role, None, options.rules, options.stubs, options.vocab_size)
-    verdict = verify_facts(target, reading, Depth.DEEP, job.workers, progress)
+    verdict = verify_facts(target, reading, Depth.DEEP, job.options.workers, progress)
     diff = (
         _compare(job, done.seen or done.source, open_checkpoint(target, reading), progress)
         if verdict["checkpoint"]

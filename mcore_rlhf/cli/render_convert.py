@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .describe import layout_text
 from .output import Facts, console, print_facts
-from .render_plan import print_report, source_text, yes_no
+from .render_plan import account_text, print_report, source_text, yes_no
 from .render_verify import comparison_line, print_differences, print_problems, verdict_line
 from .units import count, duration, rate, size
 
@@ -22,6 +22,7 @@ def print_conversion(facts: Facts) -> None:
             ("tensors", f"{count(facts['tensors'])} in all states, {count(facts['copies'])} copies"),
             ("written", _written(facts)),
             ("lossless", yes_no(facts["lossless"])),
+            ("account", account_text(facts["account"])),
             ("load", facts["load"]),
         ],
     )

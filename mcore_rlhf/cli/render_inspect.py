@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mcore_rlhf.errors import headline
+
 from .describe import iteration_text, layout_text
 from .output import Column, Facts, console, print_facts, print_table
 from .units import count, size
@@ -25,7 +27,7 @@ def print_inspection(facts: Facts) -> None:
             ("model", _model(facts["model"])),
             ("vocabulary", _vocabulary(facts["model"])),
             ("parameters", _parameters(facts["model"])),
-            ("optimizer", _optimizer(facts["optimizer"])),
+            ("optimizer", _optimizer(facts)),
             ("samples", ", ".join(f"{name} {_value(value)}" for name, value in facts["counters"].items())),
             ("files", f"{count(len(facts['files']), 'file')}, {size(facts['bytes'])}"),
             ("manifest", _manifest(facts["manifest"])),
@@ -61,9 +63,10 @@ def _parameters(model: Facts) -> str:
     return f"{count(model['parameters'])} in {count(model['tensors'], 'tensor')}, {kinds}"
 
 
-def _optimizer(optimizer: Facts | None) -> str:
+def _optimizer(facts: Facts) -> str:
+    optimizer = facts["optimizer"]
     if optimizer is None:
-        return "none stored"
+        return f"not understood: {headline(facts['unread'])}" if facts["unread"] else "none stored"
     states = ", ".join(f"{state} {dtype or ''}".strip() for state, dtype in optimizer["states"].items())
     return f"{optimizer['kind']}: {states}"
 

@@ -28,6 +28,7 @@ def print_plan(facts: Facts) -> None:
             ("work", f"{count(totals['copies'])} copies{casts}"),
             ("output", f"{size(totals['bytes'])} of tensors in {_records(totals)}"),
             ("lossless", yes_no(facts["lossless"])),
+            ("account", account_text(facts["account"])),
         ],
     )
     print_report(out, facts["report"])
@@ -60,6 +61,15 @@ def print_report_lines(out: Console, report: list[Facts]) -> None:
     width = max((len(line["fate"]) for line in report), default=0)
     for line in report:
         out.print(f"  {line['fate']:<{width}}  {line['text']}")
+
+
+def account_text(account: Facts) -> str:
+    """``205 items: 203 kept, 2 derived``."""
+    fates = ("kept", "derived", "changed", "left_behind", "lost")
+    counts = [f"{count(account[fate])} {fate.replace('_', ' ')}" for fate in fates if account[fate]]
+    if account["unaccounted"]:
+        counts.append(f"{count(len(account['unaccounted']))} not accounted for")
+    return f"{count(account['items'], 'item')}: {', '.join(counts)}"
 
 
 def yes_no(value: bool) -> str:

@@ -28,7 +28,17 @@ def print_verdict(facts: Facts) -> None:
     out.print(verdict_line(facts))
     for text in facts["checked"]:
         out.print(f"  checked  {text}")
+    if facts["unread"]:
+        out.print("  not understood  " + facts["unread"].replace("\n", "\n    "))
     print_problems(out, facts["problems"])
+
+
+def print_newer(problems: list[Facts]) -> None:
+    """Print that newer steps than the one that was looked at are damaged."""
+    if problems:
+        out = console()
+        out.print("damaged, by a newer step of the root:")
+        print_problems(out, problems)
 
 
 def verdict_line(facts: Facts) -> str:

@@ -14,14 +14,17 @@ def print_step(facts: Facts) -> None:
     out = console()
     out.print(facts["path"])
     models = [(role, _model_line(model)) for role, model in facts["models"].items()]
-    print_facts(
-        out, [("step", str(facts["step"])), ("manifest", _manifest(facts["manifest"])), *models, *_others(facts)]
-    )
+    manifest = facts["manifest"]
+    lines = [("step", str(facts["step"])), ("manifest", _manifest(manifest)), ("live state", _live(manifest))]
+    print_facts(out, [*lines, *models, *_others(facts)])
     out.print("\nOne model in detail: mcore-rlhf inspect … --role ROLE")
 
 
 def _model_line(model: Facts) -> str:
-    optimizer = model["optimizer"]["kind"] + " optimizer" if model["optimizer"] else "no optimizer"
+    if "error" in model:
+        return f"cannot be read: {model['error']['message']}"
+    none = "an optimizer that is not understood" if model["unread"] else "no optimizer"
+    optimizer = model["optimizer"]["kind"] + " optimizer" if model["optimizer"] else none
     parameters = f"{count(model['model']['parameters'])} parameters"
     return f"{model['format']}, {layout_text(model['parallel'])}, {parameters}, {optimizer}, {size(model['bytes'])}"
 
@@ -32,6 +35,12 @@ def _manifest(manifest: Facts | None) -> str:
     metrics = ", ".join(f"{name} {value:.6g}" for name, value in manifest["metrics"].items())
     text = f"{count(manifest['files'], 'file')}, {size(manifest['bytes'])}, {manifest['time']}"
     return f"{text}; {metrics}" if metrics else text
+
+
+def _live(manifest: Facts | None) -> str:
+    """How much state the roles held when the step was saved, all of which is in it."""
+    held = manifest["live"] if manifest else {}
+    return "; ".join(f"{role} {count(own['tensors'], 'tensor')}, {size(own['bytes'])}" for role, own in held.items())
 
 
 def _others(facts: Facts) -> list[tuple[str, str]]:
@@ -47,11 +56,16 @@ def print_step_verdict(facts: Facts) -> None:
     out.print(f"  files  {_looked_at(facts)}: {_problem_count(facts)}")
     print_problems(out, facts["problems"])
     for role, verdict in facts["models"].items():
+        if "error" in verdict:
+            out.print(f"  {role}  cannot be read: {verdict['error']['message']}")
+            continue
         found = verdict["checkpoint"]
         text = (
             f"{found['format']}, {iteration_text(found)}, {layout_text(found['parallel'])}" if found else "not opened"
         )
         out.print(f"  {role}  {text}: {verdict_line(verdict)}")
+        if verdict["unread"]:
+            out.print("    not understood  " + verdict["unread"].replace("\n", "\n      "))
         print_problems(out, verdict["problems"])
 
 

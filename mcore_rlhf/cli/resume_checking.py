@@ -22,6 +22,7 @@ from mcore_rlhf.manager.resume_check.killing import Moment
 from mcore_rlhf.manager.resume_check.outcome import Control, Interrupted, Outcome
 from mcore_rlhf.manager.resume_check.template import RunPlaces, Template
 from mcore_rlhf.manager.resume_check.watching import root_of
+from mcore_rlhf.storage.paths import local_path
 
 from . import guard
 from .output import console, emit_json
@@ -151,7 +152,7 @@ def run(template: Template, folder: Path | None, options: CheckOptions, keep: bo
         CheckpointError: See :meth:`~.ResumeCheck.run`.
     """
     template.check()
-    place = folder.absolute() if folder is not None else Path(tempfile.mkdtemp(prefix="resume-check-"))
+    place = local_path(folder).absolute() if folder is not None else Path(tempfile.mkdtemp(prefix="resume-check-"))
     try:
         outcome = ResumeCheck(template, place, options, _say).run()
     except KeyboardInterrupt as stop:
@@ -187,9 +188,13 @@ def compare(a: Path, b: Path, control: Path | None, options: CheckOptions, json:
         typer.Exit: With code 1, where something differs, or the control does not.
         CheckpointError: A folder holds no such step, or a damaged one.
     """
-    a, b = a.absolute(), b.absolute()
+    a, b = local_path(a).absolute(), local_path(b).absolute()
     other = Interrupted(compare_outputs(a, b, options.last, options))
-    caught = Control(compare_outputs(a, control.absolute(), options.last, options)) if control is not None else None
+    caught = (
+        Control(compare_outputs(a, local_path(control).absolute(), options.last, options))
+        if control is not None
+        else None
+    )
     _show(Outcome(options.steps, options.more, [other], caught), json)
 
 
@@ -199,7 +204,7 @@ def break_copy(source: Path, target: Path, stubs: tuple[str, ...]) -> None:
     Raises:
         CheckpointError: The run has committed nothing, or the target exists.
     """
-    source, target = source.absolute(), target.absolute()
+    source, target = local_path(source).absolute(), local_path(target).absolute()
     committed = steps_of.committed(root_of(source))
     if not committed:
         raise UsageError(f"{source}: has committed no step yet")
@@ -216,7 +221,7 @@ def print_commands(template: Template, folder: Path, options: CheckOptions) -> N
         options: How to check.
     """
     template.check()
-    runs = {name: RunPlaces(folder.absolute(), name) for name in "ABC"}
+    runs = {name: RunPlaces(local_path(folder).absolute(), name) for name in "ABC"}
     commands = {name: template.shell(places, options.last) for name, places in runs.items()}
     a, b, c = (shlex.quote(str(runs[name].output)) for name in "ABC")
     numbers = f"--steps {options.steps} --more {options.more}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -111,16 +111,15 @@ def interval(
     run(root, given, every, json)
 
 
+@o.takes("adopt")
 def adopt(
     step: Annotated[
         Path,
         typer.Argument(help="A step's folder, global_step_N, without a manifest.", metavar="STEP", show_default=False),
     ],
     deep: Annotated[bool, typer.Option("--deep", help="Also compare replicas, and masters with parameters.")] = False,
-    rules: o.RulesFile = None,
-    stub: o.Stubs = None,
-    workers: o.Workers = None,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Verify a step that another trainer wrote, and give it a manifest, so that it counts as committed.
 
@@ -130,9 +129,10 @@ def adopt(
     """
     from .adopting import run
 
-    run(step, o.read_options(None, None, rules, stub), deep, workers or o.default_workers(), json)
+    run(step, o.read_options(given), deep, given["workers"] or o.default_workers(), json)
 
 
+@o.takes("resume-check")
 def resume_check(
     command: Annotated[
         list[str] | None,
@@ -177,8 +177,8 @@ def resume_check(
     control: Annotated[
         Path | None, typer.Option(help="With --compare: the control, which must differ.", metavar="C")
     ] = None,
-    stub: o.Stubs = None,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Prove that a trainer resumes exactly: run it N+M steps, run it again, kill it after N, resume, and compare every bit.
 
@@ -192,7 +192,7 @@ def resume_check(
     dispatch(
         Request(
             command or [], steps, more, folder, kill_after, runs, seed, timeout, tuple(ignore or ()), environment, keep,
-            demo, algorithm, tp, pp, print_commands, make_control, compare, control, tuple(stub or ()), json,
+            demo, algorithm, tp, pp, print_commands, make_control, compare, control, o.read_options(given).stubs, json,
         )
     )  # fmt: skip
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager import adopt, steps
 from mcore_rlhf.manager.steps import Step
+from mcore_rlhf.storage.paths import local_path
 
 from .output import Column, Facts, console, emit_json, print_table
 from .units import count, size
+
+_TRIED = 5
 
 
 def run(root: Path, quarantine: int | None, reason: str, release: int | None, json: bool) -> None:
@@ -36,13 +40,26 @@ def run(root: Path, quarantine: int | None, reason: str, release: int | None, js
         steps.release(steps.step_folder(root, release))
     if quarantine is not None:
         steps.quarantine(steps.step_folder(root, quarantine), reason)
-    found = steps.listed(root)
+    found = _with_advice(steps.listed(root))
     if json:
         emit_json([step_facts(step) for step in found])
     else:
         _print(root, found)
     if not any(step.state == "committed" for step in found):
         raise typer.Exit(1)
+
+
+def _with_advice(found: list[Step]) -> list[Step]:
+    """The steps, where those of other trainers say whether they can be adopted: as that takes opening them, the newest few."""
+    tried = [step for step in found if step.state == "foreign"][-_TRIED:]
+    return [replace(step, why=f"{step.why}; {_advice(step)}") if step in tried else step for step in found]
+
+
+def _advice(step: Step) -> str:
+    why_not = adopt.why_not(step.path)
+    if why_not:
+        return f"it cannot be adopted: {why_not}"
+    return f"check it and give it one: mcore-rlhf adopt {step.path}"
 
 
 def require_root(root: Path) -> None:
@@ -52,7 +69,7 @@ def require_root(root: Path) -> None:
         NotACheckpoint: It does not exist, or is a file.
         UsageError: It is a step.
     """
-    if not root.is_dir():
+    if not local_path(root).is_dir():
         raise NotACheckpoint(f"{root}: " + ("expected a folder, found a file" if root.exists() else "no such folder"))
     if steps.step_of(Path(root.absolute().name)) is not None:
         raise UsageError(f"{root}: is one step, but the root of a run is wanted\nGive the folder above: {root.parent}")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-from mcore_rlhf.errors import Problem
+from mcore_rlhf.errors import CheckpointError, Problem
 from mcore_rlhf.formats.base import ReadOptions
-from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
 from mcore_rlhf.manager.step_names import MANIFEST
 from mcore_rlhf.manager.step_values import check_values
-from mcore_rlhf.manager.steps import metrics_of
+from mcore_rlhf.manager.steps import live_of, metrics_of
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.verify.checkpoint import Depth
@@ -20,34 +21,55 @@ from mcore_rlhf.verify.differ import Tolerance
 
 from .comparing import compare_facts
 from .inspecting import inspect_facts
+from .meaning import chosen_facts, print_choice
 from .output import Facts, emit_json
 from .progress import Progress, shown_progress
-from .verifying import verify_facts
+from .verifying import problem_facts, verify_facts
 
 
 def inspect_step(step: WholeStep, options: ReadOptions, json: bool) -> None:
-    """Print what a step is."""
+    """Print what a step is; a model that cannot be read does not hide the others.
+
+    Raises:
+        typer.Exit: With the code of the error of such a model.
+    """
     facts = step_facts(step)
-    facts["models"] = {
-        role: inspect_facts(open_checkpoint(folder, _for(options, role)), folder)
-        for role, folder in step.models.items()
-    }
+    facts["models"] = _of_each(
+        step, lambda role, folder: inspect_facts(open_without_manifest(folder, _for(options, role)), folder)
+    )
     if json:
         emit_json(facts)
-        return
-    from .render_whole import print_step
+    else:
+        from .render_whole import print_step
 
-    print_step(facts)
+        print_choice(step.chosen)
+        print_step(facts)
+    codes = [model["error"]["exit_code"] for model in facts["models"].values() if "error" in model]
+    if codes:
+        raise typer.Exit(min(codes))
+
+
+def _of_each(step: WholeStep, look: Callable[[str, Path], Facts]) -> Facts:
+    """What is found of every model, by role; ``error`` (``kind``, ``message``, ``exit_code``) of one that cannot be read."""
+    found: Facts = {}
+    for role, folder in step.models.items():
+        try:
+            found[role] = look(role, folder)
+        except CheckpointError as error:
+            told = {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+            found[role] = {"error": told, "intact": None}
+    return found
 
 
 def step_facts(step: WholeStep) -> Facts:
-    """``path``, ``step``, ``manifest`` (``time``, ``metrics``, ``files``, ``bytes``, ``lossless``; or null), ``roles``, ``others``
-    (files beside the models).
+    """``path``, ``step``, ``chosen``, ``manifest`` (``time``, ``metrics``, ``files``, ``bytes``, ``lossless``, ``live`` state; or null),
+    ``roles``, ``others`` (files beside the models).
     """
     manifest = step.manifest
     return {
         "path": str(step.folder),
         "step": step.step,
+        "chosen": chosen_facts(step.chosen),
         "roles": [dict(part) for part in manifest.parts] if manifest else [{"role": role} for role in step.models],
         "others": list(step.others),
         "manifest": manifest
@@ -57,41 +79,21 @@ def step_facts(step: WholeStep) -> Facts:
             "files": len(manifest.files),
             "bytes": sum(entry.nbytes for entry in manifest.files.values()),
             "lossless": manifest.lossless,
+            "live": live_of(manifest),
         },
     }
-
-
-def verify_step(step: WholeStep, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:
-    """Verify a step and print the verdict.
-
-    Raises:
-        typer.Exit: With code 1, where something is wrong.
-    """
-    with shown_progress() as progress:
-        facts = verify_step_facts(step, options, depth, workers, progress)
-    if json:
-        emit_json(facts)
-    else:
-        from .render_whole import print_step_verdict
-
-        print_step_verdict(facts)
-    if not facts["intact"]:
-        raise typer.Exit(1)
 
 
 def verify_step_facts(step: WholeStep, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
     """Verify every file of the manifest, open every file beside the models, then verify every model.
 
     Keys: those of :func:`step_facts`; ``intact``; ``problems`` of the manifest's files and of those beside the models;
-    ``models`` by role, as ``verify`` of one model says it.
+    ``models`` by role, as ``verify`` of one model says it; ``intact`` is null of one that cannot be read.
     """
     found = check_manifest(step.folder, step.manifest, progress, depth is Depth.QUICK) if step.manifest else []
     found += _unfit_values(step, options, depth, found)
-    problems = [{"kind": item.kind.__name__, "message": item.message, "advice": item.advice} for item in found]
-    models = {
-        role: verify_facts(folder, _for(options, role), depth, workers, progress)
-        for role, folder in step.models.items()
-    }
+    problems = problem_facts(found)
+    models = _of_each(step, lambda role, folder: verify_facts(folder, _for(options, role), depth, workers, progress))
     intact = not problems and all(verdict["intact"] for verdict in models.values())
     return {**step_facts(step), "intact": intact, "depth": depth.value, "problems": problems, "models": models}
 
@@ -124,6 +126,8 @@ def compare_steps(a: WholeStep, b: WholeStep, options: ReadOptions, tolerance: T
     else:
         from .render_whole import print_step_comparison
 
+        for step in (a, b):
+            print_choice(step.chosen)
         print_step_comparison(facts)
     if not facts["equal"]:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from mcore_rlhf.formats.hf.shards import Part
 from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry
-from mcore_rlhf.storage.paths import inside
+from mcore_rlhf.storage.paths import inside, local_path
 
 
 @dataclass(slots=True)
@@ -41,6 +41,7 @@ def open_tag(path: Path, tag: str | None, stubs: tuple[str, ...]) -> Source:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
+    path = local_path(path)
     if tag is None:
         return open_checkpoint(path, ReadOptions(stubs=stubs))
     if not inside(path, tag).is_dir():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 from .box import Box, Shape, dot
@@ -114,3 +115,70 @@ class FixedCatalog:
     def get(self, name: TensorName, /) -> TensorEntry | None:
         """The entry of that name, or None."""
         return self.entries.get(name)
+
+
+@dataclass(slots=True)
+class Traced:
+    """An opened source's catalogue, which remembers what was planned of it: all views of it end here.
+
+    The last entry is kept, since parts of one stored tensor (experts that are packed in it) are asked for in turn.
+
+    Args:
+        catalog: The format's own.
+    """
+
+    catalog: Catalog
+    _planned: dict[str, int] = field(default_factory=dict)
+    _states: dict[str, int] = field(default_factory=dict)
+    _wanted: set[str] = field(default_factory=set)
+    _missing: int = 0
+    _planning: bool = False
+    _last: TensorEntry | None = None
+
+    def __iter__(self) -> Iterator[TensorName]:
+        return iter(self.catalog)
+
+    def __len__(self) -> int:
+        return len(self.catalog)
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """The entry of that name, or None."""
+        found = self._last
+        if found is None or found.name != name:
+            found = self._last = self.catalog.get(name)
+        if self._planning and found is not None:
+            bit = self._states.setdefault(name.state, 1 << len(self._states))
+            known = self._planned.get(name.param, 0)
+            self._planned[name.param] = known | bit
+            self._missing += 0 if known else prod(found.global_shape)
+        return found
+
+    def plan(self, holds: Iterable[TensorEntry]) -> None:
+        """Note the tensors that a target file holds parts of, under the target's names."""
+        for want in holds:
+            if want.name.param not in self._wanted:
+                self._wanted.add(want.name.param)
+                self._missing -= prod(want.global_shape)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the tensors that are written have as many elements as those that they are made of, or more.
+
+        A state has the shape of its parameter, and is cut and padded with it: each parameter counts once.
+        """
+        return self._missing <= 0
+
+    def __enter__(self) -> None:
+        self._planning = True
+
+    def __exit__(self, *_: object) -> None:
+        self._planning = False
+
+    def unplanned(self) -> dict[str, list[str]]:
+        """By state the parameters of which no plan was made; every state is there."""
+        found: dict[str, list[str]] = {}
+        for name in self.catalog:
+            missing = found.setdefault(name.state, [])
+            if not self._planned.get(name.param, 0) & self._states.get(name.state, 0):
+                missing.append(name.param)
+        return found

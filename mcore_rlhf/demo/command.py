@@ -24,6 +24,7 @@ from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.errors import StorageError, Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 from mcore_rlhf.manager import steps
+from mcore_rlhf.storage.paths import local_path
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,7 @@ def _workplace(folder: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="mcore-rlhf-demo-") as name:
             yield Path(name)
         return
+    folder = local_path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not an empty folder\nGive a new one to --dir, or none.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ class TinyGPT:
         untie_embeddings_and_output_weights: Whether the output layer has a weight of its own.
         num_experts: Experts per MoE layer; ``None`` for a dense model.
         moe_router_topk: Experts per token.
+        moe_router_pre_softmax: Take the softmax of all scores, and then the best, whose weights do not add up to 1.
         moe_ffn_hidden_size: Width of an expert.
         moe_shared_expert_intermediate_size: Width of the shared expert; ``None`` for none.
         moe_layer_freq: One MoE layer every so many, or a pattern of 0 and 1 per layer.
@@ -61,6 +62,7 @@ class TinyGPT:
     untie_embeddings_and_output_weights: bool = True
     num_experts: int | None = None
     moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
     moe_ffn_hidden_size: int = 48
     moe_shared_expert_intermediate_size: int | None = None
     moe_layer_freq: int | tuple[int, ...] = 1

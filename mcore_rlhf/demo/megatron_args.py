@@ -125,6 +125,7 @@ def _experts(model: TinyGPT) -> dict[str, Any]:
         moe_grouped_gemm=model.moe_grouped_gemm,
         moe_use_legacy_grouped_gemm=model.moe_grouped_gemm,
         moe_router_topk=model.moe_router_topk,
+        moe_router_pre_softmax=model.moe_router_pre_softmax,
         moe_router_enable_expert_bias=biased,
         moe_router_score_function="sigmoid" if biased else "softmax",
         moe_router_load_balancing_type="none" if biased else "aux_loss",

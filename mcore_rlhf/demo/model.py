@@ -95,6 +95,7 @@ def _expert_fields(model: TinyGPT) -> dict[str, Any]:
     return dict(
         num_moe_experts=model.num_experts,
         moe_router_topk=model.moe_router_topk,
+        moe_router_pre_softmax=model.moe_router_pre_softmax,
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
         moe_layer_freq=frequency if isinstance(frequency, int) else list(frequency),

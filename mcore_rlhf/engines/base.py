@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from mcore_rlhf.formats.report import Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.storage.record_writer import RecordWriter
+
+from .account import HeldTensor
+from .undoing import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -78,12 +81,15 @@ class LiveState:
         files: Those that this rank contributes to.
         texts: Small files and their content, given by the first rank of the role's world only. What takes a while to put
             together is a function, called behind training, that holds no live value.
+        held: Every state tensor that this rank holds, and whether it writes it: see :mod:`.account`. None: the engine does not
+            count, and the manifest has no figures of the role.
     """
 
     format: str
     parallel: str
     files: tuple[LiveFile, ...]
     texts: Mapping[str, Text] = field(default_factory=dict)
+    held: Sequence[HeldTensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class PreparedLoad(Protocol):
 
     @property
     def files(self) -> Sequence[Path]:
-        """The files that this rank will read; their checksums are verified before :meth:`apply`."""
+        """The files that this rank will read; their checksums are verified before :meth:`install`."""
         ...
 
     @property
@@ -124,9 +130,31 @@ class PreparedLoad(Protocol):
         """
         ...
 
-    def apply(self) -> None:
-        """Overwrite the live model. Called on all ranks, or on none."""
+    def install(self, undo: Undo) -> None:
+        """Do all that may refuse: hand states to others' code, allocate. Nothing in it is collective.
+
+        Args:
+            undo: Told, before anything changes, how it is put back: another role, or another rank, may refuse after this.
+
+        Raises:
+            CheckpointError: A part refused its state.
+        """
         ...
+
+    def fill(self) -> None:
+        """Copy the bytes into the live tensors, once every part of every rank is installed. It draws no random numbers.
+
+        Raises:
+            StorageError: A file cannot be read any more.
+        """
+        ...
+
+
+def apply(prepared: PreparedLoad) -> None:
+    """Load one model by itself; if it refuses, it is as it was. The manager does the same for all roles at once."""
+    with Undo() as undo:
+        prepared.install(undo)
+    prepared.fill()
 
 
 class Engine(Protocol):

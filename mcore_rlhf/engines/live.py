@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -13,6 +12,7 @@ import torch
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.stubs import NAMESPACES, Namespace
 
 from .base import Segment
 
@@ -36,6 +36,11 @@ class LiveTree:
     _count: int = 0
     _kept: list[torch.UntypedStorage] = field(default_factory=list)
 
+    @property
+    def storages(self) -> tuple[torch.UntypedStorage, ...]:
+        """The live memory that is in the tree: adopted, or copied."""
+        return tuple(self._kept)
+
     def placed(self, tree: T) -> T:
         """A copy of a nest of dictionaries, lists, tuples and Namespaces in which live tensors are places.
 
@@ -58,8 +63,8 @@ class LiveTree:
         if type(value) in (list, tuple):
             assert isinstance(value, list | tuple)
             return type(value)(self._placed(item) for item in value)
-        if type(value) is argparse.Namespace:
-            return argparse.Namespace(**{key: self._placed(item) for key, item in vars(value).items()})
+        if type(value) in NAMESPACES:
+            return Namespace({key: self._placed(item) for key, item in vars(value).items()})
         return value.copy() if isinstance(value, np.ndarray) else value
 
     def _tensor(self, tensor: torch.Tensor) -> object:

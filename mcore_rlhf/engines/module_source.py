@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING, DType
 from mcore_rlhf.core.names import MASTER, TensorName
@@ -12,7 +13,6 @@ from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import Source
 from mcore_rlhf.formats.deepspeed.view import TargetView
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 
 _ADVICE = "Build the model that the checkpoint holds, or load another checkpoint."
 _MOST = 5

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -22,7 +21,7 @@ from .copying import copy_into
 from .optimizer_record import SavedOptimizer
 from .stateful import Stateful
 from .undoing import Undo
-from .writable import copied, not_writable
+from .writable import not_writable
 
 
 class OptimizerLoad(Protocol):
@@ -62,9 +61,7 @@ class OwnLoad:
 
     def install(self, undo: Undo) -> None:
         """Call its ``load_state_dict``."""
-        before = copied(self.optimizer.state_dict())
-        undo.note(partial(self.optimizer.load_state_dict, before))
-        self.optimizer.load_state_dict(self._state)
+        undo.handed(self.optimizer, self._state)
 
     def fill(self) -> None:
         """Nothing is left to do."""
@@ -163,7 +160,7 @@ def install_state(
         groups: Its groups; ``params`` are numbers, counted through all of them.
         undo: Told how it is put back.
     """
-    undo.note(partial(_put_back, optimizer, optimizer.state, optimizer.param_groups))
+    undo.optimizer(optimizer)
     before = optimizer.param_groups
 
     def slip_in(optimizer: torch.optim.Optimizer) -> None:
@@ -177,14 +174,6 @@ def install_state(
     for group, old in zip(optimizer.param_groups, before, strict=True):
         for key, value in old.items():
             group.setdefault(key, value)
-
-
-def _put_back(
-    optimizer: torch.optim.Optimizer,
-    state: defaultdict[torch.Tensor, dict[str, object]],
-    groups: list[dict[str, object]],
-) -> None:
-    optimizer.state, optimizer.param_groups = state, groups
 
 
 def _fits(place: StoredTensor, live: torch.Tensor) -> bool:

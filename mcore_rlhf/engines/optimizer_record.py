@@ -5,7 +5,8 @@ torch's dictionary numbers the parameters and does not name them, and does not s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard, cast
 
@@ -14,6 +15,8 @@ from torch import optim
 
 from mcore_rlhf.errors import LayoutMismatch
 
+LOG = logging.getLogger("mcore_rlhf")
+_KNOWN = ("torch.optim.", "deepspeed.", "apex.", "transformer_engine.", "bitsandbytes.")
 RECORD = "optimizer_params"
 """Name of the part of the file that says whose state the part ``optimizer`` is."""
 
@@ -85,6 +88,29 @@ def is_stock(optimizer: object) -> TypeGuard[optim.Optimizer]:
     own = (kind.state_dict, kind.load_state_dict) != (optim.Optimizer.state_dict, optim.Optimizer.load_state_dict)
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
     return not own and not any(getattr(optimizer, name, None) for name in hooks)
+
+
+def say_what_is_unknown(engine: str, optimizer: object, trained: Iterable[torch.Tensor] | None = None) -> None:
+    """Tell, when an engine is made, what cannot be checked later: another's optimizer, tensors that are not the model's.
+
+    Args:
+        engine: The engine's name.
+        optimizer: The live one.
+        trained: The parameters of the model, where the optimizer should train nothing else.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith(_KNOWN):
+        LOG.warning(
+            "%s: optimizer %s.%s is not known: its states are saved and given back as they are, and not checked against what it "
+            "needs", engine, kind.__module__, kind.__qualname__,
+        )  # fmt: skip
+    if trained is not None and isinstance(optimizer, optim.Optimizer):
+        own = {id(parameter) for parameter in trained}
+        if others := [one for params in params_of(optimizer) for one in params if id(one) not in own]:
+            LOG.warning(
+                "%s: the optimizer trains %d tensors that are not the model's (the first: %s): they are not saved with it",
+                engine, len(others), tuple(others[0].shape),
+            )  # fmt: skip
 
 
 def names_of(optimizer: optim.Optimizer, module: torch.nn.Module | None) -> Names:

@@ -8,25 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, UsageError
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 
+from .account import HeldTensor
 from .base import LiveFile, LiveState, LoadRequest, PreparedLoad
+from .inventory import Alive, Memory, makes_its_state, of_module, of_optimizer
 from .live import LiveTree
 from .model_load import ModelLoad, compare_model
 from .optimizer_load import OptimizerLoad, OwnLoad, StockLoad
 from .optimizer_match import matched
-from .optimizer_record import RECORD, SavedOptimizer, described, is_stock
+from .optimizer_record import RECORD, SavedOptimizer, described, is_stock, say_what_is_unknown
 from .stateful import Stateful as Stateful
 from .undoing import Undo
-from .writable import copied, refuse_unsavable
+from .writable import refuse_unsavable, tensors_in
 
 FILE = "state.pt"
 _DDP_PREFIX = "module."
@@ -58,6 +59,8 @@ class TorchEngine:
         self.module = _unwrapped(module)
         self.optimizer = optimizer
         self.others: dict[str, Stateful] = {**({"scheduler": scheduler} if scheduler is not None else {}), **others}
+        if optimizer is not None:
+            say_what_is_unknown("TorchEngine", optimizer, self.module.parameters() if self.module is not None else None)
         self.ranks = tuple(range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1))
 
     @property
@@ -73,14 +76,34 @@ class TorchEngine:
         """
         del step
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
-            return LiveState("torch", self.layout, ())
+            return LiveState("torch", self.layout, (), held=tuple(self._held(Memory())))
         parts = self._parts()
         refuse_unsavable(parts)
         live = LiveTree(FILE)
         tree: dict[str, object] = {name: live.placed(part) for name, part in parts.items()}
         if self.optimizer is not None:
             tree[RECORD] = described(self.optimizer, self.module)
-        return LiveState("torch", self.layout, (LiveFile(FILE, self.ranks[:1], tuple(live.segments), tree),))
+        files = (LiveFile(FILE, self.ranks[:1], tuple(live.segments), tree),)
+        memory = Memory.of(files, (live,))
+        given = (Alive(name, part, tensor) for part in self._given() for name, tensor in tensors_in(parts[part]))
+        return LiveState("torch", self.layout, files, held=(*self._held(memory), *memory.held(given)))
+
+    def _held(self, memory: Memory) -> Iterator[HeldTensor]:
+        """What the model and the optimizer hold, the same on all ranks."""
+        given, module = self._given(), self.module
+        if module is not None and "model" not in given:
+            yield from memory.held(of_module(module), self.layout)
+        if self.optimizer is not None and "optimizer" not in given:
+            names = {id(param): name for name, param in module.named_parameters()} if module is not None else {}
+            alive = of_optimizer(self.optimizer, lambda held: names.get(id(held), "a parameter of no name"))
+            yield from memory.held(alive, self.layout)
+
+    def _given(self) -> list[str]:
+        """Parts whose own code decides what is their state: there is nothing to compare it with."""
+        own = [*self.others]
+        if self.module is not None and makes_its_state(self.module):
+            own.append("model")
+        return [*own, *(["optimizer"] if self.optimizer is not None and not is_stock(self.optimizer) else [])]
 
     def _parts(self) -> dict[str, object]:
         parts: dict[str, object] = {}
@@ -142,42 +165,41 @@ class _Load:
     optimizer: OptimizerLoad | None
     files: Sequence[Path] = field(init=False)
     rng: Mapping[str, object] | None = None
+    _model: ModelLoad | None = None
 
     def __post_init__(self) -> None:
         self.files = (self.pt.root / self.pt.file,)
 
-    def apply(self) -> None:
-        """First all that may refuse, which is put back if it does; then the tensors, in place.
+    def install(self, undo: Undo) -> None:
+        """All that may refuse: the optimizer, the other parts, what the module's own code takes back.
 
         Raises:
-            CheckpointError: A part refused its state; everything is as it was.
-            StorageError: The file cannot be read any more.
+            CheckpointError: A part refused its state.
         """
         module = self.engine.module  # one of no layers is false
-        model = ModelLoad(module, self.pt) if module is not None and "model" in self.parts else None
+        self._model = ModelLoad(module, self.pt) if module is not None and "model" in self.parts else None
         others = {name: self.pt.materialize(self.pt.tree[name]) for name in self.parts if name in self.engine.others}
-        with _saying("optimizer", self.files[0]):
-            if self.optimizer is not None:
+        if self.optimizer is not None:
+            with _saying("optimizer", self.files[0]):
                 self.optimizer.read()
-        with Undo() as undo:
-            if self.optimizer is not None:
-                with _saying("optimizer", self.files[0]):
-                    self.optimizer.install(undo)
-            for name, state in others.items():
-                with _saying(name, self.files[0]):
-                    _hand(self.engine.others[name], state, undo)
-            if model is not None:
-                with _saying("model", self.files[0]):
-                    model.install(undo)
-        if model is not None:
-            model.fill()
+                self.optimizer.install(undo)
+        for name, state in others.items():
+            with _saying(name, self.files[0]):
+                undo.handed(self.engine.others[name], state)
+        if self._model is not None:
+            with _saying("model", self.files[0]):
+                self._model.install(undo)
+
+    def fill(self) -> None:
+        """The tensors, in place.
+
+        Raises:
+            StorageError: The file cannot be read any more.
+        """
+        if self._model is not None:
+            self._model.fill()
         if self.optimizer is not None:
             self.optimizer.fill()
-
-
-def _hand(other: Stateful, state: dict[str, object], undo: Undo) -> None:
-    undo.note(partial(other.load_state_dict, copied(other.state_dict())))
-    other.load_state_dict(state)
 
 
 @contextmanager
@@ -190,8 +212,8 @@ def _saying(part: str, file: Path) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{file}: {part} refused its state: {type(error).__name__}: {error}\n"
-            "What had been loaded of this model was put back. Build this part as it was when it was saved, or load the "
-            "weights alone: load(optimizer=False)."
+            "What had been loaded was put back. Build this part as it was when it was saved, or load the weights alone: "
+            "load(optimizer=False)."
         ) from error
 
 

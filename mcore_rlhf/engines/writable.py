@@ -45,7 +45,7 @@ def refuse_unsavable(parts: Mapping[str, object]) -> None:
         Unsupported: Some tensors cannot; all are named.
     """
     problems = Problems()
-    for name, tensor in _tensors(parts, ""):
+    for name, tensor in tensors_in(parts):
         if why := no_bytes(tensor):
             problems.add(
                 Unsupported, f"{name} {why}; it cannot be saved", "Save when the model has all its weights in memory."
@@ -89,12 +89,13 @@ def _copied(value: object) -> object:
         return value
 
 
-def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a nest of dictionaries, lists and tuples, with where they stand: ``state.0.exp_avg``."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors(item, f"{name}.{key}" if name else str(key))
+            yield from tensors_in(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _tensors(item, f"{name}[{index}]")
+            yield from tensors_in(item, f"{name}[{index}]")

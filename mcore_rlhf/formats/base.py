@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from mcore_rlhf.core.account import Inventory, Item, Report
 from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.storage.leftovers import Carried
+from mcore_rlhf.storage.paths import local_path
 
 from .computed import Computed
-from .report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,13 @@ class StoredFile:
         nbytes: Its length.
         records: ``(key, byte offset, bytes, crc32)`` of every part that has a checksum. Some formats read them only when asked,
             and raise CheckpointError then where the file is damaged.
+        whole: CRC-32 of all its bytes, where a manifest lists one besides those of the records.
     """
 
     path: str
     nbytes: int
     records: Sequence[tuple[str, int, int, int]]
+    whole: int | None = None
 
 
 @dataclass(slots=True)
@@ -90,8 +94,12 @@ class Source:
         notes: What a reader should know.
         native: The format's own view, for a target of the same format.
         computed: What of it is stored nowhere, but computed from files; None for an ordinary checkpoint.
+        moved: Items of the source that this one was made of, and what they are a part of here; see :mod:`.crossing`.
         distrust: Why parameters and their masters may disagree though no byte is damaged: a fault of the framework that wrote
             them; empty where nothing of the kind is known.
+        unread: Why the optimizer was not read though it is there; empty where it was, or was not to be.
+        carried: Files that belong to the model and are none of its tensors: its config, tokenizer, code; None where there are none.
+        unplaced: Values in its files of which the reader does not know what they are; see :mod:`.unplaced`.
     """
 
     format: str
@@ -108,6 +116,10 @@ class Source:
     native: object = None
     computed: Computed | None = None
     distrust: str = ""
+    unread: str = ""
+    carried: Carried | None = None
+    moved: Mapping[Item, Item] = field(default_factory=dict)
+    unplaced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +174,12 @@ class WriteOptions:
         with_optimizer: Keep the optimizer beside a format that has no place for it.
         merge_adapter: Add the adapter to the base weights.
         base_model: Folder of the model that an adapter belongs to.
+        ignore_fields: Arguments, or fields of ``config.json``, that a conversion between families passes over although the
+            target computes something else without them.
+        dequantize: Make plain weights of fp8 elements and their scales.
+
+    Raises:
+        UsageError: A folder is a URL.
     """
 
     tp: int | None = None
@@ -190,6 +208,13 @@ class WriteOptions:
     with_optimizer: bool = False
     merge_adapter: bool = False
     base_model: str | None = None
+    ignore_fields: tuple[str, ...] = ()
+    dequantize: bool = False
+
+    def __post_init__(self) -> None:
+        for given in (self.reference_config, self.tokenizer, self.generation_config, self.base_model):
+            if given is not None:
+                local_path(given)  # refuses URLs
 
 
 class Written(Protocol):
@@ -257,6 +282,8 @@ class Target:
         files: The large files.
         texts: Small files and their content; a text is stored as UTF-8.
         report: What was kept, derived, changed and dropped.
+        carried: Files that are taken over byte for byte, by their path in the target.
+        holds: Everything but tensors that it will have of its source, under the source's own names, with its value.
     """
 
     format: str
@@ -265,6 +292,8 @@ class Target:
     files: tuple[TargetFile, ...]
     texts: dict[str, str | bytes]
     report: Report
+    holds: Inventory = field(default_factory=dict)
+    carried: dict[str, Path] = field(default_factory=dict)
 
 
 class Format(Protocol):
@@ -280,8 +309,21 @@ class Format(Protocol):
         """Whose names its tensors have: ``megatron``, or ``module`` for a torch module's own, which are Hugging Face's."""
         ...
 
-    def load_hint(self, path: Path) -> str:
-        """How the framework is told to load a checkpoint that was written there: an option, or a line of Python."""
+    @property
+    def weights_only(self) -> bool:
+        """Whether a checkpoint of it holds a model alone, unless it is asked to keep more."""
+        ...
+
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+        """How the framework is told to load a checkpoint that was written there: an option, or a line of Python.
+
+        Args:
+            path: The checkpoint.
+            optimizer: Whether it has one.
+
+        Returns:
+            Nothing where the framework cannot load it as it is.
+        """
         ...
 
     def detect(self, path: Path) -> bool:

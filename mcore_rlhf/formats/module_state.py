@@ -10,7 +10,9 @@ optimizer step is its field ``step``, named in its ``scalars``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+from mcore_rlhf.core.account import Inventory, Item, Kind
 
 LAYOUT_KEYS = frozenset(
     {
@@ -37,6 +39,10 @@ Source: DeepSpeed 0.19.8, ``runtime/zero/{stage_1_and_2,stage3}.py`` and ``runti
 """
 
 
+USE_MUON, MOMENTUM = "use_muon", "momentum_buffer"
+"""How DeepSpeed's Muon marks its param groups, and its one state. Source: ``runtime/zero/muon/muon_optimizer.py``."""
+
+
 @dataclass(slots=True)
 class ModuleState:
     """A checkpoint under a module's own names; ``Source.native`` of all formats of this family is one, or extends it.
@@ -53,7 +59,8 @@ class ModuleState:
         keys: For a parameter, what a universal file says besides the tensor: ``cat_dim``, ``vocab_tensor``, …
         pipeline: Whether the model is a ``PipelineModule``, whose weights lie in layer files.
         config: The model's description, as Hugging Face's ``config.json`` has it; empty where nobody said.
-        without_frozen: Whether frozen parameters were left out, so that whoever loads it must not look for them.
+        without_frozen: Whether no frozen parameter is in the checkpoint and the model may have some, so that whoever loads it
+            must not look for them.
     """
 
     tag: str
@@ -66,3 +73,16 @@ class ModuleState:
     pipeline: bool = False
     config: Mapping[str, object] = field(default_factory=dict)
     without_frozen: bool = False
+
+    def base(self) -> ModuleState:
+        """The same without what one format knows of its own files; :func:`dataclasses.replace` changes it by field."""
+        return ModuleState(**{item.name: getattr(self, item.name) for item in fields(ModuleState)})
+
+    def inventory(self) -> Inventory:
+        """What it has, item by item; where nothing is said there is no item."""
+        named = {"shared": self.shared, "buffers": self.buffers, "per_rank": self.per_rank, "keys": self.keys}
+        return {
+            **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.optimizer.items()},
+            **{Item(Kind.CONFIG, str(key)): value for key, value in self.config.items()},
+            **{Item(Kind.MODEL, name): value for name, value in named.items() if value},
+        }

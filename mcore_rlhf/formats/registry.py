@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
+from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.catalog import Traced
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError, headline
+from mcore_rlhf.storage.paths import local_path
 
 from .base import Format, ReadOptions, Source
+from .carried import with_carried
+from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
 from .dcp import FORMAT as DCP
 from .deepspeed import FORMAT as DEEPSPEED
 from .hf import FORMAT as HF
@@ -18,6 +23,8 @@ from .selection import selected, with_role
 from .universal import FORMAT as UNIVERSAL
 
 FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF, PEFT)
+
+_SHOWN = 5
 
 
 def format_named(name: str) -> Format:
@@ -32,24 +39,83 @@ def format_named(name: str) -> Format:
     raise Unsupported(f"unknown format {name!r}; known: {', '.join(f.name for f in FORMATS)}")
 
 
-def open_checkpoint(path: Path, options: ReadOptions) -> Source:
+def open_checkpoint(path: Path, options: ReadOptions, *, partial: bool = False) -> Source:
     """Open whatever checkpoint a path means: a root, one iteration, or a step that has roles as sub-folders.
+
+    Its files are those that a manifest of ours lists, if there is one, with the checksums in it.
+
+    Args:
+        path: The folder.
+        options: Which role and step, which rules.
+        partial: Whether an optimizer that is not understood stays unread: :attr:`Source.unread` says why.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+    """
+    folder, inner = _meant(path, options)
+    listed = listed_at(folder)
+    try:
+        source = with_carried(_read(folder, inner, partial))
+    except CheckpointError:
+        refuse_damaged_texts(folder, listed)
+        raise
+    _note_beside(source, Path(path), folder, options)
+    return _traced(with_checksums(source, listed), inner)
+
+
+def open_without_manifest(path: Path, options: ReadOptions) -> Source:
+    """The same for someone who only looks: what a manifest of ours says otherwise of files is noted, and they are shown as they are.
+
+    Sizes are looked at, and the checksums of texts and of the manifest itself. An optimizer that is not understood stays unread.
 
     Args:
         path: The folder.
         options: Which role and step, which rules.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
+        CheckpointError: There is no checkpoint, or what its reader looks at is damaged.
     """
+    folder, inner = _meant(path, options)
+    source = with_carried(_read(folder, inner, partial=True))
+    _note_beside(source, Path(path), folder, options)
+    for text in contradictions(folder):
+        source.notes.add(Fate.NOTE, text)
+    return _traced(source, inner)
+
+
+def _traced(source: Source, options: ReadOptions) -> Source:
+    """The part that was asked for, with a catalogue that remembers what was planned of it."""
+    part = selected(source, options)
+    return replace(part, catalog=Traced(part.catalog))
+
+
+def _read(folder: Path, options: ReadOptions, partial: bool) -> Source:
+    """What a format's reader makes of a folder; without the optimizer, where only that is not understood."""
+    found = detect(folder)
+    try:
+        return found.read(folder, options)
+    except Unsupported as error:
+        if not (partial and options.optimizer):
+            raise
+        try:
+            source = found.read(folder, replace(options, optimizer=False))
+        except CheckpointError:
+            raise error from None
+        source.unread = str(error)
+        source.notes.add(Fate.LOST, f"the optimizer, which is there and not understood: {headline(source.unread)}")
+        return source
+
+
+def _meant(path: Path, options: ReadOptions) -> tuple[Path, ReadOptions]:
+    """The folder that a path means, and the options with the role in it."""
+    path = local_path(path)
     if not path.exists():
         raise NotACheckpoint(f"{path}: no such file or folder")
     if not path.is_dir():
         raise NotACheckpoint(f"{path}: expected the folder of a checkpoint, found a file")
     options = with_role(options, _roles(path))
     folder, role = _role_folder(path, options.role)
-    found = detect(folder)
-    return selected(found.read(folder, replace(options, role=role)), options)
+    return folder, replace(options, role=role)
 
 
 def detect(path: Path) -> Format:
@@ -79,6 +145,17 @@ def _role_folder(path: Path, role: str | None) -> tuple[Path, str]:
         names = ", ".join(roles)
         raise UsageError(f"{path}: holds several checkpoints: {names}\nName one with --role, or give its folder.")
     return path, role or "actor"
+
+
+def _note_beside(source: Source, path: Path, folder: Path, options: ReadOptions) -> None:
+    """Where one model of a step was opened, and nobody said that the rest is not wanted."""
+    if folder == path or with_role(options, [folder.name]).role is not None:
+        return
+    beside = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
+    beside = [name for name in beside if not name.startswith(f"{folder.name}/")]
+    if beside:
+        listed = ", ".join(beside[:_SHOWN]) + (f", … ({len(beside)} files)" if len(beside) > _SHOWN else "")
+        source.notes.add(Fate.LOST, f"what lies beside {folder.name}/, of which alone this is: {listed}")
 
 
 def _roles(path: Path) -> list[str]:

@@ -84,7 +84,7 @@ def renamed(source: Source, rename: Rename) -> Source:
     return replace(
         source, model=model, catalog=view, state=replace(source.state, groups=groups), files=_touched(source, view),
         states=source.states if trained else (), optimizer=source.optimizer if trained else None,
-        notes=replace(source.notes, lines=list(source.notes.lines)), native=_native(source.native, names, rename),
+        notes=source.notes.copy(), native=_native(source.native, names, rename),
     )  # fmt: skip
 
 
@@ -110,10 +110,7 @@ def _model(model: ModelSpec, names: _Names, of_module: bool) -> ModelSpec:
         if spec is not None:
             specs.append(replace(spec, name=new))
     tied = bool(names.shared) if of_module else model.tied
-    return ModelSpec(
-        tuple(specs), model.num_layers, tied, model.mtp_layers, model.num_experts, model.vocab_size,
-        model.padded_vocab_size, model.unused,
-    )  # fmt: skip
+    return replace(model.having(specs), tied=tied)
 
 
 def _groups(groups: Iterable[ParamGroup], new: Mapping[str, list[str]]) -> Iterator[ParamGroup]:
@@ -135,13 +132,11 @@ def _native(native: object, names: _Names, rename: Rename) -> object:
         return native
     kept = {*names.owners, *names.shared}
     new = names.new()
-    return ModuleState(
-        native.tag,
-        tuple(name for old in native.order if (name := rename(old)) in kept and name is not None),
-        tuple(name for old in native.buffers for name in new.get(old, ())),
-        names.shared, native.optimizer, native.per_rank,
-        {name: native.keys[old] for name, old in names.owners.items() if old in native.keys},
-        native.pipeline, native.config, native.without_frozen,
+    return replace(
+        native.base(), shared=names.shared,
+        order=tuple(name for old in native.order if (name := rename(old)) in kept and name is not None),
+        buffers=tuple(name for old in native.buffers for name in new.get(old, ())),
+        keys={name: native.keys[old] for name, old in names.owners.items() if old in native.keys},
     )  # fmt: skip
 
 

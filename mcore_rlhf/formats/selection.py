@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import Unsupported, UsageError
 
 from .base import ReadOptions, Source
 from .megatron.reader import MegatronNative
 from .module_state import ModuleState
 from .renaming import renamed
-from .report import Fate
 
 _WILDCARDS = "*?["
 _NOT = "!"

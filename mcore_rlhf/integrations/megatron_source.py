@@ -14,7 +14,7 @@ from typing import Literal
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError
 from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.step_names import is_hidden
+from mcore_rlhf.manager.step_names import is_hidden, tracker_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -122,14 +122,14 @@ def _tracked(path: Path) -> Path | None:
     """The folder that Megatron's tracker names."""
     tracker = path / TRACKER
     try:
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        text = tracker_text(tracker)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StorageError(f"{tracker}: cannot be read: {error}") from error
     if text == RELEASE:
         return path / RELEASE
-    return path / f"iter_{int(text):07d}" if text.isdecimal() else None
+    return path / f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 19 else None
 
 
 def _model(path: Path, iteration: Path, release: bool) -> LoadSource:

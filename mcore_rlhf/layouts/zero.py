@@ -108,6 +108,52 @@ class FlatGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class BorderGroup:
+    """The same group in a state that is kept in whole parameters: by every rank, of all those of which it has any element.
+
+    So a parameter at a border of partitions is on two ranks or more, and there is no padding. DeepSpeed's Muon keeps its
+    ``momentum_buffer`` like that in stages 1 and 2, since it orthogonalizes whole matrices.
+
+    Source: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` (``get_flat_partition``, ``_muon_momentum_buffer``,
+    ``get_partition_info``).
+
+    Args:
+        flat: The group as all other states have it.
+        own: Whether of what a rank keeps only the elements count that its partition has: the others are not the parameter's.
+    """
+
+    flat: FlatGroup
+    own: bool = False
+    offsets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", tuple(accumulate(self.flat.numels, initial=0)))
+
+    def held(self, rank: int) -> range:
+        """The parameters that a rank keeps, in the order in which they lie."""
+        found = self.flat.indices(rank)
+        gap_only = bool(found) and self.flat.run(found.start, rank) is None
+        return found[1:] if gap_only else found
+
+    def length_of(self, rank: int) -> int:
+        """Elements that one rank keeps."""
+        held = self.held(rank)
+        return self.offsets[held.stop] - self.offsets[held.start] if held else 0
+
+    def run(self, index: int, rank: int) -> Run | None:
+        """What one rank keeps of one parameter: all of it, or what is its own, or nothing; see :meth:`FlatGroup.run`."""
+        held, part = self.held(rank), self.flat.run(index, rank)
+        if part is None:
+            return None
+        at = self.offsets[index] - self.offsets[held.start]
+        return (
+            Run(rank, part.start, at + part.start, part.numel)
+            if self.own
+            else Run(rank, 0, at, self.flat.numels[index])
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SlicedGroup:
     """A sub-group of stage 3: of every parameter, each rank holds one slice of ``ceil(numel / dp)`` elements.
 

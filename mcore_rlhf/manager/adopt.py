@@ -11,11 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, UsageError
-from mcore_rlhf.formats.base import ReadOptions
-from mcore_rlhf.formats.registry import detect
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    LayoutMismatch,
+    NotACheckpoint,
+    Problems,
+    UsageError,
+    headline,
+)
+from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
-from mcore_rlhf.storage.paths import cannot_open, inside
+from mcore_rlhf.storage.paths import cannot_open, inside, local_path
 from mcore_rlhf.storage.publish import sync_tree
 from mcore_rlhf.storage.staging import new_transaction
 from mcore_rlhf.verify.checkpoint import Depth, verify
@@ -94,8 +103,27 @@ def adopt(folder: Path, how: Adoption | None = None) -> Manifest:
     return manifest
 
 
+def why_not(folder: Path, options: ReadOptions | None = None) -> str:
+    """Why a step cannot be adopted, as far as that can be told without reading its tensors; empty where it can be.
+
+    Args:
+        folder: The step's folder.
+        options: How its models are read; None for the defaults.
+    """
+    how = options or ReadOptions()
+    try:
+        step = _step_number(folder)
+        for role, place in _models(folder):
+            source = open_checkpoint(place, replace(how, role=role), partial=True)
+            _of_step(source, place, step).raise_if_any()
+        check_values(folder, [*filter(holds_values, _signature(folder))], how.stubs, records=False).raise_if_any()
+    except CheckpointError as error:
+        return headline(str(error))
+    return ""
+
+
 def _step_number(folder: Path) -> int:
-    if not folder.is_dir():
+    if not local_path(folder).is_dir():
         raise NotACheckpoint(f"{folder}: there is no such folder")
     step = steps.step_of(folder)
     if step is None:
@@ -186,10 +214,17 @@ def _verified(role: str, place: Path, step: int, how: Adoption, problems: Proble
     source = verdict.source
     if source is None:
         return {}
+    problems.extend(_of_step(source, place, step).found)
+    unread = {"unread": headline(source.unread)} if source.unread else {}
+    return {"role": role, "format": source.format, "parallel": str(source.parallel), **unread}
+
+
+def _of_step(source: Source, place: Path, step: int) -> Problems:
+    problems = Problems()
     if not source.state.release and source.state.iteration != step:  # a Hugging Face folder is of no iteration
         problems.add(
             LayoutMismatch,
             f"{place}: is of iteration {source.state.iteration}, but the folder is {place.parent.name}",
             "The two must agree, or training would go on at the wrong step; rename the folder if its name is wrong.",
         )
-    return {"role": role, "format": source.format, "parallel": str(source.parallel)}
+    return problems

@@ -9,7 +9,40 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from mcore_rlhf.errors import UsageError
+
 from . import steps
+
+_OF_THIS_RUN: set[Path] = set()
+"""What this process has loaded or committed, by whichever manager: a run may open several, one after the other."""
+_SHOWN = 10
+
+
+def remember(folder: Path) -> None:
+    """Note that this run has loaded or committed a step, or a model in it."""
+    _OF_THIS_RUN.add(folder.resolve())
+
+
+def refuse_others(root: Path) -> None:
+    """Refuse to save among the steps of another run, which rules on what to keep would then count, and delete.
+
+    Args:
+        root: The folder of all steps.
+
+    Raises:
+        UsageError: There are committed steps, and this run has neither loaded nor written any of them.
+    """
+    if any(folder.is_relative_to(root.resolve()) for folder in _OF_THIS_RUN):
+        return
+    found = [step.step for step in steps.committed(root)]
+    if found:
+        listed = ", ".join(map(str, found[-_SHOWN:]))
+        raise UsageError(
+            f"{root}: holds committed steps that this run has neither loaded nor written ({listed})\n"
+            "Resume from them: manager.load('auto'), in YAML runner.resume_dir: auto. Or give this run a root of its own. Or say that "
+            "it goes on among them: ManagerOptions(on_existing='continue'), in YAML checkpoint.on_existing: continue; newer steps than "
+            "it saves are then put in quarantine, and older ones are counted, and deleted, by the rules on what to keep."
+        )
 
 
 def left_behind(root: Path, step: int, own: Collection[int]) -> list[int]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from ..engines.stateful import Stateful
 from ..errors import LayoutMismatch, Problems, UsageError
 from .data_state import WHERE, DataState, pack, unpack
 from .fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from ..engines.undoing import Undo
 
 KIND = "stateful"
 DRIVER = "driver"
@@ -114,6 +117,11 @@ class Carried:
                 "PromptSampler, whose order does not depend on it, or start the data anew by not loading this file."
             )
         self.loader.load_state_dict(states[str(self.rank) if self.scope == "rank" else DRIVER])
+
+    def install(self, saved: Mapping[str, Any], undo: Undo) -> None:
+        """Load a state, and say how it is taken back."""
+        undo.state(self.loader)
+        self.load_state_dict(saved)
 
     def _keys(self) -> list[str]:
         return [str(rank) for rank in range(self.num_ranks)] if self.scope == "rank" else [DRIVER]

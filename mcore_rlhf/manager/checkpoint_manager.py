@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.errors import Problems, UsageError
-from mcore_rlhf.formats.report import Report
+from mcore_rlhf.storage.paths import local_path
 
+from .branches import remember
 from .components import Components, Data, Role, components
 from .crew import Crew
 from .decisions import Decisions
@@ -67,7 +69,7 @@ class CheckpointManager:
         state: RlhfState | None = None,
         options: ManagerOptions | None = None,
     ) -> None:
-        self.root = Path(root).absolute()
+        self.root = local_path(root).absolute()
         self.options = options or ManagerOptions()
         self.parts: Components = components(roles, data, state)
         self.world = World.current(self.options.timeout)
@@ -95,6 +97,7 @@ class CheckpointManager:
     def _take_root(self) -> None:
         if self.crew.coordinates:
             self._lock = RootLock(self.root)
+            self._saver.hold = self._lock.hold
             unguarded = [] if self.crew.is_split else remove_unguarded(self.root)  # another world's may be alive
             for line in [*clean_up(self.root), *unguarded]:
                 self.reporter.say("clean", None, line)
@@ -155,7 +158,8 @@ class CheckpointManager:
     ) -> Resumed | None:
         """Restore everything, in place.
 
-        All ranks check what they will read, and agree, before the first live tensor is overwritten.
+        All ranks check what they will read, and agree; then every part (roles, data, random states) takes what it may refuse,
+        with one undo for the whole run; and only when all parts of all ranks have, the first tensor is overwritten.
 
         Args:
             which: ``auto``: the newest committed step of the root that is intact; damaged ones are skipped with a line that
@@ -168,7 +172,9 @@ class CheckpointManager:
             What was loaded; None where there is nothing to resume.
 
         Raises:
-            CheckpointError: It does not exist, is damaged, or does not fit the run; the live state is as before. On every rank.
+            CheckpointError: It does not exist, is damaged, does not fit the run, or a part refused it; that part is named, and
+                the live state is as before. On every rank. (If a file that was sound cannot be read any more while it is
+                copied, the error says so: load again before training on.)
         """
         self._check_open()
         self.world.meet("load")
@@ -177,6 +183,7 @@ class CheckpointManager:
         found = resumer.load(Resume.parse(which), must_exist)
         if found is None:
             return None
+        remember(found.folder)
         self._saver.resumed_from = found.step if found.folder.parent == self.root else None
         return Resumed(found.step, found.folder, found.report)
 

@@ -68,6 +68,7 @@ class CheckpointSection(Section):
     asynchronous: bool = True
     fsync: bool = True
     on_busy: Literal["wait", "refuse"] = "wait"
+    on_existing: Literal["refuse", "continue"] = "refuse"
     must_exist: bool = False
     rng: Literal["derive", "refuse", "ignore"] = "derive"
     check: Literal["bytes", "sizes"] = "bytes"

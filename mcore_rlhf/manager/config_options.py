@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import WriteOptions
+from mcore_rlhf.formats.options import given
 
 from .config import RunConfig, config_hash
 from .config_checkpoint import ExportSection, KeepSection
@@ -40,6 +41,7 @@ def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
         "keep": _retention(section.keep),
         "asynchronous": section.asynchronous,
         "on_busy": section.on_busy,
+        "on_existing": section.on_existing,
         "fsync": section.fsync,
         "rng": section.rng,
         "check": section.check,
@@ -101,14 +103,14 @@ def _retention(keep: KeepSection) -> Retention:
 
 
 def _export(section: ExportSection) -> Export:
-    beside = [name for name in ("tokenizer", "generation_config") if getattr(section, name) is not None]
-    if beside and section.format != "hf":
-        raise Unsupported(
-            f"checkpoint.export: {' and '.join(beside)}: only a Hugging Face folder takes it, and format is {section.format}\n"
-            "Leave it out, or export with format: hf."
-        )
     write = WriteOptions(
         no_optimizer=True, dtype=section.dtype, reference_config=section.reference_config, tokenizer=section.tokenizer,
         generation_config=section.generation_config,
     )  # fmt: skip
+    beside = [row.name for row, _ in given(write=write) if section.format not in row.targets]
+    if beside:
+        raise Unsupported(
+            f"checkpoint.export: {' and '.join(beside)}: means nothing for format: {section.format}\n"
+            "Leave it out, or export with format: hf."
+        )
     return Export(section.format, section.every, section.role, write)

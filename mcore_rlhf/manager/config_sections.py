@@ -14,7 +14,7 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
 from .config_checkpoint import PathText, Positive, Section
-from .config_values import folder_name
+from .config_values import data_path, folder_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +42,8 @@ def _checked_resume(value: object) -> object:
 
 
 NeverOrPositive = Annotated[int, AfterValidator(_never_or_positive)]
-Paths = Annotated[list[PathText], BeforeValidator(_listed)]
+Paths = Annotated[list[Annotated[str, AfterValidator(data_path)]], BeforeValidator(_listed)]
+"""Of datasets, which the run's own code reads, from wherever it can."""
 
 
 class LoggerSection(Section):

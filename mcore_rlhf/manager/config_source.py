@@ -12,7 +12,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
+from mcore_rlhf.errors import Problems, UsageError, shown
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import storage_error
 
 from .config_errors import Key, Origin, lines_of, text
@@ -53,7 +55,7 @@ def _opened(source: Path | Mapping[str, Any]) -> tuple[DictConfig, Origin]:
         return _created(dict(source), "the configuration"), Origin("the configuration")
     name = str(source)
     try:
-        document = source.read_text(encoding="utf-8")
+        document = regular.read_text(source, MAX_NBYTES)
     except OSError as error:
         raise storage_error(error, source, "read", "the run's configuration") from error
     except UnicodeDecodeError:
@@ -63,6 +65,8 @@ def _opened(source: Path | Mapping[str, Any]) -> tuple[DictConfig, Origin]:
 
 def _created(content: dict[str, Any] | str, name: str) -> DictConfig:
     try:
+        if isinstance(content, str):
+            check_yaml(content)
         config = OmegaConf.create(content)
     except yaml.YAMLError as error:
         raise UsageError(f"{name}: is not valid YAML: {error}") from None
@@ -80,11 +84,19 @@ def _checked(overrides: Sequence[str]) -> frozenset[str]:
         match = _OVERRIDE.fullmatch(override)
         if match is None:
             advice = "Write runner.save_interval=50: keys as in the file, without + and ~."
-            problems.add(UsageError, f"override {override!r}: expected key=value", advice)
+            problems.add(UsageError, f"override {shown(override)}: expected key=value", advice)
         else:
             names.add(match[1])
+            _check_override(override, match[2], problems)
     problems.raise_if_any()
     return frozenset(names)
+
+
+def _check_override(override: str, value: str, problems: Problems) -> None:
+    try:
+        check_yaml(value)
+    except yaml.YAMLError as error:
+        problems.add(UsageError, f"override {shown(override)}: {error}")
 
 
 def _leaves(node: DictConfig | ListConfig, at: Key) -> Iterator[tuple[Key, DictConfig | ListConfig, Any]]:

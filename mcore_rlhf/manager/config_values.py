@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.sizes import parse_size
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)?", re.IGNORECASE)
@@ -44,6 +46,20 @@ def duration(value: object) -> object:
 
 
 def path(value: str) -> str:
+    """The path of a checkpoint, or of something beside one: as :func:`data_path`, and no URL.
+
+    Raises:
+        ValueError: It is empty, a URL, or names a variable that is not set.
+    """
+    filled = data_path(value)
+    try:
+        local_path(filled)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return filled
+
+
+def data_path(value: str) -> str:
     """A path with ``~`` and ``$NAME`` filled in; a relative one counts from where the command runs.
 
     Raises:

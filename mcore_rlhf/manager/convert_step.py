@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, Quiet, prepare, write_target
+from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
-from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
-from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.leftovers import carry
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
 
 from . import steps
 from .atomic import write_text
+from .quarantine import NOTE
 from .rng import FILE as RNG_FILE
 from .save_job import TRACKER
 from .step_values import check_values
@@ -31,23 +31,25 @@ class StepJob:
         jobs: The conversion of every model, by role.
         carried: Files that are taken over byte for byte.
         report: What is said of the step as a whole; every model has a report of its own.
+        account: What becomes of every file beside the models; every model has an account of its own.
     """
 
     source: WholeStep
     jobs: Mapping[str, Job]
     carried: tuple[str, ...]
     report: Report = field(default_factory=Report)
+    account: Account = field(default_factory=lambda: Account({}, ()))
 
     @property
     def nbytes(self) -> int:
         """Bytes to be written."""
         files = (self.source.folder / name for name in self.carried)
-        return sum(job.nbytes for job in self.jobs.values()) + sum(path.stat().st_size for path in files)
+        return sum(job.space for job in self.jobs.values()) + sum(path.stat().st_size for path in files)
 
     @property
     def lossless(self) -> bool:
         """Whether nothing is lost."""
-        return self.report.lossless and all(job.lossless for job in self.jobs.values())
+        return self.account.lossless and all(job.lossless for job in self.jobs.values())
 
 
 def prepare_step(source: WholeStep, options: ConvertOptions) -> StepJob:
@@ -77,17 +79,35 @@ def _unfit_values(source: WholeStep, stubs: tuple[str, ...]) -> Problems:
 
 
 def _note(job: StepJob) -> None:
+    for role, planned in job.jobs.items():
+        state = planned.source.state
+        if state.iteration and state.iteration != job.source.step:  # 0 where nothing says it
+            job.report.add(
+                Fate.NOTE, f"{role}: says that it is of iteration {state.iteration}, and the step is {job.source.step}"
+            )
+    unlisted = [Item(Kind.FILE, name) for name in _unlisted(job.source)]
+    job.report.leave(Reason.UNLISTED, *unlisted)
+    changed = any(planned.source.parallel != planned.target.parallel for planned in job.jobs.values())
     for name in job.carried:
-        if name != RNG_FILE:
-            job.report.add(Fate.KEPT, f"{name}, byte for byte")
-    if RNG_FILE not in job.carried:
-        return
-    changed = [role for role, planned in job.jobs.items() if planned.source.parallel != planned.target.parallel]
-    if changed:
-        text = "those of the source's ranks are carried; the manager derives states for the new layout when it resumes"
-        job.report.add(Fate.DERIVED, f"{RNG_FILE}: {text}")
-    else:
-        job.report.add(Fate.KEPT, f"{RNG_FILE}, byte for byte")
+        if name == RNG_FILE and changed:
+            text = (
+                "those of the source's ranks are carried; the manager derives states for the new layout when it resumes"
+            )
+            job.report.add(Fate.DERIVED, f"{name}: {text}", Item(Kind.FILE, name))
+        else:
+            job.report.add(Fate.KEPT, f"{name}, byte for byte", Item(Kind.FILE, name))
+    there = {Item(Kind.FILE, name): name for name in (*job.source.others, *(item.name for item in unlisted))}
+    job.account = Account.of(there, [Stage({}, job.report.said)], job.report.lost)
+    job.report.close(job.account)
+
+
+def _unlisted(source: WholeStep) -> list[str]:
+    """Files beside the models that the step's manifest does not know: somebody put them there after it was committed."""
+    if source.manifest is None:
+        return []
+    found = (path.relative_to(source.folder) for path in source.folder.rglob("*") if path.is_file())
+    names = [path.as_posix() for path in found if path.parts[0] not in (*source.models, steps.MANIFEST, NOTE)]
+    return sorted(name for name in names if name not in source.manifest.files)
 
 
 def convert_step(
@@ -120,7 +140,8 @@ def convert_step(
         job = prepare_step(source, options)
         check_space(folder.parent, job.nbytes)
         publication.commit(_written(job, publication.staging, options, progress or Quiet()))
-    if folder.parent == target:
+    newest = steps.newest(folder.parent)
+    if folder.parent == target and (newest is None or newest.step <= source.step):
         write_text(target / TRACKER, str(source.step))
     return job, folder
 
@@ -131,18 +152,18 @@ def _is_step(folder: Path) -> bool:
 
 def _written(job: StepJob, staging: Path, options: ConvertOptions, progress: Progress) -> Manifest:
     files: dict[str, FileEntry] = {}
-    parts, lines = [], {"step": job.report.as_json()}
+    parts, lines, accounts = [], {"step": job.report.as_json()}, {"step": job.account.as_json()}
     for role, planned in job.jobs.items():
         written = write_target(planned, staging / role, options, progress)
         files.update((f"{role}/{name}", entry) for name, entry in written.items())
         parts.append({"role": role, "format": options.to, "parallel": str(planned.target.parallel)})
-        lines[role] = planned.report.as_json()
+        lines[role], accounts[role] = planned.report.as_json(), planned.account.as_json()
     for name in job.carried:
         files[name] = _carry(job.source, name, staging)
     carried = [dict(part) for part in job.source.manifest.parts] if job.source.manifest else []
     parts += [part for part in carried if part["role"] not in job.jobs]
     old = dict(job.source.manifest.report) if job.source.manifest else {}
-    report = {**old, "converted_from": str(job.source.folder), "lines": lines}
+    report = {**old, "converted_from": str(job.source.folder), "lines": lines, "account": accounts}
     return Manifest(
         files, step=job.source.step, parts=tuple(parts), lossless=job.lossless, provenance=provenance(), report=report
     )
@@ -150,13 +171,8 @@ def _written(job: StepJob, staging: Path, options: ConvertOptions, progress: Pro
 
 def _carry(source: WholeStep, name: str, staging: Path) -> FileEntry:
     """Take a file over, and see that it is what the source's manifest says."""
-    here, there = source.folder / name, staging / name
-    try:
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(here, there)
-    except OSError as error:
-        raise storage_error(error, there, "write") from error
-    entry = FileEntry(there.stat().st_size, crc_of_file(there))
+    here = source.folder / name
+    entry = carry(here, staging / name)
     listed = source.manifest.files[name] if source.manifest is not None else entry
     if entry != listed:
         raise Corrupt(f"{here}: is damaged: CRC-32 {entry.crc32:08x}, the manifest says {listed.crc32:08x}")

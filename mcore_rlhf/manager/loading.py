@@ -1,16 +1,19 @@
-"""Loading one step: everything is opened, checked and agreed on by all ranks before the first live value changes."""
+"""Loading one step: opened, checked and agreed on by all ranks, installed with one undo for the whole run, and then filled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
+from mcore_rlhf.engines.undoing import Undo
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
 from mcore_rlhf.storage.ptfile import read_pt
 
@@ -18,10 +21,11 @@ from .components import Components
 from .crew import Crew
 from .own_checksums import check_itself
 from .rng import FILE as RNG_FILE
-from .rng import Policy, RngKeeper, RngState
+from .rng import Policy, RngKeeper, RngState, captured, put_back
 from .snapshot import DATA_FILE, STATE_FILE
 from .state import tensor_file_stems
 from .steps import MANIFEST
+from .world import told
 
 T = TypeVar("T")
 
@@ -118,7 +122,7 @@ class StepLoad:
             )
             return
         try:
-            text = path.read_text(encoding="utf-8")
+            text = regular.read_text(path)
         except UnicodeDecodeError as error:
             raise Corrupt(f"{path}: is damaged: not UTF-8 text: {error}") from error
         tensors = {}
@@ -194,19 +198,54 @@ class StepLoad:
             raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
         return None
 
-    def apply_small(self) -> None:
-        """Data and RLHF state: they refuse what does not fit before they change."""
-        if self._data is not None and self.parts.data is not None:
-            self.parts.data.load_state_dict(self._data)
-        if self._state is not None and self.parts.state is not None:
-            text, tensors = self._state
-            self.parts.state.load_from(text, tensors, str(self.folder / STATE_FILE))
+    def install(self, undo: Undo) -> None:
+        """Do all that may refuse, of all roles, the data and the random states; no tensor of a model is filled yet.
 
-    def apply(self) -> None:
-        """The models, then the random states: nothing may draw from them any more."""
-        for prepared in self._models.values():
-            prepared.apply()
+        Args:
+            undo: One for the whole run: told, before anything changes, how it is put back.
+
+        Raises:
+            CheckpointError: A part refused; it is named.
+        """
+        undo.note(partial(put_back, captured(self.parts.rng), self.parts.rng))
+        for role, prepared in self._models.items():
+            with _naming(role):
+                prepared.install(undo)
+        if self._data is not None and self.parts.data is not None:
+            with _naming("data"):
+                self.parts.data.install(self._data, undo)
+        if self._state is not None and self.parts.state is not None:
+            self.parts.state.check_load(*self._state, str(self.folder / STATE_FILE))
+        with _naming("random states"):
+            self._keeper().restore(self._rng)
+
+    def fill(self) -> None:
+        """What cannot refuse any more: the models' tensors, the RLHF state; and the random states, whoever drew from them.
+
+        Raises:
+            CheckpointError: A file that was sound cannot be read any more.
+        """
+        for role, prepared in self._models.items():
+            with _naming(role, _HALF_FILLED):
+                prepared.fill()
+        if self._state is not None and self.parts.state is not None:
+            self.parts.state.load_from(*self._state, str(self.folder / STATE_FILE))
         self._keeper().restore(self._rng)
+
+
+_HALF_FILLED = (
+    "It was being copied: live tensors hold something of both. Load again, this step or another, before training on."
+)
+
+
+@contextmanager
+def _naming(what: str, advice: str = "Nothing of the run was changed: all of it was put back.") -> Iterator[None]:
+    """Whose state it was, and what is to be thought of the run now."""
+    try:
+        yield
+    except Exception as error:
+        kind, text = (StorageError, str(error)) if isinstance(error, OSError) else told(error)
+        raise kind(f"{what}: {text}\n{advice}") from error
 
 
 def _consistent(manifest: Manifest, roles: Iterable[str], where: Path) -> Manifest:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.staging import new_transaction
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _FAILED = "failed-"
@@ -48,9 +50,9 @@ class Mailbox:
         Raises:
             StorageError: The file system refused.
         """
-        path, aside = self.folder / name, self.folder / f".{name}.{os.getpid()}"
+        path, aside = self.folder / name, self.folder / f".{name}.{os.getpid()}-{new_transaction()}"
         try:
-            aside.write_bytes(data)
+            regular.write_new(aside, data)
             os.rename(aside, path)
         except OSError as error:
             raise storage_error(error, path, "write") from error
@@ -81,7 +83,7 @@ class Mailbox:
         end, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
         while True:
             try:
-                return (self.folder / name).read_bytes()
+                return regular.read_bytes(self.folder / name)
             except FileNotFoundError:
                 pass
             except OSError as error:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from mcore_rlhf.errors import NotACheckpoint
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import storage_error
 
 from .atomic import write_text
@@ -60,8 +61,8 @@ def reason_of(folder: Path) -> str:
     if not os.path.lexists(note):
         return ""
     try:
-        return str(json.loads(note.read_text(encoding="utf-8"))["reason"]) or _NO_REASON
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return str(regular.read_json(note)["reason"]) or _NO_REASON
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{NOTE} cannot be read: {type(error).__name__}"
 
 

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from mcore_rlhf.core.account import Fate
+from mcore_rlhf.engines.undoing import Undo
 from mcore_rlhf.errors import Corrupt, NotACheckpoint, StorageError, Unsupported
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.storage.manifest import check
+from mcore_rlhf.storage.paths import local_path
 
 from . import steps
 from .branches import left_behind
@@ -56,7 +58,7 @@ class Resume:
             return cls("auto")
         if not isinstance(which, Path) and text.isdecimal():
             return cls("step", step=int(text))
-        return cls("path", path=Path(os.path.expandvars(text)).expanduser().absolute())
+        return cls("path", path=local_path(os.path.expandvars(text)).expanduser().absolute())
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +188,10 @@ class Resumer:
             raise _Damaged(error) from error
 
     def _apply(self, load: StepLoad, started: float) -> None:
-        together(self.crew, "restoring the data and the RLHF state", load.apply_small)
-        together(self.crew, "restoring the models", load.apply)
+        """All ranks install, or none has; only then the first tensor is overwritten."""
+        with Undo() as undo:
+            together(self.crew, f"restoring {load.folder.name}", partial(load.install, undo))
+        together(self.crew, f"copying {load.folder.name}", load.fill)
         self._tell(load, time.monotonic() - started)
 
     def _tell(self, load: StepLoad, seconds: float) -> None:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import HasRng
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported
-from mcore_rlhf.formats.report import Fate, Report
 
 FILE = "rng/rng_state.pt"
 VERSION = 1

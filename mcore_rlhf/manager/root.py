@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, StorageError
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.staging import new_transaction
 
@@ -38,23 +40,46 @@ class RootLock:
     """
 
     def __init__(self, root: Path) -> None:
-        path = root / LOCK
+        self._root = root
+        self._fd = -1
+        self._take()
+        os.register_at_fork(after_in_child=_letting_go(self))
+
+    def hold(self) -> None:
+        """Take it again where the file is gone, which others would make anew: somebody removed the root under this run.
+
+        Raises:
+            StorageError: Another run has it meanwhile, or the root cannot be made.
+        """
+        path = self._root / LOCK
+        with suppress(FileNotFoundError):
+            if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
+                return
+        self.release()
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise storage_error(error, path, "open") from error
+            raise storage_error(error, self._root, "create") from error
+        self._take()
+
+    def _take(self) -> None:
+        root, path = self._root, self._root / LOCK
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            detail = "a symbolic link, which is not followed: remove it" if error.errno == errno.ELOOP else ""
+            raise storage_error(error, path, "open", detail) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = _owner(self._fd)
-            os.close(self._fd)
+            self.release()
             raise StorageError(
                 f"{root}: another run saves here: {owner}\n"
                 "Give this run another output_dir or experiment_name, or end the other one."
             ) from None
         except OSError:
             pass  # no locks on this file system
-        os.register_at_fork(after_in_child=_letting_go(self))
         with suppress(OSError):  # on a full disk it does not say who it is, and still holds
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, _about_me(), 0)
@@ -122,7 +147,7 @@ def _stillborn_locks(root: Path) -> list[Path]:
     found = []
     for path in root.glob(".global_step_*.lock-*"):
         with suppress(OSError):
-            text = path.read_bytes()
+            text = regular.read_bytes(path, regular.MAX_LINE)
             if text != host and host.startswith(text):
                 found.append(path)
     return found
@@ -157,7 +182,7 @@ def open_root(root: Path, world: World) -> None:
 def _touch(root: Path, name: str) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(b"")
+        regular.write_new(root / name, b"")
     except OSError as error:
         raise storage_error(error, root / name, "write") from error
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ..errors import LayoutMismatch, Problems, UsageError
 from .data_state import WHERE, DataState, pack, unpack
@@ -25,6 +25,9 @@ from .progress import Progress, check_pending
 from .prompt_order import LastBatch, PromptOrder, check_settings, epoch_length
 from .prompts import Prompt
 from .sampler_state import check_form, check_settings_match, read_progress, to_state
+
+if TYPE_CHECKING:
+    from ..engines.undoing import Undo
 
 KIND = "prompt_sampler"
 
@@ -234,6 +237,11 @@ class PromptSampler:
             _logger.warning("%s; on_dataset_change='restart': the data begin again at epoch 0 of this run's dataset, "
                             "and %d prompts in flight are dropped", changed, dropped)  # fmt: skip
         self._progress = Progress() if changed else read_progress(state, self._order, self._epochs)
+
+    def install(self, saved: Mapping[str, Any], undo: Undo) -> None:
+        """Load a state, and say how it is taken back: what is in flight stays so, and is not issued again."""
+        undo.attributes(self, ("_progress",))
+        self.load_state_dict(saved)
 
     def _dataset_change(self, num_prompts: int, saved: Fingerprint | None) -> str:
         """What is different about the dataset; empty if nothing is, or nothing is known."""

@@ -18,7 +18,7 @@ from .mailbox import Stopped, why_it_vanished
 from .rng import FILE as RNG_FILE
 from .rng import WORLDS, RngState, file_tree
 from .snapshot import DATA_FILE, Snapshot, dumps, loads
-from .transaction import Part, Transaction
+from .transaction import Part, Transaction, refuse_untaken
 from .writer import RankWriter
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -87,7 +87,7 @@ class SaveJob:
         if self.crew.coordinates:
             self._commit(writer)
         else:
-            self.transaction.deliver(Part(writer.written, tuple(self.snapshot.roles)))
+            self.transaction.deliver(self._part(writer))
             self.transaction.await_commit()
 
     def _post_values(self) -> None:
@@ -103,14 +103,16 @@ class SaveJob:
         others = [name for name in self.crew.names if name != self.crew.me]
         parts = list(self.transaction.parts(others).values())
         self._write_gathered(writer)
-        parts.append(Part(writer.written, tuple(self.snapshot.roles)))
+        parts.append(self._part(writer))
+        refuse_untaken(parts)
         files = {path: entry for part in parts for path, entry in part.files.items()}
         roles = sorted((dict(role) for part in parts for role in part.roles), key=lambda role: role["role"])
         missing = set(self.parts.roles) - {role["role"] for role in roles}
         if missing:
             raise Incomplete(f"{self.transaction.target}: no rank delivered the roles {', '.join(sorted(missing))}")
         seconds = time.monotonic() - self._started
-        report = {**self.report, "save_seconds": seconds}
+        live = {role: figures for part in parts for role, figures in part.live.items()}
+        report = {**self.report, "save_seconds": seconds, "live": live}
         more = {str(key): value for key, value in self.provenance.items()}
         manifest = Manifest(
             files,
@@ -122,6 +124,11 @@ class SaveJob:
         )
         self.transaction.commit(manifest)
         self._after(sum(entry.nbytes for entry in files.values()))
+
+    def _part(self, writer: RankWriter) -> Part:
+        return Part(
+            writer.written, tuple(self.snapshot.roles), self.snapshot.live, writer.contributed, writer.taken_from_others
+        )
 
     def _write_gathered(self, writer: RankWriter) -> None:
         values = [self._values(name) for name in self.crew.names]

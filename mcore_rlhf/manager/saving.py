@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageEr
 
 from . import retention, steps
 from .background import Background
-from .branches import leave_behind, move_aside
+from .branches import leave_behind, move_aside, refuse_others, remember
 from .components import Components
 from .crew import Crew
 from .events import Reporter
@@ -22,7 +22,7 @@ from .mailbox import Stopped
 from .policies import SaveClock
 from .save_job import SaveJob
 from .settings import ManagerOptions
-from .snapshot import Snapshot, aside, described
+from .snapshot import Snapshot, accounted, aside, described
 from .staging import HostStaging
 from .transaction import Transaction, new_transaction
 from .world import told
@@ -41,6 +41,7 @@ class Saver:
         clock: Measures saves for the policies.
         own: Steps that this run has committed, on the rank that commits.
         resumed_from: The step of the root that was loaded; it is kept while the run goes on.
+        hold: Sees, on the rank that commits, that this run still has the root to itself.
     """
 
     root: Path
@@ -51,6 +52,7 @@ class Saver:
     clock: SaveClock
     own: set[int] = field(default_factory=set)
     resumed_from: int | None = None
+    hold: Callable[[], None] = lambda: None
     _staging: HostStaging = field(default_factory=HostStaging)
     _background: Background = field(init=False)
 
@@ -68,6 +70,7 @@ class Saver:
         try:
             together(self.crew, f"saving step {step}", partial(self._open, opened, step))
             snapshot = together(self.crew, f"saving step {step}", partial(self._snapshot, opened, blocking))
+            accounted(snapshot, self.crew)
         except BaseException as error:
             opened.abort(str(error) if self.crew.is_split else "")
             raise
@@ -144,6 +147,9 @@ class Saver:
         if step != prepared.step:
             raise UsageError(f"rank 0 saves step {prepared.step}, and {self.crew.world.name} saves step {step}")
         if self.crew.coordinates:
+            self.hold()
+            if self.options.on_existing == "refuse":
+                refuse_others(self.root)
             self._make_way(prepared)
             for line in prepared.open(_replaceable):
                 self.reporter.say("clean", step, line)
@@ -175,6 +181,7 @@ class Saver:
         """What the coordinator does behind training once a step is committed."""
         folder = steps.step_folder(self.root, step)
         self.own.add(step)
+        remember(folder)
         for number in leave_behind(self.root, step, self.own):
             self.reporter.say(
                 "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"

@@ -26,6 +26,8 @@ class ManagerOptions:
         keep: What is kept of committed steps; everything by default.
         asynchronous: Whether saves go on behind training; ``save(blocking=…)`` overrides it.
         on_busy: What a save does while the one before is still being written: ``wait`` for it, or ``refuse``.
+        on_existing: What the first save does in a root that holds committed steps which this run has neither loaded nor
+            written: ``refuse``, or ``continue`` among them.
         fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.
         rng: On resume at another layout: ``derive`` random states, ``refuse``, or ``ignore`` them.
         check: What is verified before a step is loaded: every byte that is read (``bytes``), or lengths only (``sizes``).
@@ -47,6 +49,7 @@ class ManagerOptions:
     keep: Retention | None = None
     asynchronous: bool = True
     on_busy: Literal["wait", "refuse"] = "wait"
+    on_existing: Literal["refuse", "continue"] = "refuse"
     fsync: bool = True
     rng: RngPolicy = "derive"
     check: Literal["bytes", "sizes"] = "bytes"
@@ -76,4 +79,7 @@ class ManagerOptions:
         problems.raise_if_any()
 
 
-_CHOICES = {"on_busy": ("wait", "refuse"), "rng": ("derive", "refuse", "ignore"), "check": ("bytes", "sizes")}
+_CHOICES = {
+    "on_busy": ("wait", "refuse"), "on_existing": ("refuse", "continue"), "rng": ("derive", "refuse", "ignore"),
+    "check": ("bytes", "sizes"),
+}  # fmt: skip

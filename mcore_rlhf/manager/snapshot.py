@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mcore_rlhf.engines.account import RankAccount, account_of, as_json, compare
 from mcore_rlhf.engines.base import LiveFile, LiveState, Text
 from mcore_rlhf.engines.live import LiveTree
+from mcore_rlhf.errors import Problems
 
 from .carried import Carried
 from .components import Components
@@ -34,6 +36,8 @@ class Snapshot:
         rng: This rank's random states.
         data: The content of ``data/data.pt``, or this rank's part of it; None where there is no data.
         data_rank: The data-parallel rank that :attr:`data` belongs to, where every one has a loader of its own.
+        accounts: By role, the state tensors that this rank holds, counted.
+        live: By role, what the step holds of them, for the manifest; see :func:`accounted`.
     """
 
     files: list[StepFile]
@@ -42,6 +46,8 @@ class Snapshot:
     rng: RngState = field(default_factory=dict)
     data: object = None
     data_rank: int | None = None
+    accounts: dict[str, RankAccount] = field(default_factory=dict)
+    live: dict[str, object] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -55,13 +61,30 @@ def described(parts: Components, crew: Crew, step: int) -> Snapshot:
     Raises:
         CheckpointError: Something cannot be saved.
     """
-    snapshot = Snapshot([], rng=captured(parts.rng))
+    snapshot, problems = Snapshot([], rng=captured(parts.rng)), Problems()
     for role, engine in parts.roles.items():
-        _add_role(snapshot, role, engine.live(step), speaks=crew.world.rank == engine.ranks[0])
+        live = engine.live(step)
+        _add_role(snapshot, role, live, speaks=crew.world.rank == engine.ranks[0])
+        if live.held is not None:
+            snapshot.accounts[role] = account_of(live.held, role, problems)
+    problems.raise_if_any()
     if crew.coordinates and parts.state is not None:
         _add_state(snapshot, parts.state, crew.world.rank)
     _add_data(snapshot, parts, crew)
     return snapshot
+
+
+def accounted(snapshot: Snapshot, crew: Crew) -> None:
+    """Compare what all ranks hold with what is written of it; collective.
+
+    Raises:
+        Incomplete: Ranks hold what no rank writes. The same error on all ranks.
+    """
+    gathered, problems = crew.world.gathered(snapshot.accounts), Problems()
+    for role in sorted({role for accounts in gathered for role in accounts}):
+        total = compare([accounts.get(role, {}) for accounts in gathered], role, problems)
+        snapshot.live[role] = as_json(total)
+    problems.raise_if_any()
 
 
 def aside(snapshot: Snapshot, staging: HostStaging) -> Snapshot:

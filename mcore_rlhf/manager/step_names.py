@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mcore_rlhf.storage import regular
+
 MANIFEST = "manifest.json"
 """The last file of a step that is written."""
 
@@ -14,6 +16,15 @@ RESERVED = ("data", "rlhf", "rng", "exports", MANIFEST)
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
 _LOCK = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.lock-.+")
+
+
+def tracker_text(tracker: Path) -> str:
+    """What a tracker says, whoever wrote it.
+
+    Raises:
+        OSError: It is missing, is no file, or cannot be read.
+    """
+    return regular.read_line(tracker)
 
 
 def step_folder(root: Path, step: int) -> Path:

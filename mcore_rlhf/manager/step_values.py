@@ -5,11 +5,11 @@ Checksums say that a file is what was written; they do not say that it can be re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import cannot_open
 from mcore_rlhf.storage.ptfile import read_pt
 
@@ -62,8 +62,8 @@ def _check_value(folder: Path, name: str, stubs: Collection[str], records: bool)
 
 def _check_json(path: Path) -> None:
     try:
-        json.loads(path.read_bytes())
+        regular.read_json(path)
     except OSError as error:
         raise cannot_open(error, path) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Corrupt(f"{path}: is not valid JSON: {error}") from error

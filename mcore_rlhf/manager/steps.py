@@ -16,7 +16,7 @@ from typing import Literal
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
-from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.paths import local_path, storage_error
 
 from .quarantine import quarantine as quarantine
 from .quarantine import reason_of
@@ -32,7 +32,10 @@ a manifest, but that is not so, or the folder cannot be read. ``foreign``: no ma
 them. ``partial``: being written or deleted, or left behind, or nothing that is known."""
 
 _NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
-_FOREIGN = ("latest_checkpointed_iteration.txt", "latest", "latest_universal", "dcp_checkpoint", "model_state_dict")
+_FOREIGN = (
+    "latest_checkpointed_iteration.txt", "latest", "latest_universal", "dcp_checkpoint", "model_state_dict", "dist_ckpt",
+    "local_shard_checkpoint",
+)  # fmt: skip
 _FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
 
 
@@ -66,6 +69,11 @@ class Step:
     def resumable(self) -> bool:
         """Whether it is committed and nobody said to leave it alone."""
         return self.state == "committed" and not self.quarantined
+
+    def describe(self) -> str:
+        """``global_step_50 is damaged (manifest.json is missing)``."""
+        why = f"in quarantine: {self.quarantined}" if self.quarantined else self.why
+        return f"{self.path.name} is {self.state}" + (f" ({why})" if why else "")
 
 
 def listed(root: Path) -> list[Step]:
@@ -115,12 +123,20 @@ def newest(root: Path) -> Step | None:
     Raises:
         CheckpointError: See :func:`listed`.
     """
+    return next((step for step in newest_first(root) if step.resumable), None)
+
+
+def newest_first(root: Path) -> Iterator[Step]:
+    """The visible steps of a root, newest first, each looked at when it is asked for.
+
+    Raises:
+        CheckpointError: See :func:`listed`.
+    """
     visible = [(number, path) for number, path in _folders(root) if not is_hidden(path)]
     for number, path in sorted(visible, reverse=True):
         step = _describe(number, path)
-        if step is not None and step.resumable:
-            return step
-    return None
+        if step is not None:
+            yield step
 
 
 def is_committed(folder: Path) -> bool:
@@ -174,7 +190,7 @@ def _age(step: Step) -> tuple[int, bool, str]:
 def _folders(root: Path) -> Iterator[tuple[int, Path]]:
     """Numbers and folders of all steps, in no order."""
     try:
-        names = os.listdir(root)
+        names = os.listdir(local_path(root))
     except FileNotFoundError:
         return
     except NotADirectoryError:
@@ -224,7 +240,7 @@ def _visible(number: int, path: Path) -> Step:
 def _without_manifest(number: int, path: Path) -> Step:
     roles, nbytes, changed, quarantined = _role_folders(path), size_of(path), _changed(path), reason_of(path)
     if any(looks_foreign(folder) for folder in (path, *(path / role for role in roles))):
-        why = f"has no {MANIFEST}: another trainer's step; check it and give it one: mcore-rlhf adopt {path}"
+        why = f"has no {MANIFEST}: another trainer's step"
         return Step(number, path, "foreign", nbytes, roles, changed, why, quarantined=quarantined)
     what = "holds nothing that is known" if any(path.iterdir()) else "is empty"
     why = f"has no {MANIFEST} and {what}"
@@ -244,6 +260,17 @@ def _problem(folder: Path, manifest: Manifest, number: int) -> str:
 
 def _comparable(manifest: Manifest) -> dict[str, float]:
     return {name: value for name, value in metrics_of(manifest).items() if not math.isnan(value)}
+
+
+def live_of(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """How much state every role held when the step was saved: ``tensors`` and ``bytes``, by role; empty in older manifests."""
+    stored = manifest.report.get("live")
+    roles = stored.items() if isinstance(stored, Mapping) else ()
+    return {
+        str(role): {key: int(figures[key]) for key in ("tensors", "bytes")}
+        for role, figures in roles
+        if isinstance(figures, Mapping) and all(type(figures.get(key)) is int for key in ("tensors", "bytes"))
+    }
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:

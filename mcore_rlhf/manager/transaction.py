@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
-from mcore_rlhf.storage.publish import Publication
+from mcore_rlhf.storage.publish import Publication, replace_text
 from mcore_rlhf.storage.staging import Places, new_transaction
 
 from .mailbox import Mailbox, Stopped
@@ -34,26 +37,45 @@ class Part:
     Args:
         files: By path relative to the step's folder.
         roles: ``{"role", "format", "parallel"}`` of the models that this rank speaks for.
-        report: Further values for the manifest's report; the coordinator's win.
+        live: By role, how much live state the step holds; the same from every rank of a world.
+        contributed: Bytes that this rank put into files of others, by path.
+        taken: Bytes that this rank found in its own files from others, by path.
     """
 
     files: Mapping[str, FileEntry]
     roles: tuple[Mapping[str, str], ...] = ()
-    report: Mapping[str, object] = field(default_factory=dict)
+    live: Mapping[str, object] = field(default_factory=dict)
+    contributed: Mapping[str, int] = field(default_factory=dict)
+    taken: Mapping[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
         files = {path: [entry.nbytes, entry.crc32] for path, entry in self.files.items()}
-        return {"files": files, "roles": [dict(role) for role in self.roles], "report": dict(self.report)}
+        named = {name: dict(getattr(self, name)) for name in ("live", "contributed", "taken")}
+        return {"files": files, "roles": [dict(role) for role in self.roles], **named}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, object]) -> Part:
+    def from_json(cls, content: Mapping[str, Any]) -> Part:
         """:meth:`as_json` read the other way."""
-        files, roles, report = content["files"], content["roles"], content["report"]
-        assert isinstance(files, dict)
-        assert isinstance(roles, list)
-        assert isinstance(report, dict)
-        return cls({path: FileEntry(*entry) for path, entry in files.items()}, tuple(roles), report)
+        files = {path: FileEntry(*entry) for path, entry in content["files"].items()}
+        return cls(files, tuple(content["roles"]), content["live"], content["contributed"], content["taken"])
+
+
+def refuse_untaken(parts: Iterable[Part]) -> None:
+    """See that what ranks put into each other's files is what the files' owners found: the rest would read as zeros.
+
+    Raises:
+        Incomplete: Bytes were put into a file, and its owner did not expect them.
+    """
+    given, taken, problems = Counter[str](), Counter[str](), Problems()
+    for part in parts:
+        given.update(part.contributed)
+        taken.update(part.taken)
+    for path in sorted(given | taken):
+        if given[path] != taken[path]:
+            text = f"{path}: other ranks put {given[path]} bytes into it, and its owner took {taken[path]}"
+            problems.add(Incomplete, text, "The step is not committed. Do all ranks agree on the layout?")
+    problems.raise_if_any()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +173,7 @@ class Transaction:
         end = time.monotonic() + self.timeout
         while not (self.folder / PARTS).is_dir():
             if self._word.exists():
-                raise Stopped(
-                    f"the save was given up by the coordinating rank: {self._word.read_text(encoding='utf-8')}"
-                )
+                raise Stopped(f"the save was given up by the coordinating rank: {regular.read_text(self._word)}")
             if time.monotonic() > end:
                 raise Incomplete(
                     f"{self.folder}: the coordinating rank did not start the save within {self.timeout:g} s"
@@ -207,9 +227,9 @@ class Transaction:
         """
         if self._publication is not None:
             publication, self._publication = self._publication, None
-            with suppress(OSError):
+            with suppress(CheckpointError):
                 if word:
-                    self._word.write_text(word, encoding="utf-8")
+                    replace_text(self._word, word, fsync=False)
             with suppress(CheckpointError):
                 publication.__exit__(None, None, None)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.errors import Corrupt, NotACheckpoint
+from mcore_rlhf.errors import Corrupt, UsageError
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.paths import local_path
 
 from . import steps
+from .chosen_step import ChosenStep, choose
 from .step_names import RESERVED
 
 
@@ -25,6 +27,7 @@ class WholeStep:
         models: Role → folder, for models in a format that is known.
         others: Files of everything else, relative to the step's folder: data, RLHF state, random states, and roles in formats
             that cannot be converted.
+        chosen: How it was found in a root; None where the path is the step's own.
     """
 
     folder: Path
@@ -32,43 +35,52 @@ class WholeStep:
     manifest: Manifest | None
     models: Mapping[str, Path]
     others: tuple[str, ...]
+    chosen: ChosenStep | None = None
 
 
-def whole_step(path: Path, step: int | None = None) -> WholeStep | None:
-    """The step that a path means: the folder of a step, or the root of a run.
+def whole_step(path: Path) -> WholeStep | None:
+    """The step that a folder is, whatever it holds; None where it is something else, such as a single model.
+
+    Raises:
+        Corrupt: The step is damaged; what is wrong is said.
+    """
+    path = local_path(path)
+    return _opened(path) if _is_step(path) and path.is_dir() and not _is_model(path) else None
+
+
+def chosen_step(
+    path: Path, step: int | None = None, *, newest_intact: bool = False, progress: Callable[[int], None] | None = None
+) -> ChosenStep | None:
+    """The step that the root of a run means; None where the path is no root.
 
     Args:
         path: Any path.
-        step: Which step of a root; without it, the newest that is committed.
-
-    Returns:
-        The step; None where the path is something else, such as a single model.
+        step, newest_intact, progress: See :func:`~.chosen_step.choose`.
 
     Raises:
-        NotACheckpoint: The root has no such step, or no committed one.
-        Corrupt: The step is damaged; what is wrong is said.
+        UsageError: ``newest_intact``, and the path is no root.
+        CheckpointError: See :func:`~.chosen_step.choose`.
     """
-    if any(known.detect(path) for known in FORMATS) or not path.is_dir():
-        return None
-    if steps.step_of(path) is not None or (path / steps.MANIFEST).is_file():
-        return _opened(path)
-    if not any(steps.step_of(child) is not None for child in path.iterdir()):
-        return None
-    return _opened(_chosen(path, step))
+    path = local_path(path)
+    if _is_root(path):
+        return choose(path, step, newest_intact=newest_intact, progress=progress)
+    if newest_intact:
+        raise UsageError(f"--newest-intact chooses one of several steps, and {path} is not the root of a run")
+    return None
 
 
-def _chosen(root: Path, step: int | None) -> Path:
-    if step is not None:
-        folder = steps.step_folder(root, step)
-        if not folder.is_dir():
-            raise NotACheckpoint(f"{folder}: does not exist\nmcore-rlhf steps {root} lists the steps.")
-        return folder
-    newest = steps.newest(root)
-    if newest is None:
-        raise NotACheckpoint(
-            f"{root}: no committed step in it\nmcore-rlhf steps {root} says what is there; name one with --step N."
-        )
-    return newest.path
+def _is_root(path: Path) -> bool:
+    if not path.is_dir() or _is_step(path) or _is_model(path):
+        return False
+    return any(steps.step_of(child) is not None for child in path.iterdir())
+
+
+def _is_step(path: Path) -> bool:
+    return steps.step_of(path) is not None or (path / steps.MANIFEST).is_file()
+
+
+def _is_model(path: Path) -> bool:
+    return any(known.detect(path) for known in FORMATS)
 
 
 def _opened(folder: Path) -> WholeStep | None:
@@ -81,7 +93,7 @@ def _opened(folder: Path) -> WholeStep | None:
     models = {
         child.name: child
         for child in sorted(folder.iterdir())
-        if child.is_dir() and child.name not in RESERVED and any(known.detect(child) for known in FORMATS)
+        if child.is_dir() and child.name not in RESERVED and _is_model(child)
     }
     number = steps.step_of(folder)
     if number is None and manifest is not None:

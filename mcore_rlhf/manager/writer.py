@@ -66,6 +66,8 @@ class RankWriter:
     fsync: bool = True
     advance: Callable[[int], None] = lambda nbytes: None
     written: dict[str, FileEntry] = field(default_factory=dict)
+    contributed: dict[str, int] = field(default_factory=dict)
+    taken_from_others: dict[str, int] = field(default_factory=dict)
 
     def write(self, files: Sequence[StepFile]) -> dict[str, FileEntry]:
         """Write the shares of all files.
@@ -156,7 +158,7 @@ class RankWriter:
         offsets = self.mailbox.take_json(f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
         path = self.folder / file.path
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise storage_error(error, path, "open") from error
         try:
@@ -171,6 +173,7 @@ class RankWriter:
             raise storage_error(error, path, "write") from error
         finally:
             os.close(fd)
+        self.contributed[file.path] = sum(piece.nbytes for piece in pieces)
         told = [[piece.label, piece.byte_offset, piece.nbytes, piece.crc32] for piece in pieces]
         self.mailbox.post_json(f"pieces-{_short(file.path)}-{self.rank}", {"pieces": told})
 
@@ -188,7 +191,10 @@ class RankWriter:
         for rank in file.live.writers[1:]:
             told = self.mailbox.take_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
             assert isinstance(told, list)
-            pieces += [Piece(*piece) for piece in told]
+            theirs = [Piece(*piece) for piece in told]
+            pieces += theirs
+            taken = self.taken_from_others.get(file.path, 0)
+            self.taken_from_others[file.path] = taken + sum(piece.nbytes for piece in theirs)
         by_key: dict[str, list[Piece]] = {}
         for piece in pieces:
             by_key.setdefault(file.live.labels.get(piece.label, piece.label), []).append(piece)

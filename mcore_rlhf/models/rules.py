@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
+from mcore_rlhf.errors import UsageError, shown
 
 from .spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition
 
@@ -64,7 +65,9 @@ def read_rules(path: Path) -> Rules:
     import yaml
 
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = _text(path)
+        check_yaml(text)
+        document = yaml.safe_load(text)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot read the rules: {error.strerror}\nGive --rules the path of a YAML file."
@@ -77,11 +80,21 @@ def read_rules(path: Path) -> Rules:
     return Rules(tuple(_rule(path, number, entry) for number, entry in enumerate(entries, 1)))
 
 
+def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file\nGive --rules the path of a YAML file.")
+    with path.open("rb") as file:
+        data = file.read(MAX_NBYTES + 1)
+    if len(data) > MAX_NBYTES:
+        raise UsageError(f"{path}: has more than {MAX_NBYTES:,} bytes, which no rules need")
+    return data.decode("utf-8")
+
+
 def _rule(path: Path, number: int, entry: object) -> Rule:
     where = f"{path}, rule {number}"
     if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
-        raise UsageError(f"{where}: expected a mapping with a 'pattern', found {entry!r}")
-    unknown = sorted(set(entry) - {"pattern", "partition", "wd_mult", "trainable"})
+        raise UsageError(f"{where}: expected a mapping with a 'pattern', found {shown(entry)}")
+    unknown = sorted(map(str, set(entry) - {"pattern", "partition", "wd_mult", "trainable"}))
     if unknown:
         raise UsageError(f"{where}: unknown {', '.join(unknown)}; known: pattern, partition, wd_mult, trainable")
     trainable, wd_mult = entry.get("trainable"), entry.get("wd_mult")
@@ -99,4 +112,4 @@ def _partition(where: str, value: object) -> Partition | None:
         dim, blocks = value["dim"], value.get("blocks", 1)
         if type(dim) is int and type(blocks) is int and dim >= 0 and blocks >= 1:
             return Partition(dim, blocks)
-    raise UsageError(f"{where}: partition {value!r} is not one of {', '.join(_NAMED)} or {{dim: N, blocks: N}}")
+    raise UsageError(f"{where}: partition {shown(value)} is not one of {', '.join(_NAMED)} or {{dim: N, blocks: N}}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import DType
@@ -90,3 +91,7 @@ class ModelSpec:
     def get(self, name: str) -> ParamSpec | None:
         """The parameter of that global name, or None."""
         return self._index.get(name)
+
+    def having(self, params: Iterable[ParamSpec]) -> ModelSpec:
+        """The same model with other parameters."""
+        return replace(self, params=tuple(params), _index={})

@@ -11,12 +11,14 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from . import regular
 from .checksum import crc32
 from .paths import cannot_open, inside
 
@@ -100,12 +102,12 @@ class Manifest:
             NotACheckpoint: It is JSON, but not a manifest of ours.
             Unsupported: A newer version wrote it, or it has fields that are not known; they are named.
             Incomplete: Fields are missing; they are named.
-            Corrupt: It is not JSON, it is not what its own checksum says, or a field has the wrong type.
+            Corrupt: It is not JSON, it is not what its own checksum says, or it has none and a field has the wrong type.
         """
         try:
-            content = json.loads(text)
+            content = regular.parse_json(text)
             _check_own(content, where)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise Corrupt(f"{where}: the manifest is not valid JSON: {error}.\nUse an older step.") from error
         _check_fields(content, where)
         try:
@@ -115,7 +117,8 @@ class Manifest:
             report = {**content.get("report", {})}
             return cls(files, parts=parts, provenance={**content["provenance"]}, report=report, **kept)
         except (TypeError, KeyError, AttributeError) as error:
-            raise Corrupt(f"{where}: a field of the manifest has the wrong form: {error!r}.") from error
+            kind = Unsupported if CHECKSUM in content else Corrupt  # one that is as it was written is another release's
+            raise kind(f"{where}: a field of the manifest has the wrong form: {error!r}.") from error
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -127,7 +130,7 @@ class Manifest:
             CheckpointError: See :meth:`from_json`.
         """
         try:
-            text = path.read_bytes()
+            text = regular.read_bytes(path)
         except OSError as error:
             raise cannot_open(error, path) from error
         return cls.from_json(text, str(path))
@@ -150,9 +153,9 @@ def _check_own(content: object, where: str) -> None:
 def is_newer(path: Path) -> bool:
     """Whether a manifest is sound, and of a version that this release cannot read."""
     try:
-        content = json.loads(path.read_bytes())
+        content = regular.read_json(path)
         _check_own(content, str(path))
-    except (OSError, ValueError, RecursionError, Corrupt):
+    except (OSError, ValueError, Corrupt):
         return False
     version = content.get("version") if isinstance(content, dict) and content.get("format") == FORMAT else None
     return type(version) is int and version > VERSION
@@ -182,7 +185,8 @@ def _check_fields(content: Any, where: str) -> None:
     if unknown:
         raise Unsupported(f"{where}: the manifest has fields that are not known: {', '.join(unknown)}.")
     if missing:
-        raise Incomplete(f"{where}: the manifest lacks the fields {', '.join(missing)}.")
+        kind = Unsupported if CHECKSUM in content else Incomplete
+        raise kind(f"{where}: the manifest lacks the fields {', '.join(missing)}.")
 
 
 def _entry(entry: Mapping[str, Any]) -> FileEntry:
@@ -192,15 +196,21 @@ def _entry(entry: Mapping[str, Any]) -> FileEntry:
     return FileEntry(nbytes, crc)
 
 
+JOB: ContextVar[str | None] = ContextVar("JOB", default=None)
+"""What :func:`~.once.once` knows its own work by."""
+
+
 def provenance(**more: Any) -> dict[str, Any]:
     """Versions of this library, torch and Python, and the time (UTC). ``more`` is added: a git revision, a
     config's hash.
     """
+    job = JOB.get()
     return {
         "mcore_rlhf": __version__,
         "torch": _version("torch"),
         "python": platform.python_version(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **({} if job is None else {"job": job}),
         **more,
     }
 
@@ -263,7 +273,7 @@ def crc_of_file(path: Path, progress: Callable[[int], None] = lambda nbytes: Non
     """
     piece, crc = memoryview(bytearray(_PIECE_NBYTES)), 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with regular.opened(path) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while count := file.readinto(piece):

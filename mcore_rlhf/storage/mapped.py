@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import StorageError
 from .paths import cannot_open, inside, storage_error
+from .regular import open_regular
 
 _PAGE = mmap.PAGESIZE
 _MADV_DONTNEED = 4
@@ -44,7 +45,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path)
         except OSError as error:
             raise cannot_open(error, path) from error
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path, PurePosixPath
 
-from ..errors import NotACheckpoint, StorageError, Untrusted
+from ..errors import NotACheckpoint, StorageError, Untrusted, UsageError
+from .regular import NotRegular
 
 _ADVICE = {
     errno.ENOSPC: "Free some space, or choose a target on another disk.",
@@ -19,6 +21,39 @@ _ADVICE = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ESTALE: "The network file system lost the file; mount it again.",
 }
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+"""A URL, also one that ``Path`` made ``s3:/bucket`` of; a scheme has two letters at least, so ``C:/`` is none."""
+
+
+def local_path(given: str | os.PathLike[str]) -> Path:
+    """A path that a user named, which is not a URL: as a path it would mean a folder called ``s3:`` in the current one.
+
+    The one place that knows which paths there are: everything that takes one from a user asks here.
+
+    Args:
+        given: A source, a target, a root, or a file beside one.
+
+    Raises:
+        UsageError: It is a URL.
+    """
+    text = os.fspath(given)
+    scheme = _URL.match(text)
+    if scheme is None:
+        return Path(text)
+    url = f"{scheme[1]}://{text[scheme.end() :]}"
+    if scheme[1].lower() == "file":
+        raise UsageError(f"{url}: is a URL, but a path is expected\nLeave out the file:// in front of it.")
+    raise UsageError(
+        f"{url}: is a URL, and only folders of mounted file systems are read and written\n"
+        f"Copy it to a local folder first or afterwards, or mount it. A folder that is really called {scheme[1]}: is named by "
+        "its absolute path."
+    )
+
+
+def real_path(path: Path) -> Path:
+    """Where a path leads, with all links followed; a link to itself leads to itself, where ``Path.resolve`` raises RuntimeError."""
+    return Path(os.path.realpath(path))
 
 
 def inside(root: Path, name: str, *, follow_links: bool = True) -> Path:
@@ -42,9 +77,9 @@ def inside(root: Path, name: str, *, follow_links: bool = True) -> Path:
             "Such a name can reach foreign files; do not use this checkpoint unless you trust its source."
         )
     path = root.joinpath(*parts)
-    if not follow_links and not path.resolve().is_relative_to(root.resolve()):
+    if not follow_links and not real_path(path).is_relative_to(real_path(root)):
         raise Untrusted(
-            f"{root}: {name!r} is a symbolic link that leads out of the checkpoint, to {path.resolve()}.\n"
+            f"{root}: {name!r} is a symbolic link that leads out of the checkpoint, to {real_path(path)}.\n"
             "Replace the link by the file itself if you trust it."
         )
     return path
@@ -60,6 +95,7 @@ def storage_error(error: OSError, path: Path, doing: str, detail: str = "") -> S
         detail: More facts, such as the bytes needed and free.
     """
     reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = str(error.strerror) if isinstance(error, NotRegular) else reason
     text = f"{path}: cannot {doing}: {reason}" + (f" ({detail})" if detail else "")
     advice = _ADVICE.get(error.errno or 0, "")
     return StorageError(f"{text}\n{advice}" if advice else text)

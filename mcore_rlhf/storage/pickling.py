@@ -8,6 +8,7 @@ unpickler accepts.
 
 from __future__ import annotations
 
+import argparse
 import copyreg
 import io
 import pickle
@@ -21,7 +22,7 @@ from ..core.catalog import Record
 from ..core.dtype import DType, dtype_of
 from ..errors import CheckpointError, Unsupported
 from .stored import StoredTensor
-from .stubs import Stub, StubType
+from .stubs import Namespace, Stub, StubType
 
 if TYPE_CHECKING:
     import torch
@@ -265,6 +266,20 @@ class _Pickler(_PythonPickler):
             new: Any = copyreg.__newobj__  # type: ignore[attr-defined]  # missing in typeshed
             self.save_reduce(new, (cls, *stub.stub_args), stub.stub_state, lists, dicts, obj=stub)
 
+    def _save_namespace(self, space: Namespace) -> None:
+        """As the real ``argparse.Namespace``."""
+
+        def write(space: Namespace) -> None:
+            self.save(argparse.Namespace)
+            self.save(())
+            self.write(pickle.NEWOBJ)
+            self.memoize(space)
+            if vars(space):
+                self.save(vars(space))
+                self.write(pickle.BUILD)
+
+        self._once(space, write)
+
     def _save_stub_class(self, cls: StubType) -> None:
         def write(cls: StubType) -> None:
             self.write(pickle.GLOBAL + f"{cls.__module__}\n{cls.__name__}\n".encode())
@@ -292,5 +307,6 @@ class _Pickler(_PythonPickler):
 
     _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
         StoredTensor: _save_tensor, StubType: _save_stub_class, set: _save_set, frozenset: _save_set,
+        Namespace: _save_namespace,
     }  # fmt: skip
     dispatch: ClassVar[dict[type, Any]] = {**_PythonPickler.dispatch, type: save_global}

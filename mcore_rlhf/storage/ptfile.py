@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Corrupt
+from . import regular
 from .checksum import crc32
 from .paths import cannot_open, inside
-from .resolve import Resolver
+from .resolve import read_tree
 from .stored import StoredTensor as StoredTensor
 from .stored import map_tensors
 from .torchzip import Directory, read_directory
-from .unpickle import unpickle
 
 if TYPE_CHECKING:
     import torch
@@ -102,10 +102,7 @@ def read_pt(root: Path, file: str, *, stubs: Collection[str] = ()) -> PtFile:
     """
     path = inside(root, file)
     directory = read_directory(path)
-    keys = [name.removeprefix("data/") for name in directory.members if name.startswith("data/")]
-    unpickled = unpickle(directory.read("data.pkl"), keys, str(path), stubs)
-    tree = Resolver(file, directory, unpickled).resolve_root()
-    return PtFile(root, file, tree, directory)
+    return PtFile(root, file, read_tree(directory.read("data.pkl"), file, directory, stubs), directory)
 
 
 def _read(path: Path, byte_offset: int, nbytes: int) -> bytearray:
@@ -113,7 +110,7 @@ def _read(path: Path, byte_offset: int, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
     view, at = memoryview(data), 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with regular.opened(path) as file:
             while at < nbytes:
                 count = os.preadv(file.fileno(), [view[at:]], byte_offset + at)
                 if not count:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 from ..errors import StorageError, UsageError
+from . import regular
 from .manifest import Manifest
-from .paths import human, storage_error
+from .paths import human, local_path, real_path, storage_error
 from .staging import MANIFEST_NAME, Lock, Places, new_transaction, recover, settle
 
 
@@ -48,9 +50,10 @@ class Publication:
     transaction: str = field(default_factory=new_transaction)
     recovered: list[str] = field(default_factory=list)
     _lock: Lock | None = None
+    _made: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        self.target = Path(os.path.abspath(self.target))
+        self.target = Path(os.path.abspath(local_path(self.target)))
 
     @property
     def staging(self) -> Path:
@@ -68,6 +71,7 @@ class Publication:
             StorageError: The target exists and may not be replaced, or the folder cannot be made.
         """
         try:
+            self._made = tuple(path for path in self.target.parents if not path.exists())
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.recovered = recover(self.target, self.manifest_name)
             self._check_target()
@@ -123,7 +127,7 @@ class Publication:
     def _check_target(self) -> None:
         target = self.target
         if target.is_symlink():
-            raise StorageError(f"{target}: is a symbolic link.\nGive the folder it points to: {target.resolve()}")
+            raise StorageError(f"{target}: is a symbolic link.\nGive the folder it points to: {real_path(target)}")
         if target.exists() and not target.is_dir():
             raise StorageError(f"{target}: is a file; a folder is to be written there.\nChoose another name.")
         if not target.is_dir() or not any(target.iterdir()):
@@ -138,14 +142,16 @@ class Publication:
 
     def _clean_up(self) -> None:
         """Settle what this transaction left, whether it was committed or not, then let the lock go."""
-        if self._lock is None:
-            return
-        try:
-            settle(self._places, self.manifest_name)
-            self._lock.release()
-        except OSError:
-            self._lock.let_go()  # the file stays, so that the next start cleans up
-        self._lock = None
+        if self._lock is not None:
+            try:
+                settle(self._places, self.manifest_name)
+                self._lock.release()
+            except OSError:
+                self._lock.let_go()  # the file stays, so that the next start cleans up
+            self._lock = None
+        for folder in self._made:  # made for the target, and empty where that is not there
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:
@@ -161,7 +167,7 @@ def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:
     """
     aside = path.with_name(f".{path.name}.tmp-{new_transaction()}")
     try:
-        aside.write_bytes(text.encode("utf-8"))
+        regular.write_new(aside, text.encode("utf-8"))
         if fsync:
             _sync(aside, os.O_RDONLY)
         os.replace(aside, path)
@@ -220,9 +226,9 @@ def refuse_overlap(source: Path, target: Path) -> None:
     """Refuse a target that is the source, lies in it or holds it: links are followed.
 
     Raises:
-        UsageError: They overlap.
+        UsageError: They overlap, or one is a URL.
     """
-    real_source, real_target = source.resolve(), target.resolve()
+    real_source, real_target = real_path(local_path(source)), real_path(local_path(target))
     if real_source == real_target:
         raise UsageError(f"{target}: source and target are the same folder.\nChoose another target.")
     if real_target.is_relative_to(real_source):

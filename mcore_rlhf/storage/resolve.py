@@ -1,186 +1,251 @@
-"""From what torch unpickled without data to the tree that was saved: stored tensors, numpy arrays, stubs."""
+"""From what was unpickled to the tree that was saved: stored tensors, arrays, containers, stubs.
+
+The result holds no cycles, is no deeper than :data:`MAX_DEPTH`, and is not much larger than the pickle even when every reference is
+followed, so that whoever walks it later need not remember where it has been.
+"""
 
 from __future__ import annotations
 
-import argparse
-import io
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
 
 from ..core.catalog import Record
 from ..core.dtype import dtype_of
-from ..errors import CheckpointError, Corrupt, Unsupported
-from .standins import PickledArray, PickledDtype, PickledScalar
+from ..errors import Corrupt, Unsupported, Untrusted
+from .meanings import STORAGES, Unfit, class_value, meaning_of, shape_of
+from .pickle_scan import MAX_KEYS_WEIGHT
 from .stored import StoredTensor
 from .stubs import Stub, StubType
 from .torchzip import Directory
-from .unpickle import Unpickled
+from .unpickle import ADVICE, PLAIN, Storage, Vocabulary, unpickle
 
-if TYPE_CHECKING:
-    import torch
+MAX_DEPTH = 64
+_VALUES = 1_000_000
+_VALUES_PER_BYTE = 16
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+_BUSY = object()
 
-
-class _Found(Exception):
-    """A message on its way to where the path in the tree is known."""
-
-    def __init__(self, kind: type[CheckpointError], what: str) -> None:
-        super().__init__(what)
-        self.kind, self.keys = kind, [""]
+Subclass = Callable[["Resolver", str, tuple[Any, ...], Any], Any]
+"""Makes a value of a tensor of another class than torch's: name of the class, arguments of its function, state."""
 
 
-@dataclass(slots=True)
+def read_tree(
+    data: bytes,
+    file: str,
+    directory: Directory,
+    stubs: Collection[str] = (),
+    vocabulary: Vocabulary = PLAIN,
+    subclass: Subclass | None = None,
+) -> Any:
+    """The object that a pickle inside a zip of torch's holds. No byte of a tensor is read, and nothing of the pickle is run.
+
+    Args:
+        data: The pickle.
+        file: Path of the zip's file, relative to the checkpoint's root.
+        directory: The zip's records.
+        stubs: Full names of classes to load as stubs, besides those of the known frameworks.
+        vocabulary: What else is known in this kind of file.
+        subclass: What becomes of tensors of other classes; without it they are refused.
+
+    Raises:
+        Untrusted: It asks for classes or functions that are not allowed, or for more memory or time than an honest file.
+        Incomplete: It is cut off.
+        Corrupt: It cannot be read, or a tensor or array in it contradicts itself or the file.
+        Unsupported: Something in it is not supported; says what and where.
+    """
+    tree = unpickle(data, str(directory.path), stubs, vocabulary)
+    return Resolver(file, directory, _VALUES + _VALUES_PER_BYTE * len(data), subclass).root(tree)
+
+
 class Resolver:
-    """Replaces meta tensors by stored ones and stand-ins by real objects, in place where containers are ours
-    to change.
+    """Replaces stubs whose meaning is known by values; the same result for the same object, so that sharing is kept.
+
+    Args:
+        file: The file's path relative to the checkpoint's root, for records.
+        directory: The records of the file.
+        budget: How many values may be met, those in shared objects as often as they are referred to.
+        subclass: See :func:`read_tree`.
     """
 
-    file: str
-    directory: Directory
-    unpickled: Unpickled
-    records: dict[tuple[str, Any], Record] = field(default_factory=dict)
-    done: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    __slots__ = ("_budget", "_depth", "_directory", "_done", "_file", "_keys", "_path", "_records", "_subclass")
 
-    def resolve_root(self) -> Any:
-        """The tree that was saved.
+    def __init__(self, file: str, directory: Directory, budget: int, subclass: Subclass | None = None) -> None:
+        self._file, self._directory, self._budget, self._subclass = file, directory, budget, subclass
+        self._keys, self._depth = MAX_KEYS_WEIGHT, 0
+        self._records: dict[tuple[str, str], Record] = {}
+        self._done: dict[int, tuple[Any, Any, int]] = {}
+        self._path: list[Any] = []
+
+    def root(self, tree: Any) -> Any:
+        """The whole tree.
 
         Raises:
-            Corrupt: A tensor or array contradicts itself or the file.
-            Unsupported: Something in it is not supported; says what and where.
+            CheckpointError: See :func:`read_tree`.
         """
         try:
-            return self.resolve(self.unpickled.tree)
-        except _Found as found:
-            where = ".".join(key for key in reversed(found.keys) if key)
-            raise found.kind(f"{self.directory.path}: {where or 'the saved object'} is {found}.") from None
-        except RecursionError:
-            raise Unsupported(
-                f"{self.directory.path}: the saved object is nested too deeply, or holds itself."
-            ) from None
+            return self.resolve(tree)
+        except Unfit as unfit:
+            path = [str(key)[:100] for key in self._path]
+            where = ".".join(path if len(path) <= 10 else [*path[:8], "…", path[-1]])
+            advice = f"\n{ADVICE}" if unfit.kind is Corrupt else ""
+            raise unfit.kind(f"{self._directory.path}: {where or 'the saved object'} is {unfit}.{advice}") from None
+
+    def charge(self, count: int) -> None:
+        """Count values that are met or copied.
+
+        Raises:
+            Unfit: There are more than an honest file has.
+        """
+        self._budget -= count
+        if self._budget < 0:
+            raise Unfit(Untrusted, "part of an object that refers to itself so often that it would fill the memory")
 
     def resolve(self, value: Any) -> Any:
-        """One object of the tree; the same result for the same object, so that sharing is kept."""
-        kind = type(value)
-        if kind in _LEAVES:
+        """One object of the tree.
+
+        Raises:
+            Unfit: It, or something in it, is wrong or not supported.
+        """
+        if type(value) in _LEAVES:
             return value
-        known = self.done.get(id(value))
+        known = self._done.get(id(value))
         if known is not None:
+            if known[1] is _BUSY:
+                raise Unfit(Unsupported, "an object that holds itself")
+            self.charge(known[2])
             return known[1]
-        if kind in _IN_PLACE and id(value) not in self.unpickled.containers.marks:
-            self.done[id(value)] = (value, value)  # before its content, which may hold it
-        result = self._resolved(value, kind)
-        self.done[id(value)] = (value, result)
+        if self._depth == MAX_DEPTH:
+            raise Unfit(Unsupported, f"nested too deeply: more than {MAX_DEPTH} levels")
+        self._done[id(value)] = (value, _BUSY, 0)
+        before = self._budget
+        self.charge(1)
+        self._depth += 1
+        result = self._resolved(value)
+        self._depth -= 1
+        self._done[id(value)] = (value, result, before - self._budget)
         return result
 
-    def _resolved(self, value: Any, kind: type) -> Any:
-        method = _METHODS.get(kind)
-        if method is not None:
-            return method(self, value)
+    def _resolved(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is dict:
+            return self._dict(value)
+        if kind is list:
+            return self._list(value)
+        if kind is tuple:
+            items = self._list(list(value))
+            return tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
         if isinstance(value, Stub):
             return self._stub(value)
-        return self._other(value)
+        if kind is set or kind is frozenset:
+            items = self._list(list(value))
+            return self.hashed(items, lambda: kind(items))
+        if kind is StubType:
+            return class_value(value)
+        name = value.type_name if isinstance(value, Storage) else kind.__name__
+        raise Unfit(Unsupported, f"an object of the type {name}")
 
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        keys = [self.resolve(key) for key in value]
-        items = [self._at(key, item) for key, item in zip(keys, value.values(), strict=True)]
-        value.clear()
-        for key, item in zip(keys, items, strict=True):  # not update(), with which a Counter would count
-            value[key] = item
-        if isinstance(value, OrderedDict):
-            self._dict(vars(value))
-        return self._marked(value)
-
-    def _list(self, value: list[Any]) -> Any:
-        value[:] = [self._at(index, item) for index, item in enumerate(value)]
-        return self._marked(value)
-
-    def _marked(self, value: Any) -> Any:
-        mark = self.unpickled.containers.marks.get(id(value))
-        return value if mark is None else mark.build(value)
-
-    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        items = tuple(self._at(index, item) for index, item in enumerate(value))
-        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
-
-    def _set(self, value: set[Any] | frozenset[Any]) -> Any:
-        return type(value)(self.resolve(item) for item in value)
-
-    def _namespace(self, value: argparse.Namespace) -> argparse.Namespace:
-        self._dict(vars(value))
+    def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        self.charge(len(value))
+        renamed = {}
+        for key, item in value.items():
+            if type(key) is not str and type(key) not in _LEAVES:
+                renamed[key] = self._at("a key", key)
+            if type(item) not in _LEAVES:
+                value[key] = self._at(key, item)  # no new key: the dictionary keeps its order and size
+        if any(new is not old for old, new in renamed.items()):
+            made: dict[Any, Any] = {}
+            fill = partial(made.update, ((renamed.get(key, key), item) for key, item in value.items()))
+            self.hashed(list(renamed.values()), fill)
+            return made
         return value
 
-    def _stub(self, value: Stub) -> Stub:
-        value.stub_args = self._tuple(value.stub_args)
-        value.stub_state = self.resolve(value.stub_state)
+    def _list(self, value: list[Any]) -> list[Any]:
+        self.charge(len(value))
+        for index, item in enumerate(value):
+            if type(item) not in _LEAVES:
+                value[index] = self._at(index, item)
         return value
-
-    def _numpy(self, value: Any) -> Any:
-        try:
-            return value.resolve(self.resolve) if isinstance(value, PickledArray) else value.resolve()
-        except CheckpointError as error:
-            raise _Found(type(error), str(error)) from error
 
     def _at(self, key: Any, value: Any) -> Any:
-        try:
-            return self.resolve(value)
-        except _Found as found:
-            found.keys.append(str(key))
-            raise
+        self._path.append(key)
+        result = self.resolve(value)
+        self._path.pop()
+        return result
 
-    def _other(self, value: Any) -> Any:
-        """Tensors, and the few other objects of torch."""
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, torch.dtype | torch.device | torch.Size):
-            return value
-        stub = getattr(value, "stub", value) if isinstance(value, type) else None
-        if isinstance(stub, StubType):
+    def _stub(self, stub: Stub) -> Any:
+        meaning = meaning_of(type(stub).stub_name)
+        if meaning is None:
+            stub.stub_args = tuple(self._list(list(stub.stub_args)))
+            stub.stub_state, stub.stub_items = self.resolve(stub.stub_state), self.resolve(stub.stub_items)
             return stub
-        raise _Found(Unsupported, f"an object of the type {type(value).__module__}.{type(value).__name__}")
+        if (stub.stub_state is not None and not meaning.state) or (stub.stub_items is not None and not meaning.items):
+            raise Unfit(Unsupported, f"a {type(stub).stub_name} with a state or items of its own")
+        return meaning.build(self, stub)
 
-    def _tensor(self, tensor: torch.Tensor) -> StoredTensor:
-        import torch
+    def hashed(self, keys: list[Any], build: Callable[[], Any]) -> Any:
+        """Build a container that hashes these values.
 
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            raise _Found(Unsupported, "a sparse, quantized or lazily negated tensor; save it as a plain one")
-        offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        key = self.unpickled.keys.get(offset) if isinstance(offset, int) else None
-        if key is None:
-            raise _Found(Unsupported, "a tensor without stored data (saved on the meta device, or a wrapper)")
-        stored = StoredTensor(
-            self._record(key, tensor.dtype),
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tensor.stride(),
-        )
-        if stored.stop > stored.record.numel or stored.start < 0:
-            raise _Found(Corrupt, f"a tensor that ends at element {stored.stop} of a storage of {stored.record.numel}")
+        Raises:
+            Unfit: They cannot be hashed, or not in a time that is worth it.
+        """
+        self._keys -= sum(_weight(key) for key in keys if type(key) in (tuple, frozenset))
+        if self._keys < 0:
+            raise Unfit(Untrusted, f"a container with tuples of more than {MAX_KEYS_WEIGHT} values as keys")
+        try:
+            return build()
+        except TypeError as error:
+            raise Unfit(Corrupt, f"a container of values that cannot be its keys: {error}") from None
+
+    def of_subclass(self, name: str, args: tuple[Any, ...], state: Any) -> Any:
+        """A tensor of another class than torch's own.
+
+        Raises:
+            Unfit: Nothing is known about it.
+        """
+        if self._subclass is None:
+            raise Unfit(Unsupported, f"a tensor of the class {name}; only plain tensors can be read here")
+        return self._subclass(self, name, args, state)
+
+    def tensor(self, storage: Any, start: Any, shape: Any, strides: Any, dtype: str | None = None) -> StoredTensor:
+        """A tensor, where it lies.
+
+        Args:
+            storage: Its :class:`~.unpickle.Storage`.
+            start: Its first element in it.
+            shape: Its shape.
+            strides: Its strides, in elements.
+            dtype: Its element type where that is not the storage's.
+
+        Raises:
+            Unfit: It contradicts itself or the file.
+        """
+        if not isinstance(storage, Storage):
+            raise Unfit(Corrupt, f"a tensor whose storage is a {type(storage).__name__}")
+        name = dtype if dtype is not None else STORAGES.get(storage.type_name, storage.type_name)
+        record = self._records.get((storage.key, name)) or self._record(storage, name)
+        sizes, steps = shape_of(shape), shape_of(strides)
+        if type(start) is not int or start < 0 or len(sizes) != len(steps):
+            raise Unfit(Corrupt, f"a tensor of {len(sizes)} dimensions with {len(steps)} strides that begins nowhere")
+        stored = StoredTensor(record, start, sizes, steps)
+        if stored.stop > record.numel:
+            raise Unfit(Corrupt, f"a tensor that ends at element {stored.stop} of a storage of {record.numel}")
         return stored
 
-    def _record(self, key: str, dtype: torch.dtype) -> Record:
-        known = self.records.get((key, dtype))
-        return known if known is not None else self._new_record(key, dtype)
-
-    def _new_record(self, key: str, dtype: torch.dtype) -> Record:
+    def _record(self, storage: Storage, name: str) -> Record:
         try:
-            kind = dtype_of(dtype)
+            dtype = dtype_of(name)
         except ValueError:
-            raise _Found(Unsupported, f"a tensor of the dtype {dtype}, which is not supported") from None
-        member = self.directory.members[f"data/{key}"]
-        numel, rest = divmod(member.nbytes, kind.itemsize)
+            raise Unfit(Unsupported, f"a tensor of the dtype {name}, which is not supported") from None
+        member = self._directory.members.get(f"data/{storage.key}")
+        if member is None:
+            raise Unfit(Corrupt, f"a tensor in the record 'data/{storage.key[:60]}', which the file does not have")
+        numel, rest = divmod(member.nbytes, dtype.itemsize)
         if rest:
-            raise _Found(Corrupt, f"a {dtype} tensor in record {member.name!r}, whose length is {member.nbytes} bytes")
-        record = self.records[key, dtype] = Record(self.file, member.name, kind, numel, member.byte_offset)
+            raise Unfit(Corrupt, f"a {dtype} tensor in record {member.name!r}, whose length is {member.nbytes} bytes")
+        record = self._records[storage.key, name] = Record(self._file, member.name, dtype, numel, member.byte_offset)
         return record
 
 
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO})
-_IN_PLACE = frozenset({dict, OrderedDict, Counter, list, argparse.Namespace})
-_METHODS: dict[type, Any] = {
-    dict: Resolver._dict, OrderedDict: Resolver._dict, Counter: Resolver._dict, list: Resolver._list,
-    tuple: Resolver._tuple, set: Resolver._set, frozenset: Resolver._set,
-    argparse.Namespace: Resolver._namespace,
-    PickledArray: Resolver._numpy, PickledScalar: Resolver._numpy, PickledDtype: Resolver._numpy,
-}  # fmt: skip
+def _weight(key: Any) -> int:
+    return 1 + sum(map(_weight, key)) if type(key) in (tuple, frozenset) else 1

@@ -7,7 +7,7 @@ Source: safetensors 0.8.0, ``safetensors/src/tensor.rs`` (``SafeTensors::read_me
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +17,7 @@ from ..core.box import Shape, row_major
 from ..core.catalog import Record
 from ..core.dtype import DType, dtype_of
 from ..errors import Corrupt, Incomplete, Problems, Unsupported
+from . import regular
 from .paths import cannot_open, human, inside
 from .safetensors_file import DTYPES
 from .stored import StoredTensor
@@ -72,11 +73,11 @@ def read_safetensors(root: Path, file: str) -> SafetensorsFile:
 def _header(path: Path) -> tuple[bytes, int]:
     """The header's bytes, and the length of the file."""
     try:
-        nbytes = path.stat().st_size
-        with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(_LENGTH), "little")
+        with regular.opened(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH), "little")
             _check_length(path, length, nbytes)
-            return opened.read(length), nbytes
+            return file.read(length), nbytes
     except OSError as error:
         raise cannot_open(error, path) from error
 
@@ -99,8 +100,8 @@ def _check_length(path: Path, length: int, nbytes: int) -> None:
 
 def _parsed(header: bytes, path: Path) -> dict[str, object]:
     try:
-        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        entries = regular.parse_json(header, object_pairs_hook=_unique)
+    except ValueError as error:
         raise Corrupt(f"{path}: the header is not the JSON that it should be: {error}\n{_AGAIN}") from None
     if not isinstance(entries, dict):
         raise Corrupt(f"{path}: the header should be an object of tensors, found {type(entries).__name__}\n{_AGAIN}")

@@ -220,7 +220,7 @@ def _is_occupied(target: Path) -> bool:
 def _lock_of_the_dead(path: Path) -> int | None:
     """Take over the lock of a process that is dead; None where it may be alive."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from ..core.box import Shape, dot
 from ..core.catalog import Record
+from .stubs import NAMESPACES, Namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,6 @@ def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
         return type(tree)((key, map_tensors(value, function)) for key, value in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(map_tensors(value, function) for value in tree)
-    if type(tree) is argparse.Namespace:
-        return argparse.Namespace(**{key: map_tensors(value, function) for key, value in vars(tree).items()})
+    if type(tree) in NAMESPACES:
+        return Namespace({key: map_tensors(value, function) for key, value in vars(tree).items()})
     return tree

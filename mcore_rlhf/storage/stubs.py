@@ -1,23 +1,39 @@
-"""Inert stand-ins for the classes of training frameworks that a checkpoint's pickle names.
+"""Inert stand-ins for the classes that a checkpoint's pickle names.
 
 A stub keeps what the pickle said about an object (arguments, state, items) and does nothing with it. It is
-written back under its original name, so that the real framework gets its own object again.
+written back under its original name, so that the real framework gets its own object again. While a pickle is
+loaded, everything that it names is a stub, torch's functions and numpy's classes too; :mod:`.resolve` then makes
+values of those whose meaning is known.
 """
 
 from __future__ import annotations
 
+import argparse
 import copyreg
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from ..errors import shown
 
 _classes: dict[str, StubType] = {}
 _lock = threading.Lock()
+_INT64 = 1 << 63
 
 
 class StubType(type):
     """The class of all stub classes; one may itself be a value (a function that a config refers to)."""
 
     stub_name: str
+
+    def __call__(cls, *args: Any) -> Any:
+        """An object that the pickle makes by a call: an enum's member, a tensor."""
+        made: Stub = object.__new__(cls)  # type: ignore[arg-type]  # a StubType is a Stub's class
+        made.stub_args, made.stub_called, made.stub_items, made.stub_state = args, True, None, None
+        return made
+
+    def __setstate__(cls, _state: object) -> NoReturn:
+        raise TypeError(f"{cls.stub_name}: a class has no state")
 
 
 class Stub(metaclass=StubType):
@@ -40,17 +56,43 @@ class Stub(metaclass=StubType):
     stub_state: Any
 
     def __new__(cls, *args: Any) -> Stub:
-        """Take the arguments down; ``__init__`` follows only where the pickle calls the class."""
+        """What NEWOBJ makes: take the arguments down, and nothing else."""
         self = super().__new__(cls)
         self.stub_args, self.stub_called, self.stub_items, self.stub_state = args, False, None, None
         return self
 
-    def __init__(self, *args: Any) -> None:
-        self.stub_called = True
-
     def __setstate__(self, state: Any) -> None:
-        """Keep the state, and do nothing with it."""
+        """Keep the state, and do nothing with it.
+
+        Raises:
+            TypeError: There is one already.
+        """
+        if self.stub_state is not None:
+            raise TypeError(f"{type(self).stub_name}: a second state for one object")
         self.stub_state = state
+
+    def append(self, item: Any) -> None:
+        """Keep an element of a list's subclass."""
+        self.extend([item])
+
+    def extend(self, items: Any) -> None:
+        """Keep elements of a list's subclass.
+
+        Raises:
+            TypeError: It was a dictionary before.
+        """
+        if self.stub_items is None:
+            self.stub_items = []
+        if type(self.stub_items) is not list or type(items) is not list:
+            raise TypeError(f"{type(self).stub_name}: a list and a dictionary at once")
+        self.stub_items += items
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.stub_items is None:
+            self.stub_items = {}
+        if type(self.stub_items) is not dict:
+            raise TypeError(f"{type(self).stub_name}: a list and a dictionary at once")
+        self.stub_items[key] = value
 
     def __getattr__(self, name: str) -> Any:
         state = self.stub_state if not name.startswith(("__", "stub_")) else None
@@ -65,12 +107,18 @@ class Stub(metaclass=StubType):
         return isinstance(other, Stub) and type(self) is type(other) and _same(self._content(), other._content())
 
     def __hash__(self) -> int:
-        return hash(type(self).stub_name)  # arguments need not be hashable
+        """For keys: only of what is like an enum's member, like a path, or one of numpy's numbers; no others can collide."""
+        args = self.stub_args[1:] if type(self).stub_name in _SCALARS else self.stub_args
+        one = len(args) == 1 and type(args[0]) is int and -_INT64 <= args[0] < _INT64
+        texts = args and all(type(arg) in _TEXTS for arg in args)
+        if not (one or texts) or self.stub_state is not None or self.stub_items is not None:
+            raise TypeError(f"an object of the class {type(self).stub_name} cannot be the key of a dictionary")
+        return hash((type(self).stub_name, *args))
 
     def __repr__(self) -> str:
-        parts = [repr(arg) for arg in self.stub_args]
-        parts += [f"state={self.stub_state!r}"] if self.stub_state is not None else []
-        parts += [f"items={self.stub_items!r}"] if self.stub_items is not None else []
+        parts = [shown(arg) for arg in self.stub_args[:8]]
+        parts += [f"state={shown(self.stub_state)}"] if self.stub_state is not None else []
+        parts += [f"items={shown(self.stub_items)}"] if self.stub_items is not None else []
         return f"<stub {type(self).stub_name}({', '.join(parts)})>"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,11 +127,37 @@ class Stub(metaclass=StubType):
         return _rebuild, (type(self).stub_name, *content)
 
 
+class Namespace:
+    """Named values, as ``argparse.Namespace`` holds Megatron's arguments; written back under that name.
+
+    Args:
+        values: By name; every name is allowed, and none replaces a method.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        vars(self).update(values or {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NAMESPACES) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it can change
+
+    def __repr__(self) -> str:
+        return f"Namespace({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+NAMESPACES = (Namespace, argparse.Namespace)
+"""What holds arguments: read from a file, or a live trainer's own."""
+
+
 def stub_class(name: str) -> StubType:
     """The stub class for a full name such as ``megatron.core.enums.ModelType``; one per name and process.
 
     ``stub_class(name)(value)`` makes an instance that is written as a call with that value: an enum's member.
     """
+    known = _classes.get(name)
+    if known is not None:
+        return known
     with _lock:
         if name not in _classes:
             module, _, qualname = name.rpartition(".")
@@ -116,5 +190,8 @@ def _same(a: object, b: object) -> bool:
     except (ValueError, RuntimeError):  # arrays inside have no single truth value
         return a is b
 
+
+_TEXTS = (str, bytes, stub_class("_codecs.encode"))
+_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 copyreg.pickle(StubType, lambda cls: (stub_class, (cls.stub_name,)))

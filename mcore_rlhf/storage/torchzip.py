@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, Corrupt, Incomplete, Unsupported
+from . import regular
 from . import zipheaders as z
 from .checksum import crc32
 from .paths import cannot_open, storage_error
@@ -68,7 +69,7 @@ class Directory:
         if member is None:
             raise Incomplete(f"{self.path}: the record {name!r} is missing.\n{_RESTORE}")
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with regular.opened(self.path) as file:
                 data = _exactly(file.fileno(), self.path, member.byte_offset, member.nbytes)
         except OSError as error:
             raise storage_error(error, self.path, "read") from error
@@ -99,7 +100,7 @@ def read_directory(path: Path) -> Directory:
         StorageError: It cannot be read.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with regular.opened(path) as file:
             return _Reader(path, file.fileno(), os.fstat(file.fileno()).st_size).directory()
     except OSError as error:
         raise cannot_open(error, path) from error

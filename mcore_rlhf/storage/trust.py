@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterable
 from enum import Enum, auto
 
 from ..errors import Problems, Untrusted
+from .meanings import has_meaning
 
 
 class Verdict(Enum):
     """What becomes of a global in a pickle."""
 
     REAL = auto()
-    """Loaded as what it is, or as our own safe equivalent: plain data types."""
+    """Made into the value that it means, by code of ours: plain data types, tensors."""
     STUB = auto()
     """Loaded as an inert stub, and written back under its own name."""
     UNKNOWN = auto()
@@ -21,19 +22,6 @@ class Verdict(Enum):
     HARMFUL = auto()
     """Refused always."""
 
-
-_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
-
-REAL = frozenset(
-    {"argparse.Namespace", "collections.defaultdict", "collections.deque", "_io.BytesIO", "io.BytesIO"}
-    | {"builtins.bytes"}  # protocol 2 writes b"" as a call of it
-    | {f"builtins.{name}" for name in ("list", "dict", "int", "float", "str", "bool", "tuple", "frozenset")}
-    | {"numpy.ndarray", "numpy.dtype"}
-    | {f"{module}.{name}" for module in _NUMPY for name in ("_reconstruct", "scalar")}
-)
-"""Real, besides what torch itself allows (OrderedDict, torch's tensors, dtypes, sizes and devices, bytes,
-sets).
-"""
 
 _STUB_PREFIXES = (
     "megatron.", "deepspeed.", "transformer_engine", "apex.", "nemo.", "verl.", "rlinf.", "omegaconf.",
@@ -104,7 +92,7 @@ def judge(name: str, stubs: Collection[str] = ()) -> Verdict:
     So what can do harm is refused even when the user asks for a stub: a conversion must not carry an attack
     along.
     """
-    if name in REAL:
+    if has_meaning(name):
         return Verdict.REAL
     if name in _STUB_NAMES:
         return Verdict.STUB

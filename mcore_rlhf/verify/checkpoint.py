@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Problem, Problems
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
+from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.staging import MANIFEST_NAME
+from mcore_rlhf.storage.torchzip import read_directory
 
 from .audit import Audit
 from .ledger import Ledger, read_checksums
@@ -74,7 +76,7 @@ def verify(
     Raises:
         NotACheckpoint: There is nothing to verify.
     """
-    verdict = Verdict()
+    path, verdict = local_path(path), Verdict()
     manifest = path / MANIFEST_NAME
     if manifest.is_file():
         verdict.manifest = True
@@ -86,7 +88,9 @@ def verify(
     if verdict.problems:
         return verdict
     try:
-        source = open_checkpoint(path, options)
+        source = open_checkpoint(path, options, partial=True)
+        if source.unread:
+            source.files = (*source.files, *_unread_files(source))
         read_checksums(source.files)
         verdict.source = source
     except CheckpointError as error:
@@ -94,10 +98,34 @@ def verify(
             raise
         verdict.problems.add_error(error)
         return verdict
-    verdict.checked.append("directories and headers of the files, arguments and optimizer layout")
+    understood = "arguments, but not what the optimizer holds" if source.unread else "arguments and optimizer layout"
+    verdict.checked.append(f"directories and headers of the files, {understood}")
     if depth is not Depth.QUICK:
         _check_bytes(verdict, path, depth, workers, progress)
     return verdict
+
+
+def _unread_files(source: Source) -> Iterator[StoredFile]:
+    """Zip files beside those that were read: their bytes have checksums, though nobody understands what they hold.
+
+    Raises:
+        CheckpointError: One of them is damaged.
+    """
+    known = {file.path for file in source.files}
+    for folder in sorted({PurePosixPath(name).parent for name in known}):
+        for path in sorted((source.root / folder).glob("*.pt")):
+            name = path.relative_to(source.root).as_posix()
+            if name not in known:
+                yield StoredFile(name, path.stat().st_size, tuple(_own_records(path)))
+
+
+def _own_records(path: Path) -> Iterator[tuple[str, int, int, int]]:
+    try:
+        directory = read_directory(path)
+    except (NotACheckpoint, Unsupported):
+        return  # no zip: it has no checksums
+    for member in directory.members.values() if directory.checksummed else ():
+        yield member.name, member.byte_offset, member.nbytes, member.crc32
 
 
 def _distrusted(source: Source, params: Collection[str], advice: str) -> Problem:

@@ -99,6 +99,8 @@ class Ledger:
                 yield lambda f=file.path, k=key, o=offset, n=nbytes, e=expected: self._check(  # type: ignore[misc]
                     source, problems, progress, f, k, o, n, e
                 )
+            if file.whole is not None:
+                yield lambda file=file: self._check_whole(source, problems, progress, file)  # type: ignore[misc]
 
     def _check(
         self,
@@ -113,13 +115,7 @@ class Ledger:
     ) -> None:
         crc, position = 0, 0
         for start, stop, seen in [*self._seen.get((file, key), _Seen()).spans, (nbytes, nbytes, 0)]:
-            for at in range(position, start, WINDOW_BYTES):
-                size = min(WINDOW_BYTES, start - at)
-                data = source.view(file, offset + at, size)
-                crc = combine(crc, crc32(data), size)
-                del data
-                source.release(file, offset + at, size)
-                progress(size)
+            crc = _read_on(crc, source, progress, file, offset + position, offset + start)
             crc = combine(crc, seen, stop - start)
             position = stop
         if crc != expected:
@@ -128,3 +124,32 @@ class Ledger:
                 f"{file}: {key} ({nbytes} bytes) has CRC-32 {crc:08x}, but the file says {expected:08x}: its bytes are damaged",
                 "Copy the file again from where it was written.",
             )
+
+    def _check_whole(
+        self, source: SourceBytes, problems: Problems, progress: Callable[[int], None], file: StoredFile
+    ) -> None:
+        """Hold a file against the checksum of all its bytes: only what lies between records is read, which have their own."""
+        crc, position = 0, 0
+        for _, offset, nbytes, expected in sorted(file.records, key=lambda record: record[1]):
+            if offset >= position:
+                crc = _read_on(crc, source, progress, file.path, position, offset)
+                crc, position = combine(crc, expected, nbytes), offset + nbytes
+        crc = _read_on(crc, source, progress, file.path, position, file.nbytes)
+        if crc != file.whole:
+            problems.add(
+                Corrupt,
+                f"{file.path}: is damaged: CRC-32 {crc:08x}, the manifest says {file.whole:08x}",
+                "Copy the file again from where it was written.",
+            )
+
+
+def _read_on(crc: int, source: SourceBytes, progress: Callable[[int], None], file: str, start: int, stop: int) -> int:
+    """The checksum of what was read so far and of a range of a file."""
+    for at in range(start, stop, WINDOW_BYTES):
+        size = min(WINDOW_BYTES, stop - at)
+        data = source.view(file, at, size)
+        crc = combine(crc, crc32(data), size)
+        del data
+        source.release(file, at, size)
+        progress(size)
+    return crc

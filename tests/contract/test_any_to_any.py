@@ -15,11 +15,6 @@ from tests.helpers.support_matrix import PAGE, page
 STATES = {"master", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return Zoo(tmp_path_factory.mktemp("six"))
-
-
 def named(pair: tuple[str, str]) -> str:
     return f"{pair[0]}→{pair[1]}"
 

@@ -16,7 +16,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = "mcore_rlhf"
-MAX_LINES = 300
+MAX_LINES = 500
 
 # The rooms, lowest first, each with the rooms that it may import. Nowhere else is this written.
 _PURE = {"errors", "core", "models", "layouts"}
@@ -227,7 +227,7 @@ BROKEN = [
     ("demo/report.py", "import rich.table", "only cli may import rich"),
     ("demo/report.py", "print('hello')", "only cli prints"),
     ("layouts/utils.py", "", "name it after what it is for"),
-    ("layouts/flat.py", "\n" * (MAX_LINES - 1) + "pass", "301 lines"),
+    ("layouts/flat.py", "\n" * (MAX_LINES - 1) + "pass", f"{MAX_LINES} is the limit"),
     ("attic/old.py", "", "new room"),
 ]  # fmt: skip
 

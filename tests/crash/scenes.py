@@ -26,7 +26,7 @@ from mcore_rlhf.manager.world import World
 from tests.distributed.sharded_engine import ShardedEngine
 
 SURVIVORS = {".mcore_rlhf.lock", "latest_checkpointed_iteration.txt"}
-QUIET = ManagerOptions(catch_signals=False, fsync=False)
+QUIET = ManagerOptions(catch_signals=False, fsync=False, on_existing="continue")
 
 
 class SingleRun:

@@ -111,7 +111,7 @@ def _one_killed(live: Path, victim: int, survives: int) -> None:
                 raise Killed
             done[0] += 1
 
-    ranks = Ranks(live, {"": engines(3, NEW)}, timeout=0.5)
+    ranks = Ranks(live, {"": engines(3, NEW)}, timeout=2.0)
     with Recorder(live, before=before).recording():
         ranks.save(2)
     assert isinstance(ranks.errors.get(name), Killed)

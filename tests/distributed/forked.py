@@ -1,52 +1,55 @@
-"""Commands that are forked off the test instead of started anew: importing torch takes seconds, a fork milliseconds."""
+"""Processes that are forked off a server which has imported torch, and never computed: importing takes seconds, a fork milliseconds.
+
+The test itself may not be forked: what it has computed by then left an OpenMP pool, whose threads a child does not have, and for
+which MKL waits without end.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import DupFd
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.distributed.imported"])
 
 
 class Forked:
     """A child process with as much of ``subprocess.Popen`` as :class:`~.processes.Command` uses."""
 
     def __init__(self, main: Callable[[Sequence[str]], None], words: Sequence[str], output: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child begins with none that matter
-            self.pid = os.fork()
-        self._code: int | None = None
-        if self.pid == 0:
-            _be_child(main, words, output)
+        self._process = SERVER.Process(target=_be_child, args=(main, list(words), DupFd(output)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
-        return self._code if self._code is not None else self._reap(os.WNOHANG)
+        return self._process.exitcode
 
     def wait(self) -> int | None:
         """Wait for its end."""
-        return self._code if self._code is not None else self._reap(0)
-
-    def _reap(self, flags: int) -> int | None:
-        pid, status = os.waitpid(self.pid, flags)
-        if pid:
-            self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+        self._process.join()
+        return self._process.exitcode
 
 
-def _be_child(main: Callable[[Sequence[str]], None], words: Sequence[str], output: int) -> None:
+def _be_child(main: Callable[[Sequence[str]], None], words: Sequence[str], output: DupFd) -> None:
     code = 1
     try:
         os.setsid()
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        target = output.detach()
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         main(words)
         code = 0
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

@@ -24,7 +24,7 @@ NUMEL = 12_000
 
 
 def options(**more: Any) -> ManagerOptions:
-    return ManagerOptions(**{"timeout": 3.0, "fsync": False, "catch_signals": False, **more})
+    return ManagerOptions(**{"timeout": 60.0, "fsync": False, "catch_signals": False, **more})
 
 
 def engine(seed: int, numel: int = NUMEL) -> ShardedEngine:
@@ -143,19 +143,29 @@ def start(root: Path) -> tuple[str, str]:
 # ---- ranks that do not come
 
 
-def one_does_not_save(root: Path, absent: int, call: str) -> tuple[tuple[str, str], float]:
-    """All ranks but one make a call of the manager; what they are told, and after how long."""
+def one_does_not_save(root: Path, absent: int, call: str) -> tuple[tuple[str, str], bool]:
+    """All ranks but one make a call of the manager; what they are told, and whether all were told before that one did anything."""
     manager = CheckpointManager(root, engine(1), options=options(timeout=0.5))
     calls: dict[str, Callable[[], object]] = {
         "save": lambda: manager.save(1, blocking=True), "load": lambda: manager.load("auto"),
         "wait": manager.wait, "maybe_save": lambda: manager.maybe_save(1),
     }  # fmt: skip
+    said = [root.parent / f"{root.name}-{rank}-told" for rank in range(dist.get_world_size())]
     if dist.get_rank() == absent:
-        time.sleep(2.6)
-        return ("", ""), 0.0
-    started = time.monotonic()
+        return ("", ""), _appear([path for rank, path in enumerate(said) if rank != absent])
     told = outcome(calls[call])
-    return told, time.monotonic() - started
+    said[dist.get_rank()].touch()
+    return told, True
+
+
+def _appear(paths: list[Path]) -> bool:
+    """Whether files appear, in less than the patience of a whole job."""
+    end = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def one_dies_in_the_background(root: Path, victim: int) -> tuple[str, str]:
@@ -269,6 +279,16 @@ def save_steps(root: Path, *steps: int, numel: int = NUMEL) -> list[float]:
             live.reset(step)
             manager.save(step)
     return torch.rand(3).tolist()
+
+
+def save_among_others(root: Path) -> list[tuple[str, str]]:
+    """Save into a root with another run's step: unasked, twice, and then as the options say; what each try raises."""
+    told, live = [], engine(seed=1)
+    with CheckpointManager(root, live, options=options()) as manager:
+        told += [outcome(lambda: manager.save(2, blocking=True)) for _ in range(2)]
+    with CheckpointManager(root, live, options=options(on_existing="continue")) as manager:
+        told.append(outcome(lambda: manager.save(2, blocking=True)))
+    return told
 
 
 # ---- signals

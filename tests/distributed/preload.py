@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 import mcore_rlhf.manager.checkpoint_manager
 import mcore_rlhf.manager.sampler
 import mcore_rlhf.manager.state  # noqa: F401
+
+torch.optim.SGD(
+    [torch.nn.Parameter(torch.ones(1))]
+)  # the first optimizer loads eight hundred modules; in each rank, later, that takes seconds
 
 
 def _at_once(fd: int) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.engines.base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
 from mcore_rlhf.engines.copying import copy_into
+from mcore_rlhf.engines.undoing import Undo
 from mcore_rlhf.errors import LayoutMismatch
-from mcore_rlhf.formats.report import Report
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
 
@@ -90,7 +91,10 @@ class _Load:
     def files(self) -> Sequence[Path]:
         return [self.folder / name for name in self.places]
 
-    def apply(self) -> None:
+    def install(self, undo: Undo) -> None:
+        """Nothing here may refuse."""
+
+    def fill(self) -> None:
         with MappedFiles(self.folder) as files:
             for name, place in self.places.items():
                 copy_into(files, place, self.engine.values[name])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mcore_rlhf import CheckpointManager
 from mcore_rlhf.engines.adapter import AdapterEngine
+from tests.distributed.forked import SERVER
 from tests.helpers.live_lora import Adapted, optimizer_of, train
 
 WORLD = 2
@@ -42,17 +41,14 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(420)
 def test_two_ranks(tmp_path: Path) -> None:
-    forked = multiprocessing.get_context("fork")  # importing torch anew takes seconds
-    ranks = [forked.Process(target=run_rank, args=(rank, tmp_path)) for rank in range(WORLD)]
+    ranks = [SERVER.Process(target=run_rank, args=(rank, tmp_path)) for rank in range(WORLD)]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child begins with none that matter
-            for rank in ranks:
-                rank.start()
         for rank in ranks:
-            rank.join(90)
+            rank.start()
+        for rank in ranks:
+            rank.join(180)
         assert [rank.exitcode for rank in ranks] == [0] * WORLD
     finally:
         for rank in ranks:

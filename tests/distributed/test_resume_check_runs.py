@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.manager.resume_check import processes
@@ -21,14 +20,8 @@ PLACES = ["--dir", "{dir}", "--steps", "{steps}"]
 METRICS = ["--metrics", "{metrics}"]
 
 
-@pytest.fixture(scope="module")
-def warm() -> None:
-    """What torch imports at the first step of an optimizer, two seconds' worth, is there before anything is forked."""
-    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).step()
-
-
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch, warm: None) -> None:
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands are the toy trainer's options."""
     monkeypatch.setattr(processes, "_start", starter(toy_trainer.main))
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
-with CheckpointManager(folder + "/root", torch.nn.Linear(2, 2), options=ManagerOptions(timeout=30)) as manager:
+with CheckpointManager(folder + "/root", torch.nn.Linear(2, 2), options=ManagerOptions(timeout=120)) as manager:
     step = 0
     while not manager.stopping:
         time.sleep(0.01)
@@ -59,7 +59,7 @@ def test_the_exit_code_is_zero(tmp_path: Path, victim: int, number: signal.Signa
             assert process.stdout.readline() == "training\n"
         time.sleep(0.1)
         processes[victim].send_signal(number)
-        told = [process.communicate(timeout=30)[1] for process in processes]
+        told = [process.communicate(timeout=200)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

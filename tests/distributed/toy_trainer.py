@@ -96,7 +96,10 @@ def train(args: argparse.Namespace) -> None:
     run = Run()
     if args.fault == "unseeded":
         random.seed()
-    options = ManagerOptions(save=EverySteps(args.save_interval), asynchronous=False, fsync=False, catch_signals=False)
+    options = ManagerOptions(
+        save=EverySteps(args.save_interval), asynchronous=False, fsync=False, catch_signals=False,
+        on_existing="continue" if args.fault == "ignores-checkpoint" else "refuse",
+    )  # fmt: skip
     roles = {"actor": TorchEngine(run.model, run.optimizer)}
     root = args.dir / "toy" / "checkpoints"
     with CheckpointManager(root, roles, data=run.sampler, state=run.state, options=options) as manager:

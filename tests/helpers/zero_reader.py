@@ -46,7 +46,7 @@ def read_zero(tag: Path, mp_rank: int = 0) -> Merged:
     merged.param = {name: value for name, value in module.items() if value.numel() or not sliced}
     osds = [plain_load(path)["optimizer_state_dict"] for path in optim]
     if sliced:
-        for name, shape in tops[0]["frozen_param_shapes"].items():
+        for name, shape in (tops[0]["frozen_param_shapes"] or {}).items():
             flat = torch.cat([top["frozen_param_fragments"][name] for top in tops])
             merged.param[name] = flat[: prod(shape)].reshape(shape)
         _merge_sliced(merged, osds)

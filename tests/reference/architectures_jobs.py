@@ -6,12 +6,14 @@ kind is the stand-in of the demonstration: Megatron's own needs Transformer Engi
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.demo.configs import Parallel
+from mcore_rlhf.formats.carried import FOLDER
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +73,18 @@ def answer(root: str, parallel: Parallel, tokens: torch.Tensor, words: int, head
     return Answer(logits[..., :words].clone(), state, list(file["model"]))
 
 
+def told(root: str, parallel: Parallel) -> dict[str, object]:
+    """What an engine tells of the model that a checkpoint's arguments make, where the trainer has no arguments."""
+    import torch
+
+    from mcore_rlhf.demo.trainer import initialize_parallel_state
+    from mcore_rlhf.engines.megatron.described import computed
+
+    initialize_parallel_state(parallel)
+    model = _model(torch.load(_file(root, parallel), weights_only=False)["args"], parallel)
+    return computed(model.config, model)
+
+
 def _tensors(state: dict[str, Any]) -> list[tuple[str, Any]]:
     import torch
 
@@ -98,7 +112,9 @@ def _model(args: Namespace, parallel: Parallel) -> Any:
     from mcore_rlhf.demo.cpu_attention import PlainAttention
 
     config = _config(args, parallel)
-    block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=getattr(args, "qk_l2_norm", False)
+    )
     for layer in block.layer_specs if args.multi_latent_attention else ():
         layer.submodules.self_attention.submodules.core_attention = PlainAttention
     mtp = None
@@ -107,7 +123,9 @@ def _model(args: Namespace, parallel: Parallel) -> Any:
     return GPTModel(
         config=config, transformer_layer_spec=block, vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, position_embedding_type="rope",
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
         rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
         rope_scaling=getattr(args, "use_rope_scaling", False),
         rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0), mtp_block_spec=mtp, parallel_output=True,
@@ -144,9 +162,22 @@ def _config(args: Namespace, parallel: Parallel) -> Any:
         said.update(moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
     if not args.group_query_attention:
         said.pop("num_query_groups")  # as Megatron-LM does
+    if said.get("rope_type") is None:
+        said.pop("rope_type", None)  # so does it here
     if args.multi_latent_attention:
         said.update(apply_rope_fusion=False)
-    return kind(**said)
+    config = kind(**said)
+    for name, value in vars(args).items():
+        if name.startswith("yarn_"):  # attributes that the configuration does not declare, and the model looks for
+            setattr(config, name, value)
+    return config
+
+
+def forget_where_it_came_from(root: str) -> None:
+    """Take away the ``config.json`` that travelled with a checkpoint, as if the run had always been Megatron's."""
+    for folder in list(Path(root).rglob(FOLDER)):
+        shutil.rmtree(folder)
+    (Path(root) / "mcore_rlhf.json").unlink()
 
 
 def take_random_states(root: str, source: str) -> None:

@@ -5,6 +5,7 @@ Like ``deepspeed_resident``, which it imports, this is imported once, before the
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -24,10 +25,11 @@ from tests.reference.deepspeed_models import (
     WIDTH,
     Setting,
     batch,
+    build_engine,
     build_model,
     config,
 )
-from tests.reference.deepspeed_resident import CLIENT, END, FIRST, SAVED, begin
+from tests.reference.deepspeed_resident import CLIENT, END, FIRST, SAVED, after_loading_universal, begin, train
 
 EXPERTS = 4
 TENSOR_PARALLEL = {
@@ -106,6 +108,21 @@ def elastic(setting: Setting, root: str) -> Seen:
     model = build_model(setting.kind, 1)
     engine = _initialize(model, [{"params": params, "weight_decay": wd} for params, wd in _split(model)], settings)
     return _run(engine, setting, root, load=False, dp=setting.dp)
+
+
+def excluded(setting: Setting, root: str, *, universal: bool = False, load: bool = False) -> Seen:
+    """Without frozen parameters, which come from where they came from: train and save, or load and train."""
+    begin()
+    engine = build_engine(setting, 1, universal=universal)
+    if load:
+        path, _ = engine.load_checkpoint(root, load_module_strict=False)
+        assert path is not None, f"DeepSpeed found nothing in {root}"
+        if universal:
+            after_loading_universal(engine, setting, Path(root))
+    else:
+        train(engine, FIRST, SAVED)
+        engine.save_checkpoint(root, exclude_frozen_parameters=True)
+    return Seen(look(engine, setting.stage), train(engine, SAVED, END), Live({}, {}, []))
 
 
 def _split(model: nn.Module) -> list[tuple[list[nn.Parameter], float]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.engines.base import LoadRequest
+from mcore_rlhf.engines.base import LoadRequest, apply
 from tests.reference.live_writing import write_live
 from tests.reference.observing import END, LOOK, Observation, Session, experts_per_rank, layer_numbers, look
 
@@ -66,7 +66,7 @@ def load_at_once(session: Session) -> Observation:
         trainer.train_step()
     engine = engine_of(trainer)
     assert session.load is not None
-    engine.prepare_load(LoadRequest(Path(session.load), "actor")).apply()
+    apply(engine.prepare_load(LoadRequest(Path(session.load), "actor")))
     trainer.iteration = engine.loaded_iteration
     seen.states[0] = live_state.full_state(trainer)
     for _ in range(2):
@@ -120,7 +120,7 @@ def save_at_once(session: Session, root: str) -> Observation:
     save_with_engine(trainer, Path(root) / "first")
     save_with_engine(trainer, Path(root))
     own_rng = megatron_checkpoint.rng_state()
-    engine_of(trainer).prepare_load(LoadRequest(Path(root), "actor")).apply()
+    apply(engine_of(trainer).prepare_load(LoadRequest(Path(root), "actor")))
     megatron_checkpoint.set_rng_state(own_rng)
     seen.states[0] = live_state.full_state(trainer)
     for _ in range(2):
@@ -177,7 +177,7 @@ def load_and_train(session: Session, steps_before: int = 0, restore_rng: bool = 
         trainer.train_step()
     engine, root = engine_of(trainer), Path(session.load)
     prepared = engine.prepare_load(LoadRequest(root, "actor", LOOK, optimizer=optimizer))
-    prepared.apply()
+    apply(prepared)
     trainer.iteration = trainer.loaded_iteration = engine.loaded_iteration
     trainer.consumed_train_samples = engine.loaded_args["consumed_train_samples"]
     own_rng = root / f"rng_{dist.get_rank()}.pt"

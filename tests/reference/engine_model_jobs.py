@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.engines.base import HasRng, LoadRequest
+from mcore_rlhf.engines.base import HasRng, LoadRequest, apply
 from tests.reference.engine_jobs import engine_of, new_trainer, save_with_engine
 from tests.reference.observing import LOOK, Observation, Session
 
@@ -80,7 +80,7 @@ def load_over_noise(session: Session, frozen: tuple[str, ...] = (), optimizer: b
     step_on_noise(trainer)
     assert session.load is not None
     engine = engine_of(trainer)
-    engine.prepare_load(LoadRequest(Path(session.load), "critic", LOOK, optimizer=optimizer)).apply()
+    apply(engine.prepare_load(LoadRequest(Path(session.load), "critic", LOOK, optimizer=optimizer)))
     assert engine.loaded_iteration == LOOK
     seen.states[LOOK] = live_state.full_state(trainer)
     return seen
@@ -118,7 +118,7 @@ def placed_pieces(session: Session, engine: bool) -> list[Any]:
     trainer, _ = new_trainer(session)
     assert session.load is not None
     if engine:
-        engine_of(trainer).prepare_load(LoadRequest(Path(session.load), "actor", LOOK)).apply()
+        apply(engine_of(trainer).prepare_load(LoadRequest(Path(session.load), "actor", LOOK)))
     else:
         megatron_checkpoint.load(trainer, session.load)
     return list(placed_state._pieces(trainer))

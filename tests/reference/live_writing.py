@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mcore_rlhf.engines.account import Counted, account_of, compare
 from mcore_rlhf.engines.base import LiveFile, LiveState
+from mcore_rlhf.errors import Problems
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.ptwriter import PtWriter
 
@@ -18,6 +20,7 @@ def write_live(state: LiveState, root: Path) -> None:
     own = [file for file in state.files if file.writers[0] == dist.get_rank()]
     writers = {file.path: _create(file, root) for file in own}
     _check_writers(state)
+    check_account(state)
     offsets = _shared({file.path: _offsets(file, writers[file.path]) for file in own})
     for file in state.files:
         assert dist.get_rank() in file.writers
@@ -28,6 +31,20 @@ def write_live(state: LiveState, root: Path) -> None:
     for name, text in state.texts.items():
         (root / name).write_text(text)
     dist.barrier()
+
+
+def check_account(state: LiveState) -> dict[str, Counted]:
+    """Nothing that is alive on any rank is left out; what the step holds by state."""
+    import torch.distributed as dist
+
+    assert state.held, "every engine counts"
+    problems = Problems()
+    mine = account_of(state.held, "actor", problems)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found = compare(everyone, "actor", problems)
+    problems.raise_if_any()
+    return found
 
 
 def _check_writers(state: LiveState) -> None:

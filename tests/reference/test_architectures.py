@@ -25,7 +25,7 @@ from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of
 from mcore_rlhf.models.huggingface.packing import from_files, from_modules
 from mcore_rlhf.models.huggingface.relation import from_huggingface
 from mcore_rlhf.models.huggingface.table import Spelling
-from tests.reference.architectures_jobs import Answer, answer
+from tests.reference.architectures_jobs import Answer, answer, forget_where_it_came_from
 
 TOLERANCE = 2e-5
 WORDS, LENGTH = 61, 17
@@ -53,6 +53,10 @@ LLAMA3 = {
 }  # fmt: skip
 
 
+LAST = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+FIRST = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+PLAIN_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -94,7 +98,17 @@ class Case:
 
 CASES = {
     "llama": Case("llama", {"rope_parameters": LLAMA3}, Parallel(tp=2)),
-    "mistral": Case("mistral", taken_for="llama"),
+    "llama_linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama_yarn": Case("llama", {"rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}}),
+    "mistral": Case("mistral", {"sliding_window": None}, taken_for="llama"),
+    "mistral_window": Case("mistral", {"sliding_window": 5}, Parallel(tp=2)),
+    "qwen2_yarn": Case("qwen2", {"rope_parameters": PLAIN_YARN}),
+    "qwen2_window": Case("qwen2", LAST),
+    "qwen3_yarn": Case("qwen3", {"head_dim": 16, "rope_parameters": {**PLAIN_YARN, "attention_factor": 1.3, "truncate": False}}),
+    "qwen3_window": Case("qwen3", {"head_dim": 16, **FIRST}),
+    "qwen2_moe_window": Case("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 4}),
+    "qwen3_moe_window": Case("qwen3_moe", {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 4}),
+    "mixtral_window": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
     "qwen2": Case("qwen2", {}, Parallel(tp=2)),
     "qwen3": Case("qwen3", {"head_dim": 16}),
     "qwen3_tied": Case("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -106,6 +120,9 @@ CASES = {
     "deepseek_v3": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1}, Parallel(tp=2)),
     "deepseek_v3_full_q": Case("deepseek_v3", {**ROUTED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "deepseek_v3_yarn": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
+    "deepseek_v3_groups": Case("deepseek_v3", {**ROUTED, **LATENT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}),
+    "deepseek_v3_one": Case("deepseek_v3", {**ROUTED, **LATENT, "num_experts_per_tok": 1, "norm_topk_prob": False, **ONE_GROUP}),
+    "deepseek_v3_mscale": Case("deepseek_v3", {**ROUTED, **LATENT, **ONE_GROUP, "rope_parameters": {**YARN, "mscale": None}}),
     "deepseek_v2_yarn": Case("deepseek_v2", {**ROUTED, **LATENT, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
 }  # fmt: skip
 
@@ -225,6 +242,7 @@ def test_logits_are_those_of_transformers(name: str, pool: WorkerPool, tmp_path:
     assert expected.abs().max() > 1
     assert difference < TOLERANCE
     assert found.stored == list(found.keys)  # as Megatron registers them
+    forget_where_it_came_from(str(tmp_path / "mcore"))
     to(tmp_path / "mcore", tmp_path / "back", "hf")  # with a config that is made of args
     assert different_tensors(tmp_path / "hf", tmp_path / "back") == []
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()

@@ -53,7 +53,7 @@ SLOW = {
         Parallel(ep=2, dp=2), Parallel(tp=2, ep=2, etp=1, dp=2, sequence_parallel=True)),
     "glm4_moe": Case("glm4_moe", replace(MOE, qk_layernorm=True, add_qkv_bias=True, mtp_num_layers=1, **ROUTED),
         Parallel(tp=2, ep=2, dp=2, sequence_parallel=True), Parallel(pp=2, ep=2, dp=2)),
-    "deepseek_v2": Case("deepseek_v2", replace(LATENT, num_experts=4, moe_shared_expert_intermediate_size=48),
+    "deepseek_v2": Case("deepseek_v2", replace(LATENT, num_experts=4, moe_shared_expert_intermediate_size=48, moe_router_pre_softmax=True),
         Parallel(ep=2, dp=2), Parallel(tp=2, sequence_parallel=True)),
 }  # fmt: skip
 

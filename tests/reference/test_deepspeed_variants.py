@@ -169,6 +169,29 @@ def by_global_number(ranks: list[Seen], ep: int, data_first: bool) -> dict[str, 
     return found
 
 
+class TestFrozenLeftOut:
+    """``exclude_frozen_parameters``: where a file has an empty dictionary of them, DeepSpeed looks up every one that it has."""
+
+    @pytest.mark.parametrize(
+        ("before", "after", "dp", "route"),
+        [(2, 2, 4, "native"), (1, 2, 1, "native"), (3, 3, 1, "native"), (2, 3, 2, "universal"), (2, 2, 1, "hf")],
+    )
+    def test_deepspeed_goes_on(self, matrix: Matrix, before: int, after: int, dp: int, route: str) -> None:
+        root, target = matrix.new_root(), Setting("frozen", "bf16", after, dp)
+        ranks = run(matrix, "excluded", Setting("frozen", "bf16", before, 2), str(root), world=2)
+        if route == "hf":
+            root = matrix.convert(root, "hf", with_optimizer=True)
+        if route == "universal":
+            there = matrix.convert(root, "universal")
+            seen = run(matrix, "excluded", target, str(there), world=dp, universal=True, load=True)
+            assert differences(ranks[0].start, seen[0].start) == []
+            root = there
+        there = matrix.convert(root, "deepspeed", zero_stage=after, dp=dp)
+        for one in run(matrix, "excluded", target, str(there), world=dp, load=True):
+            assert differences(ranks[0].start, one.start) == []
+            assert one.losses == pytest.approx(ranks[0].losses, rel=2e-3)
+
+
 class TestElastic:
     def test_a_run_goes_on_by_way_of_universal(self, matrix: Matrix) -> None:
         """Elastic files have no settings of param groups, so those of the new run stay."""

@@ -11,20 +11,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.adapters.fingerprint import ModelFingerprint
 from mcore_rlhf.formats.peft.names import CONFIG, DEFAULT, ORIGIN, SAFETENSORS
 from mcore_rlhf.formats.peft.origin import BaseModel, Origin
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
 from mcore_rlhf.storage.safetensors_reader import SafetensorsFile, read_safetensors
 
+from ..account import HeldTensor
 from ..base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
 from ..copying import fill
+from ..inventory import Alive, Memory
 from ..plain import FILE, TorchEngine
 from ..stateful import Stateful
+from ..undoing import Undo
 from ..writable import no_bytes, refuse_unwritable
 from .live_adapter import LiveAdapter
 from .trained import Trained
@@ -86,7 +90,7 @@ class AdapterEngine:
             Unsupported: The adapter is merged into the base just now, or tensors have no bytes.
         """
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
-            return LiveState("peft", self.layout, ())
+            return LiveState("peft", self.layout, (), held=self._held(Memory(), self._rest.live(step)))
         self.adapter.refuse_merged()
         if self._known_base is None:  # it is frozen: once is enough
             self._known_base = self.adapter.base()
@@ -96,9 +100,16 @@ class AdapterEngine:
             CONFIG: json.dumps(config, indent=2, sort_keys=True),
             ORIGIN: Origin(step, BaseModel(self.base_path, self._known_base)).text(),
         }
-        return LiveState("peft", self.layout, (self._weights(), *self._rest.live(step).files), texts)
+        memory = Memory()
+        weights, rest = self._weights(memory), self._rest.live(step)
+        return LiveState("peft", self.layout, (weights, *rest.files), texts, self._held(memory, rest))
 
-    def _weights(self) -> LiveFile:
+    def _held(self, memory: Memory, rest: LiveState) -> tuple[HeldTensor, ...]:
+        """What is trained, the same on all ranks; the base is none of the step's."""
+        alive = (Alive(name, PARAM, tensor) for name, tensor in self.adapter.tensors().items())
+        return (*memory.held(alive, f"{self.layout} adapter"), *(rest.held or ()))
+
+    def _weights(self, memory: Memory) -> LiveFile:
         """The widest elements first, then by name, as safetensors lays files out itself."""
         tensors, segments = [], []
         live = self.adapter.tensors()
@@ -109,6 +120,7 @@ class AdapterEngine:
             shape = tuple(tensor.shape)
             tensors.append(SafeTensor(Record(SAFETENSORS, name, dtype_of(tensor.dtype), prod(shape), 0), shape))
             segments.append(Segment(name, 0, tensor.contiguous()))
+            memory.put(tensor)
         return LiveFile(SAFETENSORS, self.ranks[:1], tuple(segments), create=_Layout(tuple(tensors)))
 
     def prepare_load(self, request: LoadRequest) -> PreparedLoad:
@@ -189,12 +201,17 @@ class _Load:
         if self.rest is not None:
             self.report.extend(self.rest.report.lines)
 
-    def apply(self) -> None:
-        """First what may refuse, then the adapter's tensors, in place.
+    def install(self, undo: Undo) -> None:
+        """What may refuse is all in the plain engine's part.
 
         Raises:
-            CheckpointError: A part refused its state; nothing has changed.
+            CheckpointError: A part refused its state.
         """
         if self.rest is not None:
-            self.rest.apply()
+            self.rest.install(undo)
+
+    def fill(self) -> None:
+        """The adapter's tensors, and what is trained besides, in place."""
+        if self.rest is not None:
+            self.rest.fill()
         fill(self.folder, self.stored.tensors, self.adapter.tensors())

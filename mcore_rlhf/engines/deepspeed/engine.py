@@ -16,8 +16,11 @@ from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
 from ..base import Engine, LiveFile, LiveState, LoadRequest
+from ..inventory import Memory
 from ..live import LiveTree
+from ..optimizer_record import say_what_is_unknown
 from .captured import own_files
+from .counting import held
 from .optimizers import LiveOptimizer, live_optimizer
 from .origin import Origin
 from .prepared import PreparedDeepSpeedLoad
@@ -66,7 +69,7 @@ class DeepSpeedEngine:
         loaded_iteration: Its ``global_steps``.
 
     Raises:
-        Unsupported: A pipeline engine, or a model with experts.
+        Unsupported: A pipeline engine, a model with experts, or an optimizer that is not known.
     """
 
     def __init__(
@@ -83,6 +86,9 @@ class DeepSpeedEngine:
         self.loaded_client_state: dict[str, object] = {}
         self.loaded_iteration = 0
         _check_kind(engine)
+        live = live_optimizer(engine)  # one that is not known is refused now, and not at the first save
+        if live is not None:
+            say_what_is_unknown("DeepSpeedEngine", live.inner)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -113,13 +119,16 @@ class DeepSpeedEngine:
         self._check_unfused("save")
         live = live_optimizer(self.engine)  # refuses what a load could not take back
         tag, rank = self._tag_of(step), dist.get_rank()
-        files = []
+        files, trees = [], []
         for path, state in self._own_files(tag, live).items():
             tree = LiveTree(path)
             placed = tree.placed(state)
             files.append(LiveFile(path, (rank,), tuple(tree.segments), placed))
+            trees.append(tree)
         texts = {LATEST: tag} if self.save_latest and rank == self.ranks[0] else {}
-        return LiveState(FORMAT.name, self.layout, tuple(files), texts)
+        weights, frozen = weights_of(self.engine, live), not self.exclude_frozen_parameters
+        alive = held(self.engine, live, weights, Memory.of(files, trees), frozen=frozen)
+        return LiveState(FORMAT.name, self.layout, tuple(files), texts, tuple(alive))
 
     def prepare_load(self, request: LoadRequest) -> PreparedDeepSpeedLoad:
         """Open a native or universal checkpoint, check that it fits this rank, and plan the load.

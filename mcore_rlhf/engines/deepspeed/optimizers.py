@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.layouts.zero import FlatGroup, Group, SlicedGroup
+from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON
+from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +33,7 @@ class Flat:
         rank: This rank's number among them.
         held: What torch's optimizer has; in fp32, unless it is stage 0's parameter itself.
         model: In stage 3, this rank's slices of the weights that the model computes with, laid out alike.
+        whole: The states that are kept in whole parameters: see :class:`~mcore_rlhf.layouts.zero.BorderGroup`.
     """
 
     number: int
@@ -42,6 +44,22 @@ class Flat:
     rank: int
     held: torch.Tensor
     model: torch.Tensor | None = None
+    whole: frozenset[str] = frozenset()
+
+    def geometry_of(self, state: str) -> Group | BorderGroup:
+        """Where the parameters lie in a state."""
+        flat = self.geometry
+        return BorderGroup(flat) if state in self.whole and isinstance(flat, FlatGroup) else flat
+
+    def indices(self, state: str) -> Sequence[int]:
+        """The parameters of which this rank has something in a state."""
+        geometry = self.geometry_of(state)
+        return geometry.held(self.rank) if isinstance(geometry, BorderGroup) else geometry.indices(self.rank)
+
+    def numel(self, state: str) -> int:
+        """Elements of this rank's tensor of a state."""
+        geometry = self.geometry_of(state)
+        return geometry.length_of(self.rank) if isinstance(geometry, BorderGroup) else self.held.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +166,9 @@ def _flat(
                 f"param group {number}: {geometry.length()} elements per rank expected, found {master.numel()}"
             )
         names, shapes = _named(engine, params)
-        yield Flat(number, number, names, shapes, geometry, dist.get_rank(among), master)
+        muon = wrapper.optimizer.param_groups[number].get(USE_MUON) is True
+        whole = frozenset({MOMENTUM} if muon and getattr(wrapper, "cpu_offload", None) is False else ())
+        yield Flat(number, number, names, shapes, geometry, dist.get_rank(among), master, whole=whole)
 
 
 def _sliced(engine: Any, wrapper: Any) -> Iterator[Flat]:

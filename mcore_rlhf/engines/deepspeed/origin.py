@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.formats.base import TrainingState
-from mcore_rlhf.formats.report import Report
+
+States = Mapping[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Origin:
         plan: What fills the slots.
         state: What the checkpoint holds besides tensors.
         optimizer: Whether it holds the optimizer, and that was asked for.
-        states: Names of the optimizer's tensor states, without the master.
+        states: Of every flat tensor, by number, the names of its states, without the master.
         wrapper: What DeepSpeed's optimizer keeps besides: ``clip_grad``, ``overflow``.
         report: What is kept, derived, changed and lost.
     """
@@ -31,6 +33,6 @@ class Origin:
     plan: FilePlan
     state: TrainingState
     optimizer: bool
-    states: tuple[str, ...]
+    states: States
     wrapper: Mapping[str, object]
     report: Report = field(default_factory=Report)

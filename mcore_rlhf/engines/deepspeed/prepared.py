@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.stubs import Stub
 
 from ..memory import LiveMemory, Unchecked
 from ..param_groups import matched_groups
+from ..undoing import Undo
 from .optimizers import LiveOptimizer
 from .origin import Origin
 from .restoring import (
     fits_scaler,
     forget_states,
+    keep_wrapper,
+    link_states,
     load_counters,
     load_groups,
     load_rates,
@@ -86,22 +91,42 @@ class PreparedDeepSpeedLoad:
         self._note()
         problems.raise_if_any(limit=_MOST_PROBLEMS)
 
-    def apply(self) -> None:
-        """Overwrite the live engine. Called on all ranks: stage 3 gathers its small parameters again at the end."""
-        wrapper = self.engine.optimizer
-        sliced = self.live is not None and self.live.stage == 3
+    def install(self, undo: Undo) -> None:
+        """Hand DeepSpeed and torch what they take: param groups, loss scale, the schedule, counters."""
+        live, state = self.live, self.origin.state
+        if live is not None:
+            undo.note(partial(link_states, live))
+            undo.optimizer(live.inner)  # the schedule sets learning rates in any case
         with torch.no_grad():
-            if sliced:
-                wrapper.checkpoint_event_prologue()
-            if self._restores and self.live is not None:
-                load_groups(self.live, self._groups, self.origin.states)
-            self._fill()
-            self._finish_optimizer()
-            if sliced:
-                wrapper.checkpoint_event_epilogue()
+            if self._restores and live is not None:
+                load_groups(live, self._groups, self.origin.states)
+                scaler = state.grad_scaler
+                keep_wrapper(live, undo)
+                load_wrapper(live, scaler if isinstance(scaler, Stub) else None, self.origin.wrapper)
         if self.optimizer:
-            self._load_rest()
+            self._load_rest(undo)
+
+    def fill(self) -> None:
+        """Copy all tensors. Called on all ranks: stage 3 gathers its small parameters again at the end."""
+        with torch.no_grad(), self._parts_alone():
+            self._fill()
+            if self.live is not None and self._restores:
+                round_slices(self.live)
+            elif self.live is not None:
+                forget_states(self.live)
         self.done()
+
+    @contextmanager
+    def _parts_alone(self) -> Iterator[None]:
+        """Stage 3 keeps small parameters whole between steps. They are gathered again even after an error: others wait."""
+        if self.live is None or self.live.stage != 3:
+            yield
+            return
+        self.live.wrapper.checkpoint_event_prologue()
+        try:
+            yield
+        finally:
+            self.live.wrapper.checkpoint_event_epilogue()
 
     @property
     def _restores(self) -> bool:
@@ -121,25 +146,13 @@ class PreparedDeepSpeedLoad:
             FileRun(self.origin.plan, records, source, memory, Unchecked(), WINDOW_BYTES).run()
         memory.finish()
 
-    def _finish_optimizer(self) -> None:
-        """What follows from what was filled: weights from masters in stage 3, masters from weights without an optimizer."""
-        live = self.live
-        if live is None:
-            return
-        if not self._restores:
-            forget_states(live)
-            return
-        round_slices(live)
-        scaler = self.origin.state.grad_scaler
-        load_wrapper(live, scaler if isinstance(scaler, Stub) else None, self.origin.wrapper)
-
-    def _load_rest(self) -> None:
+    def _load_rest(self, undo: Undo) -> None:
         state, scheduler = self.origin.state, self.engine.lr_scheduler
         if scheduler is not None and state.scheduler is not None:
-            scheduler.load_state_dict(state.scheduler)
+            undo.handed(scheduler, state.scheduler)
             if self._rateless:
                 load_rates(scheduler)
-        load_counters(self.engine, state.iteration, state.other)
+        load_counters(self.engine, state.iteration, state.other, undo)
 
     def _check_states(self, live: LiveOptimizer, problems: Problems) -> None:
         """An optimizer that has stepped says which states it keeps."""
@@ -148,11 +161,12 @@ class PreparedDeepSpeedLoad:
                 key for key, value in live.state_of(flat).items()
                 if key != _STEP and isinstance(value, torch.Tensor) and value.dim()
             }  # fmt: skip
-            if own and self.origin.states and own != set(self.origin.states):
+            stored = self.origin.states.get(flat.number, ())
+            if own and any(self.origin.states.values()) and own != set(stored):
                 problems.add(
                     LayoutMismatch,
                     f"optimizer states: this run keeps {', '.join(sorted(own))}, "
-                    f"the checkpoint has {', '.join(sorted(self.origin.states))}",
+                    f"the checkpoint has {', '.join(sorted(stored))}",
                     "Load with optimizer=False to begin with fresh optimizer states.",
                 )
                 return

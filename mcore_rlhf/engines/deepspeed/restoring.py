@@ -16,7 +16,9 @@ from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.formats.deepspeed.scaler import is_dynamic, loose_values
 from mcore_rlhf.storage.stubs import Stub
 
+from ..undoing import Undo
 from .optimizers import Flat, LiveOptimizer
+from .origin import States
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 WRAPPER = ("clip_grad", "overflow", "cur_iter")
@@ -40,13 +42,13 @@ def client_state_of(other: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in other.items() if key not in _OWN}
 
 
-def load_groups(live: LiveOptimizer, groups: Sequence[ParamGroup], states: Sequence[str]) -> None:
+def load_groups(live: LiveOptimizer, groups: Sequence[ParamGroup], states: States) -> None:
     """Set the param groups, and allocate the states that are filled in afterwards; tensors that exist are kept.
 
     Args:
         live: The live optimizer.
         groups: What each group becomes.
-        states: Names of the tensor states.
+        states: Names of every flat tensor's states.
     """
     by_held = {id(flat.held): flat for flat in live.flats}
     with live.with_members():
@@ -56,14 +58,15 @@ def load_groups(live: LiveOptimizer, groups: Sequence[ParamGroup], states: Seque
             numbers = list(range(count, count + len(was["params"])))
             count += len(numbers)
             for number, held in zip(numbers, was["params"], strict=True):
-                state = _state(live, by_held[id(held)], group, states)
+                flat = by_held[id(held)]
+                state = _state(live, flat, group, states.get(flat.number, ()))
                 if state:
                     numbered[number] = state
             fields = {key: copy.deepcopy(value) for key, value in group.fields.items() if key not in group.scalars}
             kept = {key: value for key, value in was.items() if key != "params"}
             packed.append({**kept, **fields, "params": numbers})
         live.inner.load_state_dict({"state": numbered, "param_groups": packed})
-    _link(live)
+    link_states(live)
 
 
 def _state(live: LiveOptimizer, flat: Flat, group: ParamGroup, states: Sequence[str]) -> dict[str, object]:
@@ -75,7 +78,9 @@ def _state(live: LiveOptimizer, flat: Flat, group: ParamGroup, states: Sequence[
         value = group.fields[key]
         found[key] = _like(value.clone() if isinstance(value, torch.Tensor) else value, was.get(key))
     for name in states:
-        found[name] = was[name] if isinstance(was.get(name), torch.Tensor) else torch.zeros_like(held)
+        known, numel = was.get(name), flat.numel(name)
+        fits = isinstance(known, torch.Tensor) and known.numel() == numel
+        found[name] = known if fits else torch.zeros_like(held) if numel == held.numel() else held.new_zeros(numel)
     return found
 
 
@@ -88,7 +93,7 @@ def _like(value: Any, was: object) -> object:
     return value
 
 
-def _link(live: LiveOptimizer) -> None:
+def link_states(live: LiveOptimizer) -> None:
     """Stages 1 and 2 hand out states by parameter, through views that DeepSpeed would leave at the old tensors."""
     wrapper = live.wrapper
     if hasattr(wrapper, "_link_all_hp_params"):
@@ -158,6 +163,14 @@ def load_wrapper(live: LiveOptimizer, scaler: Stub | None, values: Mapping[str, 
             setattr(loose, key, value)
 
 
+def keep_wrapper(live: LiveOptimizer, undo: Undo) -> None:
+    """Say how all that :func:`load_wrapper` sets is put back."""
+    undo.attributes(live.wrapper, WRAPPER)
+    for name in ("loss_scaler", "loss_scale_config"):
+        owner = getattr(live.wrapper, name, None)
+        undo.attributes(owner, getattr(owner, "__dict__", ()))
+
+
 def fits_scaler(live: LiveOptimizer, scaler: object) -> bool:
     """Whether the stored loss scaler adapts itself as the live one does, or does not, as it."""
     loose = getattr(live.wrapper, "loss_scale_config", None)
@@ -166,16 +179,17 @@ def fits_scaler(live: LiveOptimizer, scaler: object) -> bool:
     return bool(dynamic) == is_dynamic(scaler)
 
 
-def load_counters(engine: Any, iteration: int, other: Mapping[str, object]) -> None:
+def load_counters(engine: Any, iteration: int, other: Mapping[str, object], undo: Undo) -> None:
     """DeepSpeed's own counters, and the two samplers that it keeps."""
+    undo.attributes(engine, _COUNTERS)
     engine.global_steps = iteration
     samples = other.get("global_samples")
     engine.global_samples = samples if isinstance(samples, int) else iteration * engine.train_batch_size()
     skipped = other.get("skipped_steps")
     engine.skipped_steps = skipped if isinstance(skipped, int) else 0
-    random_ltd = other.get("random_ltd")
+    random_ltd: Any = other.get("random_ltd")
     if random_ltd is not None and engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
-        engine.random_ltd_scheduler.load_state_dict(random_ltd)
-    sampler = other.get("data_sampler")
+        undo.handed(engine.random_ltd_scheduler, random_ltd)
+    sampler: Any = other.get("data_sampler")
     if sampler is not None and engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-        engine.training_dataloader.data_sampler.load_state_dict(sampler)
+        undo.handed(engine.training_dataloader.data_sampler, sampler)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
@@ -18,7 +19,6 @@ from mcore_rlhf.formats.base import TrainingState
 from mcore_rlhf.formats.deepspeed.files import TagFiles
 from mcore_rlhf.formats.deepspeed.scaler import scaler_of
 from mcore_rlhf.formats.module_state import LAYOUT_KEYS
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
@@ -75,7 +75,7 @@ class OwnFiles:
             optimizer: Whether the optimizer is restored.
         """
         stored = self.stored if optimizer else None
-        states = stored.tensor_states() if stored is not None else ()
+        states = stored.tensor_states() if stored is not None else {}
         slots = Slots(self.weights, self.live if stored is not None else None, states, self.live).all()
         plan = FilePlan(LIVE)
         for slot in slots:
@@ -124,18 +124,24 @@ class OwnFiles:
 
     def _same_flat(self, stored: StoredOptimizer, live: LiveOptimizer, flat: Flat) -> bool:
         """Whether its tensors have its length, with padding or without; in stage 0 its parameter's shape."""
-        whole = flat.geometry.length()
-        allowed: list[tuple[int, ...]] = [(whole,), (whole - flat.geometry.padding(flat.rank),)]
-        if stored.pt is self.model:
-            allowed = [flat.shapes[0]]
         state = stored.states[flat.number]
-        tensors = [state[name] for name in stored.tensor_states() if name in state]
+        tensors = [(name, state[name]) for name in stored.tensor_states()[flat.number]]
         if live.masters:
-            tensors.append(stored.masters[flat.number])
+            tensors.append((MASTER, stored.masters[flat.number]))
         return all(
-            isinstance(one, StoredTensor) and one.shape in allowed and one.strides == row_major(one.shape)
-            for one in tensors
+            isinstance(one, StoredTensor)
+            and one.shape in self._shapes(stored, flat, name)
+            and one.strides == row_major(one.shape)
+            for name, one in tensors
         )
+
+    def _shapes(self, stored: StoredOptimizer, flat: Flat, state: str) -> list[tuple[int, ...]]:
+        if stored.pt is self.model:
+            return [flat.shapes[0]]
+        if state in flat.whole:
+            return [(flat.numel(state),)]
+        whole = flat.geometry.length()
+        return [(whole,), (whole - flat.geometry.padding(flat.rank),)]
 
     def _plan(self, slot: Slot, plan: FilePlan) -> None:
         stored = self._place(slot)

@@ -19,6 +19,7 @@ from mcore_rlhf.layouts.zero import SlicedGroup
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .optimizers import Flat, LiveOptimizer
+from .origin import States
 
 LIVE = "live"
 
@@ -71,9 +72,9 @@ class Slot:
         """Its parameters: (name, whole shape, which parts of it lie where in the slot)."""
         whole = StoredTensor(self.record, 0, (self.record.numel,), (1,))
         if self.flat is not None:
-            flat = self.flat
-            for index in flat.geometry.indices(flat.rank):
-                cut = Cut(flat.geometry, index, {flat.rank: whole})
+            flat, geometry = self.flat, self.flat.geometry_of(self.state)
+            for index in flat.indices(self.state):
+                cut = Cut(geometry, index, {flat.rank: whole})
                 yield flat.names[index], flat.shapes[index], tuple(place_chunks(cut, whole_layout(flat.shapes[index])))
         elif self.weight is not None:
             weight = self.weight
@@ -90,12 +91,12 @@ class Slots:
     Args:
         weights: The module's tensors.
         optimizer: The optimizer; None to load weights alone.
-        states: Names of the states that the checkpoint has, without masters.
+        states: Of every flat tensor, the names of the states that the checkpoint has, without masters.
     """
 
     weights: Sequence[Weight]
     optimizer: LiveOptimizer | None
-    states: Sequence[str]
+    states: States
     model: LiveOptimizer | None = None
     found: list[Slot] = field(default_factory=list)
 
@@ -106,7 +107,7 @@ class Slots:
                 self._add(PARAM, weight.tensor, weight=weight)
         if self.optimizer is not None:
             for flat in self.optimizer.flats:
-                for state in ((MASTER,) if self.optimizer.masters else ()) + tuple(self.states):
+                for state in ((MASTER,) if self.optimizer.masters else ()) + self.states.get(flat.number, ()):
                     self._add(state, flat.held, flat=flat)
         elif self.model is not None:  # weights alone, in stage 3: they are slices in flat tensors
             for flat in self.model.flats:
@@ -115,7 +116,8 @@ class Slots:
         return self.found
 
     def _add(self, state: str, like: torch.Tensor, weight: Weight | None = None, flat: Flat | None = None) -> None:
-        record = Record(LIVE, str(len(self.found)), dtype_of(like.dtype), like.numel(), 0)
+        numel = like.numel() if flat is None else flat.numel(state)
+        record = Record(LIVE, str(len(self.found)), dtype_of(like.dtype), numel, 0)
         self.found.append(Slot(state, record, weight, flat))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
+from .origin import States
 from .restoring import WRAPPER
 
 _STEP = "step"
@@ -56,11 +57,10 @@ class StoredOptimizer:
             found.masters = list(tree.get("fp32_flat_groups", tree.get("single_partition_of_fp32_groups", [])))
         return found
 
-    def tensor_states(self) -> tuple[str, ...]:
-        """Names of the states that are one value per element, such as ``exp_avg``."""
-        return tuple(
-            dict.fromkeys(key for state in self.states for key, value in state.items() if _is_wide(key, value))
-        )
+    def tensor_states(self) -> States:
+        """Of every flat tensor, the names of the states that are one value per element, such as ``exp_avg``."""
+        wide = (tuple(key for key, value in state.items() if _is_wide(key, value)) for state in self.states)
+        return dict(enumerate(wide))
 
     def param_groups_of(self, names: Mapping[int, tuple[str, ...]]) -> tuple[ParamGroup, ...]:
         """The param groups as every format takes them.

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.core.plan import FilePlan, plan_file
 from mcore_rlhf.formats.base import Source
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 
 from ..module_source import LiveParam, ModuleSource
 from .optimizers import LiveOptimizer
-from .origin import Origin
+from .origin import Origin, States
 from .restoring import WRAPPER
 from .slots import LIVE, Slot, Slots, Weight
 
@@ -51,7 +51,7 @@ class LivePlan:
         stored = ModuleSource.of(source, params, {}, "a DeepSpeed engine")
         stored.report.extend(source.notes.lines)
         restored = optimizer and self.live is not None and source.optimizer is not None
-        states = tuple(state for state in source.states if state != MASTER) if restored else ()
+        states = self._states(stored) if restored else {}
         missing = stored.compare()
         weights = [weight for weight in self.weights if weight.name not in missing]
         slots = Slots(weights, self.live if restored else None, states, self.live).all()
@@ -62,6 +62,17 @@ class LivePlan:
         assert isinstance(source.native, ModuleState)
         wrapper = {key: value for key, value in source.native.optimizer.items() if key in WRAPPER}
         return Origin(source.root, paths, plan, source.state, restored, states, wrapper, stored.report), slots
+
+    def _states(self, stored: ModuleSource) -> States:
+        """Of every flat tensor, the states that the checkpoint has of its parameters; all where it has none of it at all."""
+        source, known = self.source, set(self.source.catalog)
+        names = [state for state in source.states if state != MASTER]
+        found: dict[int, tuple[str, ...]] = {}
+        for flat in self.live.flats if self.live is not None else ():
+            params = [TensorName(source.role, stored.stored_as(name)) for name in flat.names]
+            own = [s for s in names if any(param._replace(state=s) in known for param in params)] or names
+            found[flat.number] = tuple(state for state in own if flat.indices(state) or state not in flat.whole)
+        return found
 
     def _plan(self, slots: Sequence[Slot], stored: ModuleSource) -> FilePlan:
         if stored.problems:

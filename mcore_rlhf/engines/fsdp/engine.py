@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import Problems
 from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.crossing import crossed
 from mcore_rlhf.formats.dcp import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.dcp import METADATA_FILE
 
 from ..base import LiveState, LoadRequest
+from ..optimizer_record import say_what_is_unknown
 from ..stateful import Stateful
 from .agreeing import Ranks
+from .counting import held
 from .describing import States, add_module, add_optimizer, states_of
 from .files import KEYS, LiveTable, Table, live_state
 from .held import HeldModule
@@ -74,6 +77,8 @@ class FsdpEngine:
         others: Others | Callable[[], Others] | None = None,
     ) -> None:
         self.module, self.optimizer = module, optimizer
+        if optimizer is not None:
+            say_what_is_unknown("FsdpEngine", optimizer)  # what it trains besides the module is refused
         self.schedulers: tuple[Stateful, ...] = (
             tuple(lr_scheduler)
             if isinstance(lr_scheduler, Sequence)
@@ -114,7 +119,8 @@ class FsdpEngine:
             states = cast("list[States]", told)
         table, told = self._ranks.shared(lambda: self._table(states), lambda table: table.table.digest(table.rank))
         table.table.told = cast("list[str]", told)
-        return live_state(table, self.layout)
+        state = live_state(table, self.layout)
+        return replace(state, held=tuple(held(state, *self._held(), dist.get_rank(), self.ranks)))
 
     def _table(self, states: Sequence[States]) -> LiveTable:
         """All that is saved, and this rank's memory of it.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.formats.report import Report
 from mcore_rlhf.storage.mapped import MappedFiles
 
 from ..memory import LiveMemory, Unchecked
@@ -55,27 +55,30 @@ class PreparedFsdpLoad:
         """What is kept, derived, changed and lost."""
         return self.planned.report
 
-    def apply(self) -> None:
-        """First all that may refuse, which is put back if it does; then the tensors, in place.
+    def install(self, undo: Undo) -> None:
+        """All that may refuse: the optimizer, the schedules, extra states.
 
         Raises:
-            CheckpointError: A part refused its state; everything is as it was.
-            StorageError: A file cannot be read any more.
+            CheckpointError: A part refused its state.
         """
         if self.optimizer is not None:
-            self.optimizer.read()
-        with Undo() as undo:
-            if self.optimizer is not None:
-                with self._saying("optimizer"):
-                    self.optimizer.install(undo)
-            for scheduler, state in self.handed:
-                with self._saying("lr_scheduler"):
-                    undo.note(partial(scheduler.load_state_dict, copied(scheduler.state_dict())))
-                    scheduler.load_state_dict(state)
-            for module, value in self.extra:
-                with self._saying(f"the extra state of {type(module).__name__}"):
-                    undo.note(partial(module.set_extra_state, copied(module.get_extra_state())))
-                    module.set_extra_state(value)
+            with self._saying("optimizer"):
+                self.optimizer.read()
+                self.optimizer.install(undo)
+        for scheduler, state in self.handed:
+            with self._saying("lr_scheduler"):
+                undo.handed(scheduler, state)
+        for module, value in self.extra:
+            with self._saying(f"the extra state of {type(module).__name__}"):
+                undo.note(partial(module.set_extra_state, copied(module.get_extra_state())))
+                module.set_extra_state(value)
+
+    def fill(self) -> None:
+        """The tensors, in place.
+
+        Raises:
+            StorageError: A file cannot be read any more.
+        """
         self._fill()
         self.done()
 
@@ -99,6 +102,6 @@ class PreparedFsdpLoad:
         except Exception as error:
             raise CheckpointError(
                 f"{self.planned.source.root}: {part} refused its state: {type(error).__name__}: {error}\n"
-                "What had been loaded of this model was put back. Build this part as it was when it was saved, or load the "
-                "weights alone: load(optimizer=False)."
+                "What had been loaded was put back. Build this part as it was when it was saved, or load the weights alone: "
+                "load(optimizer=False)."
             ) from error

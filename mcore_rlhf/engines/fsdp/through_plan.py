@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
@@ -16,7 +17,6 @@ from mcore_rlhf.core.plan import FilePlan, plan_file
 from mcore_rlhf.errors import Problems
 from mcore_rlhf.formats.base import Source
 from mcore_rlhf.formats.deepspeed.view import TargetView
-from mcore_rlhf.formats.report import Fate, Report
 
 from ..module_source import LiveParam, ModuleSource
 from .geometry import Split

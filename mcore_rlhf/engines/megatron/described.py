@@ -12,19 +12,20 @@ from typing import Any
 import torch
 
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.models.meaning.arguments import ROWS
 
 from .chunks import LiveModel
 from .optimizers import Member, kind_of
 from .place import Place
 
-_OF_THE_MODEL = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "params_dtype", "bf16", "fp16",
-    "hidden_dropout", "attention_dropout", "mtp_num_layers", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
-    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "attention_output_gate", "moe_layer_freq", "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size", "moe_grouped_gemm", "moe_router_topk", "moe_router_enable_expert_bias",
+_OF_THE_RUN = (
+    "params_dtype", "bf16", "fp16", "hidden_dropout", "attention_dropout", "init_method_std", "moe_grouped_gemm",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "sequence_parallel",
 )  # fmt: skip
+_TOLD_OTHERWISE = ("activation_func", "gated_linear_unit", "num_moe_experts")
+"""What a configuration calls otherwise than the arguments do."""
+_YARN = "yarn_"
+"""Attributes that a configuration does not declare, and that ``GPTModel`` looks for."""
 _OF_THE_OPTIMIZER = (
     "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "clip_grad", "apply_wd_to_qk_layernorm", "overlap_param_gather_with_optimizer_step",
@@ -49,7 +50,8 @@ def described(model: LiveModel, chain: Sequence[Member | None], place: Place) ->
 
 def _model(model: LiveModel) -> dict[str, object]:
     config: Any = model.config
-    found = {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
+    found = computed(config, model.chunks[0].module)
+    found |= {name: getattr(config, name) for name in _OF_THE_RUN if hasattr(config, name)}
     gated, silu = bool(config.gated_linear_unit), config.activation_func is torch.nn.functional.silu
     first = model.chunks[0].module
     found |= {
@@ -67,6 +69,40 @@ def _model(model: LiveModel) -> dict[str, object]:
     if hasattr(first, "max_sequence_length"):
         found["max_position_embeddings"] = first.max_sequence_length
     return found
+
+
+def computed(config: Any, module: Any) -> dict[str, object]:
+    """Everything that decides what a model computes, under the names of Megatron-LM's arguments.
+
+    Args:
+        config: Its ``TransformerConfig``.
+        module: The ``GPTModel``, which has its own of rotary positions.
+    """
+    names = [row.name for row in ROWS if row.name not in _TOLD_OTHERWISE]
+    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    found |= {name: value for name, value in vars(config).items() if name.startswith(_YARN)}
+    rotary = getattr(module, "rotary_pos_emb", None)
+    for name, holder, attribute in (
+        ("rotary_base", module, "rotary_base"),
+        ("rotary_percent", module, "rotary_percent"),
+        ("use_rope_scaling", module, "rotary_scaling"),
+        ("rotary_seq_len_interpolation_factor", rotary, "seq_len_interpolation_factor"),
+    ):
+        if hasattr(holder, attribute):
+            found[name] = getattr(holder, attribute)
+    if found.get("use_rope_scaling") and rotary is not None:
+        found["rope_scaling_factor"] = _scaled_by(rotary.inv_freq, float(getattr(module, "rotary_base", 10000)))
+    return found
+
+
+def _scaled_by(frequencies: torch.Tensor, base: float) -> float:
+    """By how much Llama 3's scaling divided the lowest frequency, which is all that a model keeps of it.
+
+    Source: megatron-core 0.16.1, ``models/common/embeddings/rotary_pos_embedding.py`` (``_apply_scaling``).
+    """
+    count = len(frequencies)
+    lowest: float = base ** (-(count - 1) / count)
+    return round(lowest / float(frequencies[-1]), 3)
 
 
 def _parallel(model: LiveModel, place: Place) -> dict[str, object]:
@@ -109,6 +145,8 @@ def _optimizer(chain: Sequence[Member | None]) -> dict[str, object]:
         return {"no_save_optim": True}
     config = first.optimizer.config
     found = {name: getattr(config, name) for name in _OF_THE_OPTIMIZER if hasattr(config, name)}
+    if any("Muon" in member.label for member in chain if member is not None):  # Megatron's config says adam then
+        found["optimizer"] = "dist_muon" if first.dealt else "muon"
     return {**found, "use_distributed_optimizer": kind_of(chain) == DISTRIBUTED}
 
 

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.megatron import FORMAT
 from mcore_rlhf.formats.megatron.folders import TRACKER, locate
 from mcore_rlhf.formats.megatron.rng import RngMaker
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.stubs import Stub
+from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub
 
 from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
+from ..inventory import Memory
 from . import rng
 from .chunks import LiveModel
+from .counting import Counting
 from .described import described
 from .files import LiveFiles
-from .optimizers import Member, members
+from .optimizers import Member, is_whole, members
 from .origin import Origin
 from .place import Place, current_place
 from .prepared import PreparedMegatronLoad
 from .same_layout import OwnFiles
 from .slots import Slot
 from .through_plan import LivePlan
+from .whole import WholeOptimizer
 
 Arguments = argparse.Namespace | Mapping[str, object]
 Further = Mapping[str, object]
@@ -96,9 +101,12 @@ class MegatronEngine:
         found: list[LiveFile] = []
         if self.place.writes_model:
             args = self._current_args()
-            found.append(files.model_file({"args": argparse.Namespace(**args)}, self._after(step, args)))
+            found.append(files.model_file({"args": Namespace(args)}, self._after(step, args)))
+        whole = Memory.of(found, files.trees)
+        found += [*files.optimizer_files(), *files.layer_wise_files()]
         texts = {TRACKER: str(step)} if self.place.rank == self.ranks[0] else {}
-        return LiveState("megatron", self.layout, (*found, *files.optimizer_files()), texts)
+        held = Counting(self.place, self.model, self.chain, whole, Memory.of(found, files.trees)).held()
+        return LiveState("megatron", self.layout, tuple(found), texts, tuple(held))
 
     def prepare_load(self, request: LoadRequest) -> PreparedMegatronLoad:
         """Open a checkpoint of any format that is known, check that it fits this rank, and plan the load.
@@ -109,14 +117,20 @@ class MegatronEngine:
             CheckpointError: It does not fit: all differences, with shapes.
         """
         chain = self.chain if request.optimizer else ()
-        origin, wanted = self._origin(request, chain)
+        whole: WholeOptimizer | None = None
+        if is_whole(chain):
+            origin, wanted, whole = self._whole_origin(request)
+        else:
+            origin, wanted = self._origin(request, chain)
 
         def done() -> None:
             args = origin.state.args
             self.loaded_args = {name: value for name, value in args.items() if not isinstance(value, Stub)}
             self.loaded_iteration = origin.state.iteration
 
-        prepared = PreparedMegatronLoad(self.model, self.chain, request.optimizer, self.scheduler, origin, wanted, done)
+        prepared = PreparedMegatronLoad(
+            self.model, self.chain, request.optimizer, self.scheduler, origin, wanted, done, whole
+        )
         prepared.check()
         return prepared
 
@@ -129,6 +143,29 @@ class MegatronEngine:
         options = ReadOptions(role=request.role, step=request.step, optimizer=bool(chain))
         source = open_checkpoint(request.folder, options)
         return LivePlan(source, self.place, self.model, chain).origin()
+
+    def _whole_origin(self, request: LoadRequest) -> tuple[Origin, list[Slot], WholeOptimizer | None]:
+        """For a chain that no plan can move: this rank's own files, or weights from wherever they are.
+
+        Raises:
+            Unsupported: The checkpoint has an optimizer, of another layout or format.
+        """
+        own = None
+        if FORMAT.detect(request.folder):
+            own = OwnFiles.find(locate(request.folder, request.step), self.place, self.model, optimizer=False)
+        if own is not None:
+            origin, wanted = own.origin(self.model, ())
+            whole = WholeOptimizer.find(own, self.place, self.model, self.chain, origin.plan.problems)
+            if whole is not None:
+                origin = replace(origin, files=tuple(dict.fromkeys((*origin.files, whole.file))))
+            return origin, wanted, whole
+        source = open_checkpoint(request.folder, ReadOptions(role=request.role, step=request.step, optimizer=False))
+        labels = ", ".join(member.label for member in self.chain if member is not None)
+        raise Unsupported(
+            f"{request.folder}: {labels}: states are kept whole and resume at the layout that was saved; the checkpoint is "
+            f"{source.format} at {source.parallel}, this run {self.place.parallel}\n"
+            "Go on at that layout, or load the weights alone: load(optimizer=False)."
+        )
 
     def rng_states(self) -> dict[str, torch.Tensor]:
         """The states of Megatron's RNG tracker by name, copies on the CPU."""
@@ -148,7 +185,7 @@ class MegatronEngine:
 
     def _current_args(self) -> dict[str, object]:
         args = self._args() if callable(self._args) else self._args
-        if isinstance(args, argparse.Namespace):
+        if isinstance(args, NAMESPACES):
             return dict(vars(args))
         return {**described(self.model, self.chain, self.place), **(args or {})}
 

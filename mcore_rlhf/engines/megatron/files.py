@@ -10,7 +10,7 @@ megatron-core 0.16.1, ``optimizer/distrib_optimizer.py`` (``get_parameter_state_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -48,6 +48,8 @@ class LiveFiles:
     model: LiveModel
     chain: Sequence[Member | None]
     step: int
+    trees: list[LiveTree] = field(default_factory=list)
+    """Of the files that were described."""
 
     def model_file(self, before: Mapping[str, object], after: Mapping[str, object]) -> LiveFile:
         """``model_optim_rng.pt`` of this rank's folder, for the rank that writes it.
@@ -63,6 +65,7 @@ class LiveFiles:
         if any(self.chain):
             tree["optimizer"] = self._optimizer_state()
         placed = live.placed({**tree, **after})
+        self.trees.append(live)
         return LiveFile(path, (self.place.rank,), tuple(live.segments), placed)
 
     def optimizer_files(self) -> list[LiveFile]:
@@ -72,6 +75,16 @@ class LiveFiles:
             first = dist.get_process_group_ranks(member.optimizer.data_parallel_group)[0]
             found.setdefault(first, []).append(member)
         return [self._optimizer_file(first, present) for first, present in found.items()]
+
+    def layer_wise_files(self) -> list[LiveFile]:
+        """Where whole parameters are dealt out, every rank's own states, as Megatron's ``save_state_dict_to_file`` writes them."""
+        if not any(member is not None and member.dealt for member in self.chain):
+            return []
+        path = self._path(self.place.folder, self.place.layer_wise_file)
+        live = LiveTree(path)
+        placed = live.placed(self._optimizer_state())
+        self.trees.append(live)
+        return [LiveFile(path, (self.place.rank,), tuple(live.segments), placed)]
 
     def _flat(self) -> list[Member]:
         """The members with shards; of several instances of the distributed optimizer, all hold the same."""

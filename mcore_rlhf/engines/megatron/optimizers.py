@@ -6,6 +6,7 @@ Sources: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``Float16OptimizerWit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.errors import Problems, Unsupported
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED, PLAIN
 
+from ..stateful import Stateful
 from .torch_state import counts_per_parameter, load_plain, with_zeros
 
+LOG = logging.getLogger("mcore_rlhf")
 PARAM_KEY = "param"
 """What Megatron calls the fp32 master in ``distrib_optim.pt`` and among the distributed optimizer's tensors."""
 
@@ -47,10 +50,12 @@ class Member:
     Args:
         number: Its position in the chain.
         optimizer: Megatron's object.
+        dealt: Whether it has whole parameters that a layer-wise optimizer dealt out to the data-parallel ranks.
     """
 
     number: int
     optimizer: Any
+    dealt: bool = False
 
     @property
     def kind(self) -> str:
@@ -62,6 +67,16 @@ class Member:
         """The live param groups."""
         groups: list[dict[str, Any]] = self.optimizer.optimizer.param_groups
         return groups
+
+    @property
+    def label(self) -> str:
+        """The optimizer inside, for messages."""
+        return f"optimizer {self.number} ({type(self.optimizer.optimizer).__qualname__})"
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether it keeps what Adam does: the two moments that Megatron's flat files have a place for."""
+        return all("betas" in group for group in self.groups)
 
     @property
     def expert(self) -> bool:
@@ -80,17 +95,25 @@ class Member:
         """What this rank owns, in the optimizer's order."""
         return list(self._shards() if self.kind == DISTRIBUTED else self._wholes())
 
+    def held(self, owned: Owned) -> torch.Tensor:
+        """What the torch optimizer inside trains of a part: a master, or the parameter or a shard of it."""
+        if self.kind == PLAIN:
+            return self._master(owned.param)
+        group, order = self.optimizer.model_param_group_index_map[owned.param]
+        found: torch.Tensor = self.groups[group]["params"][order]
+        return found
+
     def tensors(self, owned: Owned) -> dict[str, torch.Tensor]:
         """Master and states of a part, by our names; those that the optimizer has not made yet are missing."""
         if self.kind == DISTRIBUTED and not self._stepped:
             return {
-                MASTER: self._shard(owned)
+                MASTER: self.held(owned).detach()
             }  # asking Megatron would leave empty states behind, which confuse its load
         if self.kind == DISTRIBUTED:
             tensors = dict(self.optimizer._get_main_param_and_optimizer_states(owned.param))
             named = {MASTER: tensors.pop(PARAM_KEY), **tensors}
         else:
-            held = self._master(owned.param)
+            held = self.held(owned)
             named = {} if held is owned.param else {MASTER: held}
             named |= self.optimizer.optimizer.state.get(held, {})
         count = owned.stop - owned.start
@@ -115,22 +138,20 @@ class Member:
 
     def has_master(self, owned: Owned) -> bool:
         """Whether there is an fp32 copy of the parameter, or a shard of the parameter itself that counts as one."""
-        return self.kind == DISTRIBUTED or self._master(owned.param) is not owned.param
+        return self.kind == DISTRIBUTED or self.held(owned) is not owned.param
 
     def load(
         self,
         fields: Sequence[Mapping[str, object]],
         states: Sequence[str],
         scalars: Mapping[str, object],
-        scaler: object,
     ) -> None:
-        """Set param groups and loss scaler, and allocate the states; their values are to be filled in afterwards.
+        """Set param groups, and allocate the states; their values are to be filled in afterwards.
 
         Args:
             fields: For every live group, what to set.
             states: Names of the tensor states, without the master.
             scalars: Values kept per parameter in a plain optimizer (``step``), equal for all.
-            scaler: The loss scaler's state, or None to leave it.
         """
         steps = {"step": 0} if any("step" in group for group in self.groups) else {}
         groups = [{**live, **steps, **new} for live, new in zip(self.groups, fields, strict=True)]
@@ -143,9 +164,12 @@ class Member:
                 live.update(new)  # groups that differ in their learning rates alone are one to Megatron
         else:
             load_plain(self.optimizer.optimizer, groups, states, scalars)
-        live_scaler = getattr(self.optimizer, "grad_scaler", None)
-        if scaler is not None and live_scaler is not None:
-            live_scaler.load_state_dict(scaler)
+
+    @property
+    def scaler(self) -> Stateful | None:
+        """Its loss scaler, where it has one."""
+        found: Stateful | None = getattr(self.optimizer, "grad_scaler", None)
+        return found
 
     def forget(self) -> None:
         """Begin anew from the model's weights: masters are copies of them, moments are zeros."""
@@ -161,12 +185,6 @@ class Member:
     @property
     def _stepped(self) -> bool:
         return any(self.optimizer.optimizer.state.values())
-
-    def _shard(self, owned: Owned) -> torch.Tensor:
-        """What the distributed optimizer trains of a parameter: the fp32 shard, or the parameter's own where it has none."""
-        group, order = self.optimizer.model_param_group_index_map[owned.param]
-        held: torch.Tensor = self.groups[group]["params"][order]
-        return held.detach()
 
     def _shards(self) -> Iterator[Owned]:
         optimizer = self.optimizer
@@ -202,19 +220,60 @@ def members(optimizer: Any | None) -> tuple[Member | None, ...]:
     """The chained optimizers in order; None for a stub, which a rank without trainable parameters has.
 
     Raises:
-        Unsupported: One of them is of a kind whose files are not Megatron's ``torch`` format.
+        Unsupported: Some are of a kind that is not known, or whose files are not Megatron's ``torch`` format; all are named.
     """
     if optimizer is None:
         return ()
     chained: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    found: list[Member | None] = []
-    for number, one in enumerate(chained):
-        if getattr(getattr(one, "ddp_config", None), "use_megatron_fsdp", False):
-            raise Unsupported(
-                "Megatron-FSDP keeps its state in files of its own (fsdp_dtensor), not in the torch format"
-            )
-        found.append(None if getattr(one, "is_stub_optimizer", False) else Member(number, one))
+    dealt, problems = _is_a(optimizer, _LAYER_WISE), Problems()
+    if hasattr(optimizer, "chained_optimizers") and not (dealt or _is_a(optimizer, _CHAIN)):
+        problems.add(Unsupported, f"{type(optimizer).__qualname__}: not a chain of optimizers that is known", _UNKNOWN)
+    found = [
+        None if getattr(one, "is_stub_optimizer", False) else _checked(Member(number, one, dealt), problems)
+        for number, one in enumerate(chained)
+    ]
+    problems.raise_if_any()
+    _say_what_is_not_adam(found)
     return tuple(found)
+
+
+_CHAIN, _LAYER_WISE = "ChainedOptimizer", "LayerWiseDistributedOptimizer"
+_KINDS = ("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer")
+_UNKNOWN = "Give the engine an optimizer of megatron-core, or none: MegatronEngine(chunks) saves the weights alone."
+
+
+def _checked(member: Member, problems: Problems) -> Member:
+    """A member, having said what is not known of it: what is found out now is not lost at the first save."""
+    optimizer, kind = member.optimizer, type(member.optimizer).__qualname__
+    if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
+        text = "Megatron-FSDP keeps its state in files of its own (fsdp_dtensor), not in the torch format"
+        problems.add(Unsupported, text, _UNKNOWN)
+    elif not any(_is_a(optimizer, known) for known in _KINDS) or (member.dealt and member.kind == DISTRIBUTED):
+        problems.add(Unsupported, f"optimizer {member.number}: {kind}: how it keeps its states is not known", _UNKNOWN)
+    elif member.kind == DISTRIBUTED and not member.is_adam:
+        text = f"{member.label}: Megatron's distributed optimizer has files for Adam's two moments only"
+        problems.add(Unsupported, text, "Use it without the distributed optimizer, or layer-wise.")
+    return member
+
+
+def _say_what_is_not_adam(found: Sequence[Member | None]) -> None:
+    """An optimizer of another kind is named when the engine is made, and what becomes of its states."""
+    fate = "resume at the same layout only" if is_whole(found) else "are reshaped where they are elementwise"
+    for member in filter(None, found):
+        if member.dealt or not member.is_adam:
+            how = "whole, rank by rank" if member.dealt else "whole"
+            LOG.warning("MegatronEngine: %s: its states are saved %s, and %s", member.label, how, fate)
+
+
+def _is_a(optimizer: object, name: str) -> bool:
+    """By name, since not every version of Megatron has every kind."""
+    return any(kind.__name__ == name for kind in type(optimizer).__mro__)
+
+
+def is_whole(chain: Sequence[Member | None]) -> bool:
+    """Whether no plan can move the chain: parameters are dealt out whole, or are in several optimizers by their kind."""
+    present = [member for member in chain if member is not None and member.kind == PLAIN]
+    return any(member.dealt for member in present) or sum(not member.expert for member in present) > 1
 
 
 def kind_of(chain: Sequence[Member | None]) -> str | None:

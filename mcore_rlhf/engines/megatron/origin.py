@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.formats.base import TrainingState
-from mcore_rlhf.formats.report import Report
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,12 @@ class Place:
         """Whether this rank writes its folder's model file."""
         return self.at.expert_dp_rank == 0
 
+    @property
+    def layer_wise_file(self) -> str:
+        """The file of a layer-wise optimizer's states that this rank has. Megatron's name has no context coordinate."""
+        at = self.at
+        return f"layer_wise_optimizer_{at.dp_rank}{f'_cp{at.cp_rank}' if self.parallel.cp > 1 else ''}.pt"
+
     def folder_of(self, rank: int) -> str:
         """The name of another rank's folder."""
         at = self.parallel.coordinates(rank)

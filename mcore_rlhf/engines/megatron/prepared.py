@@ -1,10 +1,11 @@
-"""A load that was checked on this rank: nothing has been changed yet, and :meth:`PreparedMegatronLoad.apply` only copies."""
+"""A load that was checked on this rank: nothing has been changed yet."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,22 +13,25 @@ from typing import Any
 
 import torch
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ
 from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.formats.megatron.arguments import Arguments
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.mapped import MappedFiles
 
 from ..memory import LiveMemory, Unchecked
+from ..undoing import Undo
+from ..writable import copied
 from .chunks import LiveModel
 from .expected import other_attention
 from .groups import continued
 from .optimizers import Member, kind_of
 from .origin import Origin
 from .slots import LIVE, Slot, live_tensors
+from .whole import WholeOptimizer
 
 WINDOW_BYTES = 8 << 20
 _MOST_PROBLEMS = 1000
@@ -71,6 +75,7 @@ class PreparedMegatronLoad:
         origin: Where everything comes from.
         slots: What is to be filled.
         done: Called when the live model is the loaded one.
+        whole: The optimizer, where no plan can move it and it is given back as it was saved.
     """
 
     model: LiveModel
@@ -80,6 +85,7 @@ class PreparedMegatronLoad:
     origin: Origin
     slots: Sequence[Slot]
     done: Callable[[], None]
+    whole: WholeOptimizer | None = None
     _fields: list[dict[str, object]] = field(default_factory=list)
 
     @property
@@ -114,29 +120,39 @@ class PreparedMegatronLoad:
         self._note(trained)
         problems.raise_if_any(limit=_MOST_PROBLEMS)
 
-    def apply(self) -> None:
-        """Overwrite the live model."""
+    def install(self, undo: Undo) -> None:
+        """Hand Megatron's own code what it takes: param groups, loss scale, opaque values, the schedule."""
         with torch.no_grad():
-            self._load_groups()
+            for member in filter(None, self.chain):
+                undo.optimizer(member.optimizer.optimizer)  # the schedule sets learning rates in any case
+            self._load_groups(undo)
+            if self.whole is not None:
+                self.whole.install(undo)
+            self._load_opaque(undo)
+            self._load_scheduler(undo)
+
+    def fill(self) -> None:
+        """Copy all tensors; without an optimizer's, masters and moments begin anew from the weights."""
+        with torch.no_grad():
             self._fill()
-            self._load_opaque()
-            if not self._restores:
-                for member in self.chain:
-                    if member is not None:
-                        member.forget()
-            self._load_scheduler()
+            if self.whole is not None:
+                self.whole.fill()
+            elif not self._restores:
+                for member in filter(None, self.chain):
+                    member.forget()
         self.done()
 
     @property
     def _restores(self) -> bool:
         return self.optimizer and self.origin.kind is not None
 
-    def _load_groups(self) -> None:
-        fields = iter(self._fields)
-        for member in self.chain if self._restores else ():
-            if member is not None:
-                own = [next(fields) for _ in member.groups]
-                member.load(own, self.origin.states, self.origin.scalars, self.origin.state.grad_scaler)
+    def _load_groups(self, undo: Undo) -> None:
+        fields, state = iter(self._fields), self.origin.state
+        for member in filter(None, self.chain if self._restores else ()):
+            own = [next(fields) for _ in member.groups]
+            member.load(own, self.origin.states, self.origin.scalars)
+            if isinstance(state.grad_scaler, dict) and member.scaler is not None:
+                undo.handed(member.scaler, state.grad_scaler)
 
     def _fill(self) -> None:
         """Copy all tensors; states in another form take the way through a buffer, one parameter at a time."""
@@ -151,16 +167,19 @@ class PreparedMegatronLoad:
             for _, inside in groupby(others, key=lambda slot: (slot.vpp_rank, slot.name)):
                 run.convert(list(inside))
 
-    def _load_opaque(self) -> None:
+    def _load_opaque(self, undo: Undo) -> None:
         for chunk in self.model.chunks:
-            stored = self.origin.opaque.get(chunk.vpp_rank, {})
-            wanted = {name: stored[name] for name in chunk.opaque() if stored.get(name) is not None}
+            stored, live = self.origin.opaque.get(chunk.vpp_rank, {}), chunk.opaque()
+            wanted = {name: stored[name] for name in live if stored.get(name) is not None}
             if wanted:
+                before = copied({name: live[name] for name in wanted})
+                undo.note(partial(chunk.module.load_state_dict, before, strict=False))
                 chunk.module.load_state_dict(wanted, strict=False)
 
-    def _load_scheduler(self) -> None:
+    def _load_scheduler(self, undo: Undo) -> None:
         stored = self.origin.state.scheduler
         if self.scheduler is not None and self.optimizer and stored is not None:
+            undo.attributes(self.scheduler, [name for name in vars(self.scheduler) if name != "optimizer"])
             if hasattr(self.scheduler, "num_steps"):
                 self.scheduler.num_steps = 0  # Megatron's adds to it
             self.scheduler.load_state_dict(stored)
@@ -197,7 +216,9 @@ class PreparedMegatronLoad:
 
     def _notes(self, trained: Sequence[Member]) -> Iterator[tuple[Fate, str]]:
         state, live = self.origin.state, kind_of(trained)
-        if live is not None and self.origin.kind is None:
+        if self.whole is not None:
+            yield Fate.KEPT, f"optimizer, whole, as this rank saved it: {self.whole.states()}"
+        elif live is not None and self.origin.kind is None:
             yield (
                 Fate.DERIVED,
                 "no optimizer state in the checkpoint: masters are copies of the weights, moments begin at zero",
@@ -209,6 +230,6 @@ class PreparedMegatronLoad:
         if self.scheduler is not None and self.optimizer:
             kept = state.scheduler is not None
             yield (Fate.KEPT, "learning-rate schedule") if kept else (Fate.NOTE, "no scheduler state in the checkpoint")
-        scaled = any(getattr(member.optimizer, "grad_scaler", None) is not None for member in trained)
+        scaled = any(member.scaler is not None for member in trained)
         if scaled and state.grad_scaler is None:
             yield Fate.NOTE, "no loss scale in the checkpoint; this run's stays"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
@@ -21,7 +22,6 @@ from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimiz
 from mcore_rlhf.formats.megatron.rng import NAMES
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.formats.megatron.state import training_state
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.rules import Rules

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.dtype import dtype_of
@@ -21,7 +22,6 @@ from mcore_rlhf.formats.base import Source
 from mcore_rlhf.formats.megatron.buffers import EMBEDDING, OUTPUT
 from mcore_rlhf.formats.megatron.reader import MegatronNative
 from mcore_rlhf.formats.megatron.view import TargetView
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec

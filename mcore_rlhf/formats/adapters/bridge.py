@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.box import Box, Shape
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
@@ -26,7 +27,6 @@ from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.peft.config import model_reference
 from mcore_rlhf.formats.peft.names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, PREFIX, in_memory
 from mcore_rlhf.formats.renaming import renamed
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.correspondence import Share

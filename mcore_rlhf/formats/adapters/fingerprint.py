@@ -18,7 +18,7 @@ from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.gathering import gather
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.storage.checksum import crc32
 
 WHOLE_NBYTES = 1 << 16
@@ -54,7 +54,7 @@ class ModelFingerprint:
         """Understand :meth:`as_json`.
 
         Raises:
-            Corrupt: It is something else.
+            Unsupported: It is something else.
         """
         said = values if isinstance(values, Mapping) else {}
         tensors, elements, dtypes, digest = (said.get(name) for name in ("tensors", "elements", "dtypes", "sha256"))
@@ -64,7 +64,7 @@ class ModelFingerprint:
             and isinstance(dtypes, list)
             and isinstance(digest, str)
         ):
-            raise Corrupt(f"{where}: {values!r:.80} is no fingerprint of a model")
+            raise Unsupported(f"{where}: {values!r:.80} is no fingerprint of a model")
         return cls(tensors, elements, tuple(map(str, dtypes)), digest)
 
     def __str__(self) -> str:

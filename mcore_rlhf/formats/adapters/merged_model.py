@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.box import Box, row_major
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.computed import COMPUTED
 from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.core.lowrank import COMPUTED, LowRank, LowRankSum
+from mcore_rlhf.core.lowrank import LowRank, LowRankSum
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.formats.base import Source, WriteOptions
 from mcore_rlhf.formats.computed import Computed
+from mcore_rlhf.formats.inventory import OF_OPTIMIZER
 from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.peft.config import AdapterConfig, completed
 from mcore_rlhf.formats.peft.names import LORA_A, LORA_B, PREFIX, SAVED_MODULE, AdapterTensor, in_base, in_memory
 from mcore_rlhf.formats.peft.parts import CARRIED, Adapter, adapter_in
-from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.models.spec import REPLICATED, ParamSpec
 
 from .merged_experts import adapted_parameter, expert_sums, packed
 
@@ -198,16 +200,21 @@ class Merge:
             entries[name] = replace(entry, name=TensorName(self.base.role, name))
 
     def _report(self, found: Adapter) -> Report:
-        notes = Report(list(self.base.notes.lines))
+        notes = self.base.notes.copy()
         notes.extend(self.adapter.notes.lines)
         whole = f", and {len(found.saved_modules)} modules replaced" if found.saved_modules else ""
         notes.add(
             Fate.CHANGED,
             f"--merge-adapter: {len(self._sums)} weights become base + scale · B·A, computed in fp32 and rounded once{whole}",
         )
-        notes.add(Fate.LOST, "the adapter by itself: once added, it cannot be taken out of the weights exactly")
+        alone = "the adapter by itself: once added, it cannot be taken out of the weights exactly"
+        notes.add(Fate.LOST, alone, Item(Kind.VALUE, CARRIED))
+        notes.settle(
+            Fate.CHANGED, "of the merged model", Item(Kind.MODEL), Item(Kind.CONFIG), Item(Kind.VALUE, "iteration")
+        )
         if self.adapter.optimizer is not None:
-            notes.add(Fate.LOST, "the optimizer: its states belong to the adapter's matrices")
+            what = (*OF_OPTIMIZER, Item(Kind.SCHEDULER))
+            notes.add(Fate.LOST, "the optimizer: its states belong to the adapter's matrices", *what)
         return notes
 
     def _made(
@@ -223,10 +230,7 @@ class Merge:
             old, iteration=self.adapter.state.iteration or old.iteration, groups=(), scheduler=None, grad_scaler=None,
             other={key: value for key, value in old.other.items() if key != CARRIED},
         )  # fmt: skip
-        model = ModelSpec(
-            tuple(specs.values()), base.model.num_layers, bool(shared), base.model.mtp_layers, base.model.num_experts,
-            base.model.vocab_size, base.model.padded_vocab_size,
-        )  # fmt: skip
+        model = replace(base.model.having(specs.values()), tied=bool(shared))
         config = dict(native.config)
         if config.get("tie_word_embeddings") and not set(specs) <= set(self._own):
             config["tie_word_embeddings"] = False
@@ -235,7 +239,9 @@ class Merge:
         order = dict.fromkeys(name for old in native.order if (name := in_base(old)) in specs or name in shared)
         return replace(
             base, model=model, catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
-            native=ModuleState(native.tag, tuple(n for n in order if n), buffers, shared, config=config),
+            native=replace(
+                native.base(), order=tuple(n for n in order if n), buffers=buffers, shared=shared, config=config, optimizer={}, keys={},
+            ),
         )  # fmt: skip
 
 

@@ -12,20 +12,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.computed import ComputedBytes
 from mcore_rlhf.core.execute import SourceBytes
-from mcore_rlhf.core.lowrank import ComputedBytes
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import Format, ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.computed import Computed
 from mcore_rlhf.formats.crossing import crossed
 from mcore_rlhf.formats.crossing.packing import in_memory
+from mcore_rlhf.formats.crossing.quantized import dequantized
 from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.formats.peft.config import model_reference
 from mcore_rlhf.formats.peft.origin import BaseModel
 from mcore_rlhf.formats.peft.parts import adapter_alone, adapter_in, carried, known_config
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.storage.mapped import MappedFiles
 
 from .bridge import refuse_adapters, with_peft_names
@@ -39,7 +40,7 @@ def bytes_of(source: Source) -> Iterator[SourceBytes]:
     """Where the bytes of a source's catalogue are: its files, and what is computed of them."""
     computed = source.computed
     with MappedFiles(source.root if computed is None else computed.root) as files:
-        yield files if computed is None else ComputedBytes(files, computed.sums)
+        yield files if computed is None else ComputedBytes(files, computed.computations)
 
 
 def seen_by(
@@ -59,14 +60,14 @@ def seen_by(
     Raises:
         CheckpointError: The target cannot be made of it.
     """
-    model = opened
     _refuse_contradictions(wanted, write)
+    model = dequantized(opened, write) if write.dequantize else opened
     if write.merge_adapter:
         opened, model, write = merged(opened, read, write)
     elif wanted is HF or wanted.family == "megatron":
         refuse_adapters(opened, wanted.name)
     else:
-        model = with_peft_names(opened, write)
+        model = with_peft_names(model, write)
         model = adapter_alone(model, write.reference_config) if wanted is FORMAT else model
     return opened, crossed(model, wanted, write), write
 
@@ -116,6 +117,10 @@ def _refuse_contradictions(wanted: Format, write: WriteOptions) -> None:
         raise UsageError(
             f"--merge-adapter makes a whole model, and --to {wanted.name} writes an adapter alone\n"
             "Give one of them: --to hf for the merged model."
+        )
+    if write.merge_adapter and write.dequantize:
+        raise UsageError(
+            "--dequantize: not together with --merge-adapter\nMake a plain base of the quantized one first: --to hf --dequantize."
         )
     if write.base_model is not None and not write.merge_adapter and wanted is not FORMAT:
         raise UsageError(

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import Source, WriteOptions
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.models.huggingface.config import Build, args_of, built, config_of
+from mcore_rlhf.formats.origin import Origin
+from mcore_rlhf.models.huggingface.config import (
+    Build,
+    absent_arguments,
+    architecture_of,
+    args_of,
+    built,
+    config_of,
+    refuse_inexpressible,
+)
 from mcore_rlhf.models.huggingface.kinds import SEQUENTIAL, STACKED
 from mcore_rlhf.models.huggingface.relation import Relation
 from mcore_rlhf.models.huggingface.sizes import Sizes
 from mcore_rlhf.models.huggingface.table import Architecture
 
-from .origin import Origin
+from .fields import carried_args, differences, kept_spelling, note_ignored, waiting_args
 from .reference_config import read_config
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -58,31 +69,70 @@ def build_of(relation: Relation, tied: bool) -> Build:
     )
 
 
-def describe(
-    args: Mapping[str, object], sizes: Sizes, known: Architecture, build: Build, reference: Mapping[str, object] | None
-) -> dict[str, object]:
-    """The ``config.json`` of a model of Megatron's.
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model of Megatron's that is to be described as Hugging Face does.
 
     Args:
         args: Megatron's.
         sizes: Of the model.
         known: Its architecture.
         build: What its tensors say.
-        reference: The description that the user gave, which is kept; only what the tensors contradict is changed.
-
-    Raises:
-        Unsupported: ``config.json`` has no words for something.
+        options: What the user asked for: ``ignore_fields``.
+        notes: Told what the descriptions say otherwise.
     """
-    if reference is None:
-        return config_of(args, sizes, known, build)
-    config = {**reference, "vocab_size": sizes.vocabulary, "tie_word_embeddings": build.tied}
-    classes = reference.get("architectures")
-    named = classes[0] if isinstance(classes, list) and classes else ""
-    if not str(named).endswith(build.head):
-        config.update(built(known, build))
-    if sizes.mtp or "num_nextn_predict_layers" in reference:
-        config["num_nextn_predict_layers"] = sizes.mtp
-    return config
+
+    args: Mapping[str, object]
+    sizes: Sizes
+    known: Architecture
+    build: Build
+    options: WriteOptions
+    notes: Report
+
+    def config(
+        self, reference: Mapping[str, object] | None, travelled: Mapping[str, object] | None
+    ) -> dict[str, object]:
+        """Its ``config.json``.
+
+        Args:
+            reference: The description that the user gave, which is kept; only what the tensors contradict is changed.
+            travelled: One that travelled with the checkpoint; what the arguments contradict is changed, too.
+
+        Raises:
+            Unsupported: ``config.json`` has no words for something.
+        """
+        ignored = self.options.ignore_fields
+        note_ignored(ignored, self.args, self.notes)
+        waiting = waiting_args(self.args, self.known, ignored, self.notes)
+        if reference is not None:
+            return {**self._of_reference(reference), **waiting}
+        made = config_of(self.args, self.sizes, self.known, self.build, ignored)
+        absent = absent_arguments(self.args, self.known)
+        if absent and self.args and travelled is None:
+            text = f"args: do not say {', '.join(absent)}: taken as Megatron's own defaults"
+            self.notes.add(Fate.DERIVED, text)
+        if travelled is not None and self.known in architecture_of(travelled):
+            args = {name: value for name, value in self.args.items() if name not in ignored}
+            made = self._adapted(kept_spelling(travelled, made, args, self.known, self.notes))
+        return {**made, **waiting}
+
+    def _of_reference(self, reference: Mapping[str, object]) -> dict[str, object]:
+        refuse_inexpressible(self.args, self.known, self.options.ignore_fields)
+        for found in differences(self.args, reference, self.known):
+            text = f"args: {found.argument} is {found.said!r}, and --reference-config makes it {found.other!r}, which counts"
+            self.notes.add(Fate.CHANGED, text)
+        return self._adapted(reference)
+
+    def _adapted(self, config: Mapping[str, object]) -> dict[str, object]:
+        """A description with what the tensors say of it."""
+        adapted = {**config, "vocab_size": self.sizes.vocabulary, "tie_word_embeddings": self.build.tied}
+        classes = config.get("architectures")
+        named = classes[0] if isinstance(classes, list) and classes else ""
+        if not str(named).endswith(self.build.head):
+            adapted.update(built(self.known, self.build))
+        if self.sizes.mtp or "num_nextn_predict_layers" in config:
+            adapted["num_nextn_predict_layers"] = self.sizes.mtp
+        return adapted
 
 
 def known_description(source: Source, native: ModuleState, options: WriteOptions) -> dict[str, object]:
@@ -117,7 +167,12 @@ def description(source: Source, native: ModuleState, options: WriteOptions) -> d
 
 
 def arguments(
-    source: Source, origin: Origin, config: Mapping[str, object], relation: Relation, sizes: Sizes
+    source: Source,
+    origin: Origin,
+    config: Mapping[str, object],
+    relation: Relation,
+    sizes: Sizes,
+    ignored: tuple[str, ...] = (),
 ) -> dict[str, object]:
     """The arguments that a Megatron run of such a model would have stored.
 
@@ -127,6 +182,7 @@ def arguments(
         config: The model's description.
         relation: Its tensors under both names.
         sizes: Of the model; its layers of multi-token prediction are those that there are.
+        ignored: Fields of the description that are passed over.
 
     Raises:
         Unsupported: Megatron cannot compute what the description asks for.
@@ -134,10 +190,12 @@ def arguments(
     import torch
 
     dtype = next((spec.dtype for spec in source.model.params if spec.trainable), source.model.params[0].dtype)
-    described = args_of(config, relation.architecture, build_of(relation, tied=True))
+    described = args_of(config, relation.architecture, build_of(relation, tied=True), ignored)
     if origin.args:  # they say the same, and the tokenizer's extra words besides
         described = {key: value for key, value in described.items() if key not in origin.args}
-    args: dict[str, object] = {**_NEW_RUN, **origin.args, **described, **_experts(relation, sizes)}
+    args: dict[str, object] = {
+        **carried_args(config), **_NEW_RUN, **origin.args, **described, **_experts(relation, sizes),
+    }  # fmt: skip
     args.update(
         transformer_impl=relation.spelling.implementation, iteration=source.state.iteration, bf16=dtype == BFLOAT16,
         fp16=dtype == FLOAT16, params_dtype=getattr(torch, dtype.name), accumulate_allreduce_grads_in_fp32=True,

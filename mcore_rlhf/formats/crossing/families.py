@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_rlhf.core.account import Item, Kind, Reason
 from mcore_rlhf.formats.base import Format, Source, WriteOptions
 from mcore_rlhf.formats.megatron.reader import MegatronNative
 from mcore_rlhf.formats.module_state import ModuleState
 
 from .description import EMBEDDING, known_description
 from .packing import in_memory, on_disk
+from .quantized import refuse_quantized
 from .to_huggingface import to_huggingface
 from .to_megatron import to_megatron
 
@@ -34,6 +36,7 @@ def crossed(source: Source, to: Format, options: WriteOptions) -> Source:
         CheckpointError: The model has no names in the other family, or what decides its shapes is not known.
     """
     native = source.native
+    refuse_quantized(source, to.name, options)
     if isinstance(native, ModuleState):
         return _from_module(source, native, to, options)
     if isinstance(native, MegatronNative) and to.family == "module":
@@ -56,7 +59,9 @@ def _from_module(source: Source, native: ModuleState, to: Format, options: Write
 def _released(source: Source, to: Format) -> Source:
     """A release that becomes a folder has no run whose counters and arguments would be lost; its config says all."""
     if to.name == _ON_DISK and source.state.release:
-        return replace(source, state=replace(source.state, other={}, scheduler=None))
+        notes = source.notes.copy()
+        notes.leave(Reason.NO_RUN, Item(Kind.ARGUMENT), Item(Kind.SCHEDULER), Item(Kind.VALUE))
+        return replace(source, state=replace(source.state, other={}, scheduler=None), notes=notes)
     return source
 
 

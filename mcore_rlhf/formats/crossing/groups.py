@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.formats.base import ParamGroup, Source
 from mcore_rlhf.formats.megatron.groups import Membership
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.models.huggingface.relation import Relation
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
@@ -52,7 +52,7 @@ def with_members(
     made = [_with_step(group, names, scalars) for group, names in zip(groups, members, strict=True) if names]
     for number, group in enumerate(made):
         text = f"param group {number}: {len(group.params)} parameters ({group.params[0]}, …)"
-        report.add(Fate.DERIVED, f"{text}, as Megatron's rule for weight decay deals them")
+        report.add(Fate.DERIVED, f"{text}, as Megatron's rule for weight decay deals them", Item(Kind.GROUP))
     return tuple(made)
 
 

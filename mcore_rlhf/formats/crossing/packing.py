@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.formats.base import ParamGroup, Source
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
-from mcore_rlhf.models.huggingface import ARCHITECTURES
+from mcore_rlhf.models.huggingface.config import known_architecture
 from mcore_rlhf.models.huggingface.correspondence import Shares
 from mcore_rlhf.models.huggingface.packing import Packing, from_files, from_modules
 from mcore_rlhf.models.huggingface.table import Packed
-from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.models.spec import REPLICATED, ParamSpec
 
 from .view import CrossingView
 
@@ -58,8 +58,8 @@ def in_memory(source: Source, native: ModuleState, config: Mapping[str, object])
 
 def _table(config: Mapping[str, object]) -> tuple[Packed, ...]:
     """The rows of the model's architecture; none where nobody says which it is, since others pack differently."""
-    said = config.get("model_type")
-    return next((known.packed for known in ARCHITECTURES if known.model_type == said), ())
+    known = known_architecture(config)
+    return () if known is None else known.packed
 
 
 def _shapes(source: Source) -> dict[str, Shape]:
@@ -70,26 +70,20 @@ def _seen(
     source: Source, native: ModuleState, packing: Packing, shares: Shares, shapes: Mapping[str, Shape], text: str
 ) -> Source:
     """The source under the names of one side."""
-    notes = Report(list(source.notes.lines))
-    notes.add(Fate.CHANGED, f"experts: {text} ({len(source.model.params)} → {len(shapes)} tensors)")
+    notes = source.notes.copy()
+    notes.add(Fate.CHANGED, f"experts: {text} ({len(source.model.params)} → {len(shapes)} tensors)", Item(Kind.MODEL))
     names: dict[str, list[str]] = {}
     for new, parts in shares.items():
         for part in parts:
             names.setdefault(part.name, []).append(new)
     renamed = {old: tuple(dict.fromkeys(new)) for old, new in names.items()}
-    model = source.model
-    seen = ModuleState(
-        native.tag, _each(native.order, renamed), _each(native.buffers, renamed), native.shared, native.optimizer,
-        native.per_rank, {name: said for name, said in native.keys.items() if renamed.get(name) == (name,)},
-        native.pipeline, native.config,
+    seen = replace(
+        native.base(), order=_each(native.order, renamed), buffers=_each(native.buffers, renamed),
+        keys={name: said for name, said in native.keys.items() if renamed.get(name) == (name,)},
     )  # fmt: skip
-    specs = _specs(source, shares, shapes)
     return replace(
         source, catalog=CrossingView(source.catalog, source.role, shares, shapes), notes=notes, native=seen,
-        model=ModelSpec(
-            specs, model.num_layers, model.tied, model.mtp_layers, model.num_experts, model.vocab_size,
-            model.padded_vocab_size, model.unused,
-        ),
+        model=source.model.having(_specs(source, shares, shapes)),
         state=replace(source.state, groups=_groups(source.state.groups, renamed)),
     )  # fmt: skip
 

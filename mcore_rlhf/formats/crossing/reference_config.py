@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.storage import regular
 
 
 def read_config(folder: str) -> dict[str, object]:
@@ -18,7 +17,7 @@ def read_config(folder: str) -> dict[str, object]:
     path = Path(folder).expanduser()
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = regular.read_json(path)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot read the model's config: {error.strerror}\nGive --reference-config the folder of a Hugging Face model."
@@ -28,14 +27,3 @@ def read_config(folder: str) -> dict[str, object]:
     if not isinstance(config, dict):
         raise UsageError(f'{path}: expected an object such as {{"hidden_size": 4096}}, found {type(config).__name__}')
     return config
-
-
-def plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Those of the values that any reader understands: numbers, texts, and lists of them."""
-    return {key: value for key, value in values.items() if _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)

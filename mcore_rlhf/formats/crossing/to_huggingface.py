@@ -5,26 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.formats.base import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.formats.deepspeed.scaler import scaler_of, static_scaler
+from mcore_rlhf.formats.inventory import ELEMENTS, OPAQUE, value_items
 from mcore_rlhf.formats.megatron.groups import Membership
 from mcore_rlhf.formats.megatron.reader import MegatronNative
+from mcore_rlhf.formats.megatron.state import OF_RANKS, PER_RANK_KEYS
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.origin import ORIGIN, origin_of, plain
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES
-from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_args, sizes_of_config
+from mcore_rlhf.models.huggingface.config import (
+    architecture_of,
+    doubts,
+    expresses,
+    sizes_of_args,
+    sizes_of_config,
+)
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.sizes import Sizes
+from mcore_rlhf.models.huggingface.table import Architecture
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
-from .description import EMBEDDING, LM_HEAD, build_of, describe
+from .description import EMBEDDING, LM_HEAD, Described, build_of
+from .fields import arguments_to_config
 from .groups import with_members
-from .origin import ORIGIN, origin_of
 from .reference_config import read_config
+from .travelled import travelled_config
 from .view import CrossingView
 
 
@@ -40,17 +51,20 @@ def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions
         CheckpointError: It is a model whose names are not known, or its true vocabulary is not.
     """
     model = source.model
-    reference = None if options.reference_config is None else read_config(options.reference_config)
-    sizes = _sizes(source, native, reference, options.vocab_size)
-    among = ARCHITECTURES if reference is None else architecture_of(reference)
+    notes = source.notes.copy()
+    given = options.reference_config
+    reference = None if given is None else read_config(given)
+    travelled = travelled_config(source, notes) if given is None else None
+    sizes = _sizes(source, native, reference or travelled, options.vocab_size)
+    among = _among(source.state.args, travelled, options) if reference is None else architecture_of(reference)
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     relation = from_megatron(shapes, sizes, among)
     build = build_of(relation, model.tied)
-    config = describe(source.state.args, sizes, relation.architecture, build, reference)
-    notes = Report(list(source.notes.lines))
+    described = Described(source.state.args, sizes, relation.architecture, build, options, notes)
+    config = described.config(reference, travelled)
     _note(source, native, relation, sizes, notes)
-    for doubt in doubts(config, source.state.args):
-        notes.add(Fate.NOTE, doubt)
+    for doubt in doubts(source.state.args):
+        notes.add(Fate.LOST, doubt)
     groups = with_members(source, relation, Membership(native.args, options.rules), native.scalars, notes)
     shares = relation.of_huggingface()
     return replace(
@@ -61,8 +75,25 @@ def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions
             f"global_step{source.state.iteration}", (*relation.huggingface, *([LM_HEAD] if build.tied else [])),
             buffers=tuple(name for name, parts in shares.items() if is_buffer(parts[0].name)),
             shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config,
-        ),
+        ), moved={**_waiting(source), **arguments_to_config(source.state.args, relation.architecture, config, notes)},
     )  # fmt: skip
+
+
+def _among(
+    args: Mapping[str, object], travelled: Mapping[str, object] | None, options: WriteOptions
+) -> tuple[Architecture, ...]:
+    """The architectures that a model may be, the likeliest first: what has words for its arguments, and what it once was."""
+    first = () if travelled is None else architecture_of(travelled)
+    among = (*first, *(known for known in ARCHITECTURES if known not in first))
+    return tuple(sorted(among, key=lambda known: not expresses(args, known, options.ignore_fields)))
+
+
+def _waiting(source: Source) -> dict[Item, Item]:
+    """What of the run waits in client state for the way back."""
+    state, there = source.state, Item(Kind.VALUE, ORIGIN)
+    found = [Item(Kind.SCHEDULER, key) for key in state.scheduler or {}]
+    found += [item for item, _ in value_items(plain(state.other))]
+    return dict.fromkeys(found, there)
 
 
 def _sizes(
@@ -99,12 +130,14 @@ def _state(
     samples = old.args.get("consumed_train_samples")
     if isinstance(samples, int):
         other["global_samples"] = samples
-        notes.add(Fate.KEPT, f"consumed_train_samples {samples}: as global_samples")
+        text = f"consumed_train_samples {samples}: as global_samples"
+        notes.add(Fate.KEPT, text, Item(Kind.ARGUMENT, "consumed_train_samples"))
     if old.scheduler is not None:
         notes.add(
             Fate.DERIVED,
             f"lr_scheduler: last_batch_iteration {old.iteration - 1}, which is all that DeepSpeed's own schedulers keep; "
             f"Megatron's own state waits under {ORIGIN}",
+            Item(Kind.SCHEDULER),
         )
     trained = (
         old.iteration > 0 and not old.release
@@ -128,7 +161,7 @@ def _scaler(source: Source, notes: Report) -> object | None:
     if "growth_tracker" not in stored:  # a constant scale has no state
         return static_scaler(float(constant)) if isinstance(constant, int | float) else None
     scale = float(stored["scale"])
-    notes.add(Fate.DERIVED, f"loss_scaler: dynamic, at Megatron's scale of {scale:g}")
+    notes.add(Fate.DERIVED, f"loss_scaler: dynamic, at Megatron's scale of {scale:g}", Item(Kind.SCALER))
     clean = {"cur_iter": at, "last_overflow_iter": at - int(stored["growth_tracker"])}
     window = source.state.args.get("loss_scale_window")
     more = {"scale_window": int(window)} if isinstance(window, int | float) else {}
@@ -168,22 +201,40 @@ def _note(source: Source, native: MegatronNative, relation: Relation, sizes: Siz
             f"multi-token prediction: layer {sizes.layers} and further ones; transformers passes over them, and saves the model without",
         )
     if not source.state.release:  # nobody trains on with those of a release
-        notes.add(Fate.LOST, "RNG states: Megatron's belong to its ranks, and formats under module names store none")
+        text = "RNG states: Megatron's belong to its ranks, and formats under module names store none"
+        notes.add(Fate.LOST, text, Item(Kind.RNG))
+    notes.leave(Reason.NO_RUN, Item(Kind.RNG))
+    notes.leave(Reason.OF_LAYOUT, *(OF_RANKS[key] for key in PER_RANK_KEYS))
+    notes.settle(
+        Fate.DERIVED, "as torch's optimizers keep it", Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER)
+    )
+    _note_objects(source, notes)
     opaque = [
         name for s in native.shards for part in s.parts for name, value in part.opaque.items() if value is not None
     ]
     if opaque:
-        notes.add(Fate.LOST, f"values that are no parameters, such as {opaque[0]}")
+        notes.add(Fate.LOST, f"values that are no parameters, such as {opaque[0]}", OPAQUE)
+
+
+def _note_objects(source: Source, notes: Report) -> None:
+    """Values that are no numbers and no texts are understood by Megatron only."""
+    state = source.state
+    other = [item for item, _ in value_items(state.other) if item.name not in plain(state.other)]
+    if other:
+        notes.add(Fate.LOST, f"values that only Megatron understands: {', '.join(item.name for item in other)}", *other)
 
 
 def _note_cut(stored: int | None, words: int, rows: int, notes: Report) -> None:
     """Rows behind the last word go; a number that the user gave may make words of the run's own go as well."""
-    if stored is not None and words < stored <= rows:
+    loses = stored is not None and words < stored <= rows
+    if stored is not None and loses:
         notes.add(
             Fate.LOST,
             f"vocabulary rows {words}–{stored - 1}: words of the run, which has {stored} as its args say; cut, as the {words} words "
             "of --vocab-size or --reference-config ask",
+            ELEMENTS,
         )
     first = words if stored is None or stored > rows else max(words, stored)
     if first < rows:
-        notes.add(Fate.CHANGED, f"vocabulary rows {first}–{rows - 1} are Megatron's padding, and are cut")
+        text = f"vocabulary rows {first}–{rows - 1} are Megatron's padding, and are cut"
+        notes.add(Fate.CHANGED, text, *([] if loses else [ELEMENTS]))  # a loss of some is what counts of them all

@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import ParamGroup, Source, TrainingState, WriteOptions
+from mcore_rlhf.formats.carried import CONFIG
 from mcore_rlhf.formats.megatron.arguments import Arguments
 from mcore_rlhf.formats.megatron.groups import Membership
 from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON, ModuleState
+from mcore_rlhf.formats.origin import ORIGIN, Origin
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config
@@ -25,11 +27,13 @@ from mcore_rlhf.models.megatron import Traits, is_buffer, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
 from .description import DIVISOR, EMBEDDING, LM_HEAD, VALUE_HEAD, arguments, description
+from .fields import config_to_arguments, note_fields, note_ignored
 from .groups import as_megatron
-from .origin import ORIGIN, Origin
 from .packing import on_disk
 from .view import CrossingView
 
+_ENGINE_VALUES = ("skipped_steps", "ds_version")
+"""What DeepSpeed counts for itself."""
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
@@ -45,11 +49,12 @@ def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> S
         CheckpointError: It is a model whose names are not known, or nothing describes it.
     """
     _check(source, native)
+    _refuse_muon(source)
     origin = Origin.of(source)
     config = description(source, native, options)
     among = architecture_of(config)
     source = on_disk(source, native, config)
-    notes = Report(list(source.notes.lines))
+    notes = source.notes.copy()
     sizes = sizes_of_config(config)
     shapes, sizes = _with_next_layers(_shapes(source), sizes, notes)
     relation = from_huggingface(
@@ -60,11 +65,13 @@ def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> S
         raise LayoutMismatch(
             f"{source.root}: has neither {LM_HEAD} nor {VALUE_HEAD}, but config.json says that the embedding is not tied"
         )
-    args = Arguments(arguments(source, origin, config, relation, sizes))
+    args = Arguments(arguments(source, origin, config, relation, sizes, options.ignore_fields))
     model = _model(source, relation, args, tied, sizes)
     _note(source, relation, model, notes, native)
-    for doubt in doubts(config, args.values):
-        notes.add(Fate.NOTE, doubt)
+    note_ignored(options.ignore_fields, config, notes)
+    note_fields(config, relation.architecture, options.ignore_fields, notes)
+    for doubt in doubts(args.values):
+        notes.add(Fate.LOST, doubt)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
     catalog = CrossingView(source.catalog, source.role, relation.of_megatron(), relation.megatron, rows)
     groups = as_megatron(source, relation, Membership(args, options.rules), notes)
@@ -73,7 +80,23 @@ def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> S
         state=_state(source, origin, args, groups, notes), notes=notes,
         optimizer=None if source.optimizer is None else "distributed",
         native=MegatronNative(None, args, [], list(_with_extra_states(relation)), []),
+        moved=config_to_arguments(native.config, relation.architecture, args.values, notes, carried=_goes_along(source)),
     )  # fmt: skip
+
+
+def _refuse_muon(source: Source) -> None:
+    """Megatron's optimizers that are written keep Adam's states of every parameter."""
+    names = [name for group in source.state.groups if group.fields.get(USE_MUON) is True for name in group.params]
+    if names:
+        raise Unsupported(
+            f"{source.root}: {len(names)} parameters such as {names[0]} are trained by DeepSpeed's Muon, whose {MOMENTUM} has no place "
+            "in Megatron's optimizer files\n--no-optimizer converts the weights."
+        )
+
+
+def _goes_along(source: Source) -> bool:
+    """Whether the model's description lies in a file of its own, which is carried."""
+    return source.carried is not None and CONFIG in source.carried.files
 
 
 def _shapes(source: Source) -> dict[str, Shape]:
@@ -97,6 +120,7 @@ def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes, notes: Report) -> 
             Fate.NOTE,
             f"copies of the embedding and the output layer are taken as such, and left out: {', '.join(copies)}",
         )
+        notes.settle(Fate.DERIVED, "a copy of another one", *(Item(Kind.TENSOR, name) for name in copies))
     kept = {name: shape for name, shape in shapes.items() if name not in copies}
     return kept, replace(sizes, mtp=len(further) if sizes.mtp else 0)
 
@@ -164,6 +188,7 @@ def _state(
         notes.add(
             Fate.LOST,
             "lr_scheduler: DeepSpeed's knows only its step; Megatron will want --override-opt-param-scheduler",
+            Item(Kind.SCHEDULER),
         )
     return TrainingState(
         old.iteration, old.release, args=dict(args.values), groups=groups, scheduler=scheduler,
@@ -191,22 +216,31 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, n
     if source.optimizer == "zero3":
         notes.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
     notes.add(Fate.DERIVED, "args: those that describe the model; all others are the new run's")
-    if source.format == "hf":
-        notes.add(
-            Fate.NOTE,
-            "token ids, tokenizer and generation_config.json have no place in args; on the way back give this folder as "
-            "--reference-config and --tokenizer",
-        )
+    _account(source, notes)
     gone = [name for name in native.buffers if name not in relation.huggingface]
     if gone:
-        notes.add(Fate.LOST, f"buffers that Megatron does not have: {', '.join(gone[:3])}")
+        items = [Item(Kind.TENSOR, name) for name in gone]
+        notes.add(Fate.LOST, f"buffers that Megatron does not have: {', '.join(gone[:3])}", *items)
     if model.num_experts:
         notes.add(Fate.DERIVED, f"experts: spelled as Megatron's {EXPERTS[relation.spelling.experts]}")
-    lost = sorted(
-        set(source.state.other)
-        - {ORIGIN, "global_samples", "skipped_steps", "ds_version", "data_sampler", "random_ltd"}
+    placed = {ORIGIN, "global_samples", *_ENGINE_VALUES}
+    lost = sorted(key for key, value in source.state.other.items() if key not in placed and value is not None)
+    notes.settle(
+        Fate.DERIVED, "there is none", *(Item(Kind.VALUE, k) for k, v in source.state.other.items() if v is None)
     )
     if lost:
-        notes.add(Fate.LOST, f"client state, for which Megatron has no place: {', '.join(lost)}")
+        items = [item for key in lost for item in (Item(Kind.VALUE, key), Item(Kind.RNG, key))]
+        notes.add(Fate.LOST, f"client state, for which Megatron has no place: {', '.join(lost)}", *items)
     if getattr(source.state.grad_scaler, "dynamic", False):
-        notes.add(Fate.LOST, "loss_scaler: Megatron's and DeepSpeed's count differently; the run starts with its own")
+        text = "loss_scaler: Megatron's and DeepSpeed's count differently; the run starts with its own"
+        notes.add(Fate.LOST, text, Item(Kind.SCALER))
+
+
+def _account(source: Source, notes: Report) -> None:
+    """What a run of Megatron's has of its own, or under other names."""
+    notes.settle(Fate.DERIVED, "as Megatron's optimizers keep it", Item(Kind.GROUP))
+    told = [Item(Kind.VALUE, ORIGIN), Item(Kind.VALUE, "global_samples"), Item(Kind.SCHEDULER)]
+    notes.settle(Fate.DERIVED, "as Megatron stores it", *told, Item(Kind.MODEL))
+    notes.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER), Item(Kind.SCALER))
+    notes.leave(Reason.OF_ENGINE, *(Item(Kind.VALUE, key) for key in _ENGINE_VALUES))
+    notes.leave(Reason.OF_LAYOUT, Item(Kind.MODEL, "keys"))

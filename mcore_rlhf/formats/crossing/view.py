@@ -30,7 +30,6 @@ class CrossingView:
     shapes: Mapping[str, Shape]
     rows: Mapping[str, int] = field(default_factory=dict)
     _names: list[TensorName] = field(default_factory=list)
-    _last: TensorEntry | None = None
 
     def __iter__(self) -> Iterator[TensorName]:
         if not self._names:
@@ -49,7 +48,9 @@ class CrossingView:
         if name.role != self.role or name.param not in self.shares:
             return None
         shares, chunks = self.shares[name.param], list[Chunk]()
-        of = {part: self._source(TensorName(self.role, part, name.state)) for part in {s.name: None for s in shares}}
+        of = {
+            part: self.catalog.get(TensorName(self.role, part, name.state)) for part in {s.name: None for s in shares}
+        }
         for share in shares:
             entry = of[share.name]
             if entry is not None:
@@ -59,14 +60,6 @@ class CrossingView:
         found = TensorEntry(name, self.shapes[name.param], chunks[0].record.dtype, tuple(chunks))
         rows = self.rows.get(name.param)
         return found if rows is None else with_rows(found, rows)
-
-    def _source(self, name: TensorName) -> TensorEntry | None:
-        """An entry of the source; the last one is kept, since the experts that are packed in one are asked for in turn."""
-        last = self._last
-        if last is None or last.name != name:
-            last = self.catalog.get(name)
-            self._last = last
-        return last
 
 
 def _moved(entry: TensorEntry, share: Share) -> Iterator[Chunk]:

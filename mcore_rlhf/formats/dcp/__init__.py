@@ -22,8 +22,9 @@ class DcpFormat:
 
     name: str = "dcp"
     family: str = "module"
+    weights_only: bool = False
 
-    def load_hint(self, path: Path) -> str:
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How torch is told to load it."""
         folder = path / RLINF_FOLDER if not is_dcp(path) and is_dcp(path / RLINF_FOLDER) else path
         return f'dcp.load(state, checkpoint_id="{folder}")'

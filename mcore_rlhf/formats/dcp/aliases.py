@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.storage.dcp import DcpFolder
 
 _EMBEDDING = re.compile(r"(?:^|[._])(?:embed\w*|wte|word_embeddings)\.")

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.refusal import module_state_of, refuse_options
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.refusal import module_state_of
 
 from .folders import RLINF_FOLDER
 from .keys import RLINF, KeyLayout
 from .native import DcpState
-
-_NO_MEANING = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout", "optimizer", "padded_vocab_size", "zero_stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +52,10 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         report: Told what changes.
 
     Raises:
-        UsageError: Options that mean nothing here.
         Unsupported: The source is of another family.
         Incomplete: Nobody knows the members of the param groups.
     """
     native = module_state_of(source, "dcp")
-    refuse_options(
-        options, _NO_MEANING,
-        "means nothing for a DCP folder\nIts options are --dp (parts of each tensor), --dtype and --rng.",
-    )  # fmt: skip
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         _check_groups(source)

@@ -12,8 +12,8 @@ import random
 from collections.abc import Mapping
 from typing import cast
 
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.formats.base import Source
-from mcore_rlhf.formats.report import Fate, Report
 
 from .choices import Choices
 from .groups import completed
@@ -47,10 +47,11 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
 def _with_rng(rest: dict[str, object], iteration: int, wanted: str, report: Report) -> dict[str, object]:
     if wanted == "drop":
         if rest.pop(RNG, None) is not None:
-            report.add(Fate.LOST, "rng: left out, as --rng drop asks")
+            report.add(Fate.LOST, "rng: left out, as --rng drop asks", Item(Kind.RNG))
     elif wanted == "derive":
         rest[RNG] = random_states(iteration)
-        report.add(Fate.DERIVED, f"rng: new states, the same on every rank, from iteration {iteration}")
+        text = f"rng: new states, the same on every rank, from iteration {iteration}"
+        report.add(Fate.DERIVED, text, Item(Kind.RNG))
     return rest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class Located:
         step: The step that folders' names say.
         shards: RLinf's rank files without offsets, relative to the root; empty where there are none.
         ranks: Whether it is verl's: rank files with DTensors in them.
+        optimizer: The optimizer's DCP folder, where it is one of its own beside the model's.
     """
 
     root: Path
@@ -39,6 +41,7 @@ class Located:
     step: int | None = None
     shards: tuple[str, ...] = ()
     ranks: bool = False
+    optimizer: Path | None = None
 
 
 def is_dcp(folder: Path) -> bool:
@@ -60,8 +63,30 @@ def _shards(root: Path) -> tuple[str, ...]:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is one checkpoint."""
-    dcp = is_dcp(path) or is_dcp(path / RLINF_FOLDER)
+    dcp = is_dcp(path) or is_dcp(path / RLINF_FOLDER) or _split(path) is not None
     return dcp or is_verl(path) or weights_file(path) is not None or bool(_shards(path))
+
+
+_SPLIT = ((re.compile("weights"), "optimizer"), (re.compile(r"pytorch_model_fsdp_(\d+)"), r"optimizer_\1"))
+"""Trainers that save the optimizer in a folder of its own: what the model's is called, and the optimizer's beside it.
+
+Source: NeMo-RL ``nemo_rl/utils/native_checkpoint.py`` (``save_checkpoint``) at 00cb7b5, below ``step_N/policy``; accelerate
+1.15 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``), below a ``Trainer``'s ``checkpoint-N``.
+"""
+
+
+def _split(path: Path) -> Path | None:
+    """The model's folder below one that has it and the optimizer's side by side."""
+    return next((path / name for name in ("weights", "pytorch_model_fsdp_0") if is_dcp(path / name)), None)
+
+
+def optimizer_beside(folder: Path) -> Path | None:
+    """The optimizer's DCP folder beside the model's, where it has one of its own."""
+    path = Path(os.path.abspath(folder))
+    for pattern, name in _SPLIT:
+        if (match := pattern.fullmatch(path.name)) and is_dcp(beside := path.parent / match.expand(name)):
+            return beside
+    return None
 
 
 def _steps(root: Path) -> dict[int, Path]:
@@ -89,7 +114,11 @@ def locate(path: Path, step: int | None) -> Located:
         UsageError: There are several, and none was named.
     """
     if is_checkpoint(path):
-        folder = next((found for found in (path, path / RLINF_FOLDER) if is_dcp(found)), None)
+        folder = next((found for found in (path, path / RLINF_FOLDER, _split(path)) if found and is_dcp(found)), None)
+        if folder is not None and (beside := optimizer_beside(folder)) is not None:
+            return Located(
+                beside.parent, beside.with_name(_name(folder)), step=_named_step(beside.parent), optimizer=beside
+            )
         ranks = folder is None and is_verl(path)
         return Located(path, folder, weights_file(path), _named_step(path), () if folder else _shards(path), ranks)
     steps = _steps(path)
@@ -102,6 +131,10 @@ def locate(path: Path, step: int | None) -> Located:
     if chosen is None:
         raise NotACheckpoint(f"{path}: has no step {step}; there are {', '.join(map(str, steps))}")
     return Located(chosen, chosen, None, _named_step(chosen))
+
+
+def _name(folder: Path) -> str:
+    return os.path.basename(os.path.abspath(folder))
 
 
 def _named_step(path: Path) -> int | None:

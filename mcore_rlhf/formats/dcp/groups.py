@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.report import Fate, Report
 
 from .keys import PARAMS
 
@@ -48,7 +48,7 @@ class Collected:
             notes: Told what was derived.
 
         Raises:
-            Corrupt: A group does not say what is in it.
+            Unsupported: A group does not say what is in it.
         """
         if self.own:
             return self._dealt(order, notes)
@@ -56,7 +56,7 @@ class Collected:
         for number, fields in enumerate(self._ordered()):
             names = _params(fields)
             if not isinstance(fields.get(PARAMS), list) or not all(isinstance(name, str) for name in names):
-                raise Corrupt(f"{folder}: param group {number} does not list its parameters by name: {names[:3]}")
+                raise Unsupported(f"{folder}: param group {number} does not list its parameters by name: {names[:3]}")
             rest = {key: value for key, value in fields.items() if key != PARAMS}
             made.append(self._group(number, rest, cast(list[str], names), notes))
         return tuple(made)
@@ -118,8 +118,7 @@ def name_numbers(
         notes: Told what was found.
 
     Raises:
-        LayoutMismatch: No order fits.
-        Unsupported: The members of the groups are not numbers.
+        Unsupported: No order fits, or several do; or the members of the groups are not numbers.
     """
     ordered = [collected.fields[number] for number in sorted(collected.fields)]
     numbers = [str(number) for fields in ordered for number in _params(fields)]
@@ -128,11 +127,10 @@ def name_numbers(
     deals = [(how, deal) for how, deal in _deals(shapes) if len(deal) == len(ordered)]
     fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, shapes, states)) is not None]
     if len({tuple(sorted(named.items())) for _, named in fitting}) != 1 or not all(named for _, named in fitting):
-        raise LayoutMismatch(
+        raise Unsupported(
             f"{folder}: the optimizer's state is numbered (0 to {len(numbers) - 1}), and neither the model's order nor the usual split "
             f"by weight decay says which of its {len(shapes)} tensors are meant: their shapes fit in no way, or in several\n"
-            "Save it again with torch.distributed.checkpoint.state_dict.get_state_dict, which has names; --no-optimizer converts the "
-            "weights."
+            "Save it again with torch.distributed.checkpoint.state_dict.get_state_dict, which has names."
         )
     how, names = fitting[0]  # several ways of dealing may come to the same
     notes.add(Fate.DERIVED, f"names of the optimizer's numbered parameters: {how}; all shapes agree")

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mcore_rlhf.core.account import Inventory
 from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.formats.inventory import value_items
 from mcore_rlhf.formats.module_state import ModuleState
 
 from .keys import KeyLayout
+
+_SCHEDULERS = ("lr_schedulers", "lr_scheduler")
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class DcpState(ModuleState):
         rest: What is neither the model nor the optimizer: schedulers, random states, counters, as the nest that was saved.
         groups: Param groups as the folder has them; those of the source may be of another format that it was made of.
         scalars: What the optimizer keeps per parameter that is no tensor of its shape: ``step``.
+        derived: Keys of ``rest`` that an earlier conversion has made, for a source that had nothing of the kind.
         differing: Lines of the report that hold for targets with one step per group.
     """
 
@@ -32,3 +37,9 @@ class DcpState(ModuleState):
     groups: tuple[ParamGroup, ...] = ()
     scalars: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+
+    def inventory(self) -> Inventory:
+        """What it has, item by item; a scheduler is one of the training state's."""
+        rest = {key: value for key, value in self.rest.items() if key not in (*_SCHEDULERS, *self.derived)}
+        return {**ModuleState.inventory(self), **dict(value_items(rest))}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.errors import Corrupt, Unsupported
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
 from mcore_rlhf.storage.torchzip import Directory
 
@@ -43,7 +43,7 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
         )
     opened = read_pt(located.root, located.weights, stubs=options.stubs)
     if not isinstance(opened.tree, dict) or not all(isinstance(v, StoredTensor) for v in opened.tree.values()):
-        raise Corrupt(f"{opened.directory.path}: expected a dictionary of tensors, found something else in it")
+        raise Unsupported(f"{opened.directory.path}: expected a dictionary of tensors, found something else in it")
     notes = Report()
     notes.add(Fate.LOST, f"the optimizer and all else: {located.root} holds only the weights of {located.weights}")
     tensors: dict[str, StoredTensor] = opened.tree
@@ -80,7 +80,7 @@ def model_config(root: Path) -> dict[str, object]:
     """The model's ``config.json`` where the run put one: in the checkpoint, or in ``huggingface`` in it; else empty."""
     for path in (root / "config.json", root / "huggingface" / "config.json"):
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = regular.read_json(path)
         except (OSError, ValueError):
             continue
         if isinstance(config, dict):

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import DcpFolder, Path_, load_tensor, unwrap
@@ -49,13 +49,35 @@ def read_dcp(path: Path, options: ReadOptions) -> Source:
     if located.folder is None:
         return plain_source(located, options)
     opened = DcpFolder.open(located.folder, located.root, options.stubs)
-    paths = dict(opened.planner_data) or guess_paths([*opened.tensors, *opened.objects])
+    paths = _paths(opened)
+    beside = None
+    if located.optimizer is not None and options.optimizer:
+        beside = DcpFolder.open(located.optimizer, located.root, options.stubs)
+        _join(opened, beside)
+        paths |= _paths(beside)
     missing = [key for key in (*opened.tensors, *opened.objects) if key not in paths]
     if missing:
         raise Incomplete(f"{located.folder}: planner_data has no path for {missing[0]}")
     kept = Extra.of_tree(unwrap(opened, ITEM), str(located.folder)) if ITEM in opened.objects else None
     layout = find_layout(list(paths.values()), [paths[key] for key in opened.tensors])
-    return _Reading(located, opened, paths, layout, options, kept).source()
+    return _Reading(located, opened, paths, layout, options, kept, beside).source()
+
+
+def _paths(opened: DcpFolder) -> dict[str, Path_]:
+    return dict(opened.planner_data) or guess_paths([*opened.tensors, *opened.objects])
+
+
+def _join(opened: DcpFolder, beside: DcpFolder) -> None:
+    """Let a model's folder have what the optimizer's has, each tensor and object read from its own.
+
+    Raises:
+        Unsupported: Both have the same key.
+    """
+    twice = sorted({*opened.tensors, *opened.objects} & {*beside.tensors, *beside.objects})
+    if twice:
+        raise Unsupported(f"{beside.folder}: has {twice[0]}, which {opened.folder} has as well")
+    opened.tensors = {**opened.tensors, **beside.tensors}
+    opened.objects = {**opened.objects, **beside.objects}
 
 
 @dataclass
@@ -66,6 +88,7 @@ class _Reading:
     layout: KeyLayout
     options: ReadOptions
     kept: Extra | None
+    beside: DcpFolder | None = None
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
     model_keys: dict[str, str] = field(default_factory=dict)
@@ -76,6 +99,10 @@ class _Reading:
         there = self.opened.tensors.keys() | self.opened.objects.keys()
         keys = parsed(self.layout, {key: path for key, path in self.paths.items() if key in there})
         self._sort(keys)
+        if self.beside is not None:
+            self.notes.add(
+                Fate.NOTE, f"the optimizer is from {self.beside.folder.name}/, beside {self.opened.folder.name}/"
+            )
         groups = self._groups()
         aliases = self._aliases()
         model, entries = self._model(set(aliases))
@@ -86,9 +113,13 @@ class _Reading:
         return Source(
             "dcp", self.located.root, role, model, ParallelConfig(dp=self._ranks()),
             DcpCatalog(role, model, self.opened, entries), self._training(native, groups),
-            tuple(StoredFile(f.path, f.nbytes, f.records) for f in self.opened.files()), states,
+            self._files(), states,
             "dcp" if self._with_optimizer else None, self.notes, native,
         )  # fmt: skip
+
+    def _files(self) -> tuple[StoredFile, ...]:
+        beside = self.beside.files() if self.beside is not None else ()
+        return tuple(StoredFile(file.path, file.nbytes, file.records) for file in (*self.opened.files(), *beside))
 
     @property
     def _with_optimizer(self) -> bool:
@@ -191,7 +222,7 @@ class _Reading:
             if self._shape(key) != shape:
                 raise Unsupported(
                     f"{self.opened.folder}: {name} has the shape {shape}, its {state} {self._shape(key)}; only states with one value "
-                    "per element can be converted\n--no-optimizer converts the weights."
+                    "per element can be converted"
                 )
 
     def _ranks(self) -> int:
@@ -201,13 +232,14 @@ class _Reading:
     def _native(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> DcpState:
         rest = nest(self.rest)
         assert self.located.folder is not None
-        inner = RLINF_FOLDER if self.located.folder != self.located.root else ""
+        inner = RLINF_FOLDER if self.located.folder == self.located.root / RLINF_FOLDER else ""
         own = self.kept.native if self.kept is not None else self._guessed(groups, aliases)
         lost = tuple(text for fate, text in self.notes.lines if fate is Fate.LOST)
         shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)}
         return DcpState(
             **shared, layout=self.layout, inner=inner, weights=self.located.weights is not None, rest=rest, groups=groups,
             scalars=self.collected.scalars, differing=lost,
+            derived=() if self.kept is None else tuple(key for key in rest if key not in self.kept.state.other),
         )  # fmt: skip
 
     def _guessed(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> ModuleState:

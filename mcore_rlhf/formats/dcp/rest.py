@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.report import Fate, Report
 
 from .folders import Located
 from .groups import STEP

@@ -10,19 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.inventory import state_dict_of
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.unplaced import Unplaced
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file
 from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.torchzip import read_directory
 
 from .folders import Located
 from .groups import Collected, name_numbers
@@ -31,6 +34,8 @@ from .rest import SCHEDULER, iteration_of
 from .verl_files import EXTRA, MODEL, OPTIMIZER, rank_files
 
 Values = list[dict[str, Any]]
+_RNG = "rng"
+"""Each rank has its own."""
 
 
 def read_verl(located: Located, options: ReadOptions) -> Source:
@@ -59,6 +64,7 @@ class _Reading:
     extra: list[str]
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
+    unplaced: Unplaced = field(default_factory=Unplaced)
 
     def source(self) -> Source:
         self.notes.add(Fate.NOTE, f"verl's rank files, of {len(self.model)} ranks; they are read, and not written")
@@ -84,21 +90,19 @@ class _Reading:
             "dcp", self.located.root, role, model, ParallelConfig(dp=len(self.model)), FixedCatalog(entries),
             self._training(groups), self._files(), tuple(sorted(found, key=lambda state: state != MASTER)),
             "dcp" if states else None, self.notes, ModuleState("", tuple(tensors), tuple(buffers), config=config),
+            unplaced=self.unplaced.names,
         )  # fmt: skip
 
     def _dictionary(self, file: RankFile) -> dict[str, Any]:
         if not isinstance(file.tree, dict):
-            raise Corrupt(
+            raise Unsupported(
                 f"{file.directory.path}: expected a dictionary of tensors, found a {type(file.tree).__name__}"
             )
         return file.tree
 
     def _tensors(self, ranks: Values) -> dict[str, list[Any]]:
         """Every tensor's parts, by rank."""
-        for rank, values in enumerate(ranks):
-            apart = sorted(values.keys() ^ ranks[0].keys())
-            if apart:
-                raise LayoutMismatch(f"{self.model[rank].directory.path}: {apart[0]} is not in the files of all ranks")
+        _refuse_apart(self.model, ranks, "")
         return {
             name: [values[name] for values in ranks]
             for name, value in ranks[0].items()
@@ -114,6 +118,9 @@ class _Reading:
             return {}
         ranks = [self._dictionary(file) for file in self.optim]
         numbered = cast(Values, [values.get("state", {}) for values in ranks])
+        _refuse_apart(self.optim, numbered, "state of parameter ")
+        for number in numbered[0]:
+            _refuse_apart(self.optim, [rank[number] for rank in numbered], f"state of parameter {number}: ")
         found: dict[str, dict[str, list[Any]]] = {}
         for number, values in numbered[0].items():
             for key, value in values.items():
@@ -124,14 +131,22 @@ class _Reading:
         if numbered[0] and not found:
             raise Unsupported(
                 f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
-                "which parameters they are\n--no-optimizer converts the weights; verl's strategy fsdp2 saves an optimizer that can be "
-                "converted."
+                "which parameters they are\nverl's strategy fsdp2 saves an optimizer that can be converted."
             )
+        self._compare_groups(ranks)
         self.collected.fields = {n: dict(group) for n, group in enumerate(ranks[0].get("param_groups", ()))}
         shapes = {name: parts[0].global_shape for name, parts in tensors.items() if self._is_cut(parts)}
         one = {number: next(iter(states.values()))[0].global_shape for number, states in found.items()}
         names = name_numbers(self.collected, shapes, one, self.located.root, self.notes)
         return {names[number]: states for number, states in found.items()}
+
+    def _compare_groups(self, ranks: Values) -> None:
+        """The groups of the first rank stand for all; nothing else is read of the files."""
+        first = ranks[0].get("param_groups", ())
+        for file, values in zip(self.optim, ranks, strict=True):
+            self.unplaced.look(file.file, values, {"state": None, "param_groups": None})
+            for number, (group, known) in enumerate(zip(values.get("param_groups", ()), first, strict=False)):
+                self.unplaced.compare(file.file, group, known, f"param_groups.{number}")
 
     def _entry(self, name: TensorName, parts: Sequence[Any]) -> TensorEntry:
         first = parts[0]
@@ -185,20 +200,47 @@ class _Reading:
         """Scheduler and random states are those of the first rank."""
         other: dict[str, object] = {}
         if self.extra:
-            opened = read_pt(self.located.root, self.extra[0], stubs=self.options.stubs)
-            tree = opened.materialize(opened.tree)
-            other = dict(tree) if isinstance(tree, dict) else {}
-            if len(self.extra) > 1 and "rng" in other:
+            trees = {name: self._extra_of(name) for name in self.extra}
+            other = dict(trees[self.extra[0]])
+            for name, tree in trees.items():
+                self.unplaced.compare(name, {**tree, _RNG: None}, {**other, _RNG: None})
+            if len(self.extra) > 1 and _RNG in other:
                 self.notes.add(
                     Fate.LOST, f"rng: of rank 0 only; the files of {len(self.extra) - 1} other ranks are not carried"
                 )
-        scheduler = other.pop(SCHEDULER, None)
-        state = dict(scheduler) if isinstance(scheduler, dict) else None
+        scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
+        state = None if scheduler is None else dict(scheduler)
         step = iteration_of(self.located, other, state, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=state, other=other)
 
+    def _extra_of(self, name: str) -> dict[str, object]:
+        opened = read_pt(self.located.root, name, stubs=self.options.stubs)
+        tree = opened.materialize(opened.tree)
+        return dict(tree) if isinstance(tree, dict) else {}
+
     def _files(self) -> tuple[StoredFile, ...]:
-        return tuple(stored_file(file.file, file.directory) for file in (*self.model, *self.optim))
+        """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
+        ranks = [stored_file(file.file, file.directory) for file in (*self.model, *self.optim)]
+        return (*ranks, *(stored_file(name, read_directory(self.located.root / name)) for name in self.extra))
+
+
+def _refuse_apart(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]], what: str) -> None:
+    """All ranks have the same keys, and what is cut on one is cut on all.
+
+    Raises:
+        LayoutMismatch: They have not.
+    """
+    for file, values in zip(files, ranks, strict=True):
+        if not isinstance(values, Mapping):
+            raise Unsupported(f"{file.directory.path}: {what}expected a dictionary, found a {type(values).__name__}")
+        apart = [*sorted(map(str, values.keys() ^ ranks[0].keys()))]
+        apart += [
+            str(key)
+            for key in values
+            if not apart and isinstance(values[key], Local) != isinstance(ranks[0][key], Local)
+        ]
+        if apart:
+            raise LayoutMismatch(f"{file.directory.path}: {what}{apart[0]} is not in the files of all ranks")
 
 
 def _scalar(file: RankFile, value: Any) -> object:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Inventory, Kind, Report
 from mcore_rlhf.core.box import Box, Shape, row_major
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,
@@ -47,7 +48,7 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    report = Report(list(source.notes.lines))
+    report = source.notes.for_target()
     choices = choose(source, options, report)
     native = source.native
     assert isinstance(native, ModuleState)  # choose() refused everything else
@@ -59,6 +60,13 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     )
     _report(source, choices, options, report)
     return _Writer(source, native, choices, content, view).target(report)
+
+
+def _holds(source: Source, content: Content) -> Inventory:
+    """Everything that is carried: what the keys have no place for travels in an item of its own."""
+    rest = dict(value_items(content.rest))
+    held = {item: value for item, value in inventory_of(source).items() if item.kind is not Kind.RNG}
+    return {**held, **{item: value for item, value in rest.items() if item.kind is Kind.RNG}}
 
 
 def cut(shape: Shape, parts: int) -> Iterator[Box]:
@@ -94,7 +102,15 @@ class _Writer:
             files.append(TargetFile(FULL_WEIGHTS, self._weights_layout))
         metadata = dcp_metadata(_shapes(parts), items, _paths(parts))
         texts: dict[str, str | bytes] = {self._path(METADATA_FILE): metadata}
-        return Target("dcp", ParallelConfig(dp=self.choices.dp), self.view, tuple(files), texts, report)
+        return Target(
+            "dcp",
+            ParallelConfig(dp=self.choices.dp),
+            self.view,
+            tuple(files),
+            texts,
+            report,
+            _holds(self.source, self.content),
+        )
 
     def _path(self, name: str) -> str:
         return f"{self.choices.inner}/{name}" if self.choices.inner else name
@@ -190,4 +206,4 @@ def _report(source: Source, choices: Choices, options: WriteOptions, report: Rep
             f"parameters: the fp32 masters, which FSDP trains and rounds as it computes; {halves[0].dtype} is written nowhere",
         )
     if options.no_optimizer:
-        report.add(Fate.LOST, "the optimizer, as --no-optimizer asks")
+        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)

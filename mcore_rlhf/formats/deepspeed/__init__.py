@@ -33,10 +33,11 @@ class DeepSpeedFormat:
 
     name: str = "deepspeed"
     family: str = "module"
+    weights_only: bool = False
 
-    def load_hint(self, path: Path) -> str:
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
-        return f'engine.load_checkpoint("{path}")'
+        return f'engine.load_checkpoint("{path}"{"" if optimizer else ", load_module_only=True"})'
 
     def detect(self, path: Path) -> bool:
         """Whether a folder is a tag's, or a root with tags."""

@@ -7,12 +7,13 @@ values decide, and then the user's rules; where they do not, the file is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING, DType
-from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.formats.module_state import USE_MUON
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
@@ -45,7 +46,11 @@ class _Item:
 
 
 def assign(
-    pt: PtFile, slots: Sequence[Sequence[Slot]], module: ModuleReading, decays: Sequence[object], rules: Rules
+    pt: PtFile,
+    slots: Sequence[Sequence[Slot]],
+    module: ModuleReading,
+    fields: Sequence[Mapping[str, object]],
+    rules: Rules,
 ) -> list[tuple[str, ...]]:
     """The parameters of every param group.
 
@@ -53,13 +58,13 @@ def assign(
         pt: The file, for values and messages.
         slots: The states of every param group, in order.
         module: The module.
-        decays: Every group's weight decay.
+        fields: What every group stores besides its members.
         rules: ``wd_mult`` and ``trainable`` narrow the choice.
 
     Raises:
-        LayoutMismatch: There is no assignment, or more than one.
+        Unsupported: There is no assignment, or more than one.
     """
-    items = _items(module, decays, rules)
+    items = _items(module, fields, rules)
     keys = [[slot.shape for slot in group] for group in slots]
     found = _search(items, keys, lambda item: item.shape)
     if len(found) > 1 and all(slot.master is not None for group in slots for slot in group):
@@ -72,7 +77,7 @@ def assign(
         if not found
         else "more than one choice of parameters has these shapes"
     )
-    raise LayoutMismatch(
+    raise Unsupported(
         f"{pt.directory.path}: stage 0 stores no names for its {count} optimizer states, and {why} (the module has {len(items)})\n"
         "Say with --rules which parameters are 'trainable', and their 'wd_mult' (0 for the group without weight decay); or load "
         "it with DeepSpeed at ZeRO stage 1 and save it again."
@@ -96,7 +101,9 @@ def check_named(
                 )
 
 
-def _items(module: ModuleReading, decays: Sequence[object], rules: Rules) -> list[_Item]:
+def _items(module: ModuleReading, fields: Sequence[Mapping[str, object]], rules: Rules) -> list[_Item]:
+    """The parameters in the order in which groups list them, with the groups that each may be in."""
+    decays, muon = [group.get("weight_decay") for group in fields], [group.get(USE_MUON) is True for group in fields]
     found = []
     for name, tensor in module.tensors.items():
         if name in module.buffers or tensor.dtype not in FLOATING or 0 in tensor.shape:
@@ -104,9 +111,18 @@ def _items(module: ModuleReading, decays: Sequence[object], rules: Rules) -> lis
         groups, wd, trainable = set(range(len(decays))), rules.wd_mult(name), rules.trainable(name)
         if wd is not None:
             groups = {g for g in groups if bool(decays[g]) == bool(wd)}
+        groups = {g for g in groups if not any(muon) or muon[g] == _is_for_muon(name, tensor.shape)}
         allowed = set() if trainable is False else groups
         found.append(_Item(name, tensor.shape, frozenset(allowed | (set() if trainable else {_FROZEN}))))
+    if any(muon):  # which sorts its own by size
+        own = [item for item in found if _is_for_muon(item.name, item.shape)]
+        return [*sorted(own, key=lambda item: item.shape, reverse=True), *(item for item in found if item not in own)]
     return found
+
+
+def _is_for_muon(name: str, shape: Shape) -> bool:
+    """Source: deepspeed 0.19.8, ``__init__.py`` (``set_optimizer_flags``), ``runtime/zero/muon/original_muon.py``."""
+    return len(shape) >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
 
 
 def _search(

@@ -10,7 +10,7 @@ from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.layouts.tensor import LocalLayout
-from mcore_rlhf.layouts.zero import Group
+from mcore_rlhf.layouts.zero import BorderGroup, Group
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.ptfile import StoredTensor
 
@@ -25,7 +25,7 @@ class Cut:
         parts: Each rank's part.
     """
 
-    group: Group
+    group: Group | BorderGroup
     index: int
     parts: Mapping[int, StoredTensor]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import Source, WriteOptions
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.refusal import refuse_options
-from mcore_rlhf.formats.report import Fate, Report
 
-_NO_MEANING = ("vpp", "ep", "etp", "pipeline_layout", "optimizer", "rng", "padded_vocab_size")
+from .groups import momentum_is_flat
+
 _SUB_GROUP_SIZE = 1_000_000_000
 """Source: deepspeed 0.19.8, ``runtime/zero/config.py`` (``sub_group_size``)."""
 _FUSED_ADAM = ("adam", "adamw")
@@ -33,6 +33,7 @@ class Choices:
         fused: Whether stage 0 keeps flat groups, as with ``FusedAdam``.
         dealt: Whether groups are in round-robin order.
         aligned: Whether every parameter starts at a multiple of 16 bytes of its flat group.
+        flat_momentum: Whether Muon's momentum is cut as all other states, and not kept in whole parameters.
         sub_group_size: Elements after which stage 3 begins another sub-group.
         tag: Name of the target's folder.
     """
@@ -49,6 +50,7 @@ class Choices:
     fused: bool = False
     dealt: bool = False
     aligned: bool = False
+    flat_momentum: bool = True
     sub_group_size: int = _SUB_GROUP_SIZE
     tag: str = ""
 
@@ -67,11 +69,10 @@ def choose(source: Source, native: ModuleState, options: WriteOptions, report: R
     """Decide what the target is to be.
 
     Raises:
-        UsageError: Options that mean nothing here.
         Unsupported: DeepSpeed has no such checkpoint.
         Incomplete: The source lacks what it needs.
     """
-    _refuse_options(source, options)
+    _refuse_degrees(source, options)
     optimizer = source.optimizer is not None and not options.no_optimizer
     stage = _stage(source, native, options, optimizer)
     tp = options.tp or source.parallel.tp
@@ -90,6 +91,7 @@ def choose(source: Source, native: ModuleState, options: WriteOptions, report: R
         stage, options.dp or source.parallel.dp, source.parallel.pp, tp, optimizer, dtype, bf16, half, own,
         stage == 0 and half and _is_fused(source, native, report),
         flat and bool(zero.get("round_robin_gradients")), flat and bool(zero.get("parameter_alignment")),
+        not flat or momentum_is_flat(source.state.args, bf16_optimizer=own),
         _sub_group_size(zero), native.tag or f"global_step{source.state.iteration}",
     )  # fmt: skip
 
@@ -100,11 +102,7 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _refuse_options(source: Source, options: WriteOptions) -> None:
-    refuse_options(
-        options, _NO_MEANING,
-        "means nothing for a DeepSpeed checkpoint\nIts options are --zero-stage, --dp and --dtype.",
-    )  # fmt: skip
+def _refuse_degrees(source: Source, options: WriteOptions) -> None:
     for name in ("tp", "pp"):
         wanted, have = getattr(options, name), getattr(source.parallel, name)
         if wanted not in (None, have, 1 if name == "tp" else have):

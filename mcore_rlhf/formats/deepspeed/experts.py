@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
 
 _NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _DATA_FIRST = "use_data_before_expert_parallelism"
@@ -176,10 +176,10 @@ def expert_tensors(where: str, tree: object, number: int) -> Iterator[tuple[str,
         number: The expert's number, as the file's name says.
 
     Raises:
-        Corrupt: It is not such a file.
+        Unsupported: It is not such a file.
     """
     if not isinstance(tree, Mapping):
-        raise Corrupt(f"{where}: expected the parameters of one expert by name, found another object")
+        raise Unsupported(f"{where}: expected the parameters of one expert by name, found another object")
     for name, value in tree.items():
         expert = expert_name(str(name))
         if expert is None or expert.number != number:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
+from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
+from mcore_rlhf.storage import regular
 
 LATEST = "latest"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -22,6 +23,8 @@ _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 _OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
 _MOST = 20
+MAX_RANKS = 1 << 20
+"""More than any run had; a larger number is none of ranks."""
 _AGAIN = "Copy the checkpoint again from where it came from, or use an older tag."
 
 
@@ -127,7 +130,7 @@ def _what_latest_says(root: Path) -> str:
 
 def _read_latest(root: Path) -> str | None:
     path = root / LATEST
-    return path.read_text(encoding="utf-8", errors="replace").strip()[:200] if path.is_file() else None
+    return regular.read_line(path)[:200] if path.is_file() else None
 
 
 def _latest(root: Path, tags: list[str]) -> str:
@@ -208,10 +211,13 @@ def check_complete(files: TagFiles, dp: int, mp: int, *, optimizer: bool) -> Non
         optimizer: Whether optimizer files are wanted.
 
     Raises:
+        Corrupt: There was never a run of so many ranks.
         Incomplete: A rank's file is missing.
         LayoutMismatch: There is a file of a rank that the run did not have.
     """
     problems = Problems()
+    if dp * mp > MAX_RANKS:  # before a list of them is made
+        raise Corrupt(f"{files.folder}: its files say that the run had {dp}×{mp} ranks\n{_AGAIN}")
     ranks = [(dp_rank, mp_rank) for mp_rank in range(mp) for dp_rank in range(dp)]
     if files.sliced:
         _compare(files, {model_name_of_rank(*at) for at in ranks}, set(files.model_of_rank.values()), problems)

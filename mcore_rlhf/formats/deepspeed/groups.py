@@ -6,21 +6,26 @@ Source: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` and ``runtime/zero/s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from mcore_rlhf.core.account import same
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.layouts.zero import FlatGroup, Group, SlicedGroup
+from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON
+from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
 from .opened import Opened
-from .values import same
 
 _STEP = "step"
+_REDUCED_SINCE = (0, 19, 3)
+_ELEMENTWISE = (MASTER, EXP_AVG, EXP_AVG_SQ)
+"""States that have one value per element, whoever trains."""
 
 
 @dataclass(slots=True)
@@ -37,6 +42,8 @@ class FlatReading:
         stored: Its parameters' names in the files; an expert's number is local there.
         parts: For every state, each data-parallel rank's part.
         scalars: What the optimizer keeps once for all of them: ``step``.
+        whole: The states that every rank keeps in whole parameters: see :class:`~mcore_rlhf.layouts.zero.BorderGroup`.
+        unreduced: Whether of those only each rank's own elements count.
     """
 
     names: tuple[str, ...]
@@ -48,6 +55,17 @@ class FlatReading:
     stored: tuple[str, ...]
     parts: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
     scalars: dict[str, object] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    unreduced: bool = False
+
+    def geometry_of(self, state: str) -> Group | BorderGroup:
+        """Where the parameters lie in a state."""
+        flat = self.geometry
+        return BorderGroup(flat, self.unreduced) if state in self.whole and isinstance(flat, FlatGroup) else flat
+
+    def at_borders(self) -> list[str]:
+        """The parameters that lie on more than one rank."""
+        return [name for index, name in enumerate(self.names) if len(list(self.geometry.runs(index))) > 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +88,7 @@ def read_groups(opened: Opened, mp_rank: int, problems: Problems) -> list[FlatRe
     shapes = opened.top(0, mp_rank).get("param_shapes")
     if not isinstance(shapes, list):
         where = opened.model[0, mp_rank].directory.path
-        raise Corrupt(f"{where}: has no 'param_shapes', and without them the flat groups cannot be told apart")
+        raise Unsupported(f"{where}: has no 'param_shapes', and without them the flat groups cannot be told apart")
     owners = _param_group_of(opened.optimizer(0, mp_rank), len(shapes))
     groups = []
     for number, members in enumerate(shapes):
@@ -120,16 +138,67 @@ def _geometry(opened: Opened, mp_rank: int, number: int, numels: Sequence[int], 
 
 
 def _read_ranks(opened: Opened, mp_rank: int, reading: FlatReading, problems: Problems) -> None:
-    for at, dp_rank in enumerate(reading.ranks):
-        part = _rank_part(opened, dp_rank, mp_rank, reading.number)
+    found = [_rank_part(opened, dp_rank, mp_rank, reading.number) for dp_rank in reading.ranks]
+    for at, part in enumerate(found):
         stored = {MASTER: part.master, **part.state}
         for key, value in stored.items():
             if _is_flat(key, value):
-                _check_length(reading, at, key, value, part.pt, problems)
                 reading.parts.setdefault(key, {})[at] = value
             elif value is not None:
                 _keep_scalar(reading, key, part.pt.materialize(value), part.pt, problems)
+    if MOMENTUM in reading.parts and _keeps_whole(opened, mp_rank, reading):
+        reading.whole, reading.unreduced = frozenset({MOMENTUM}), _is_unreduced(opened)
+    for key, parts in reading.parts.items():
+        for at, value in parts.items():
+            _check_length(reading, at, key, value, found[at].pt, problems)
     _check_all_there(opened, mp_rank, reading, problems)
+
+
+def _keeps_whole(opened: Opened, mp_rank: int, reading: FlatReading) -> bool:
+    """Whether a momentum of Muon's is kept in whole parameters, on every rank of whose partition they have elements.
+
+    ``BF16_Optimizer``, optimizers that are offloaded and stage 3 keep it as all other states. Where lengths fit both ways,
+    the configuration decides.
+    """
+    flat, state = reading.geometry, opened.optimizer(0, mp_rank)
+    inner = _inner(state)
+    groups = inner.get("param_groups", []) if isinstance(inner, Mapping) else []
+    muon = reading.param_group < len(groups) and groups[reading.param_group].get(USE_MUON) is True
+    if not muon or not isinstance(flat, FlatGroup):
+        return False
+    whole, parts = BorderGroup(flat), reading.parts[MOMENTUM]
+    if any(value.shape[0] != whole.length_of(rank) for rank, value in parts.items()):
+        return False
+    fits = all(value.shape[0] in (flat.length(), flat.length() - flat.padding(rank)) for rank, value in parts.items())
+    return not (fits and momentum_is_flat(opened.first.get("ds_config"), bf16_optimizer="zero_stage" not in state))
+
+
+def _is_unreduced(opened: Opened) -> bool:
+    """Whether ranks computed momenta of gradients of which only their own elements were reduced.
+
+    With ``reduce_scatter``, which is the default, DeepSpeed did so up to 0.19.2, and ranks do not agree on a parameter at a border.
+    Source: deepspeedai/DeepSpeed, pull requests 8090 and 8141.
+    """
+    config, version = opened.first.get("ds_config"), re.findall(r"\d+", str(opened.first.get("ds_version")))
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    scattered = not isinstance(zero, Mapping) or zero.get("reduce_scatter") is not False
+    return scattered and len(version) > 0 and tuple(map(int, version[:3])) < _REDUCED_SINCE
+
+
+def momentum_is_flat(config: object, *, bf16_optimizer: bool) -> bool:
+    """Whether stages 1 and 2 cut a momentum of Muon's like all other states.
+
+    Source: deepspeed 0.19.8, ``runtime/bf16_optimizer.py`` (``_prepare_muon_updates``), ``runtime/zero/stage_1_and_2.py``
+    (``_apply_muon_updates_cpu_offload``).
+
+    Args:
+        config: The run's ``ds_config``.
+        bf16_optimizer: Whether the run's optimizer is ``BF16_Optimizer``.
+    """
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+    device = offload.get("device") if isinstance(offload, Mapping) else None
+    return bf16_optimizer or device in ("cpu", "nvme")
 
 
 def _rank_part(opened: Opened, dp_rank: int, mp_rank: int, number: int) -> _RankPart:
@@ -153,16 +222,22 @@ def _check_length(
     reading: FlatReading, rank: int, key: str, value: StoredTensor, pt: PtFile, problems: Problems
 ) -> None:
     """A part has its whole length, or is lean: without the padding at its end."""
+    if key in reading.whole:
+        return
     whole = reading.geometry.length()
     lean = whole - reading.geometry.padding(rank)
-    if value.shape[0] not in (whole, lean):
-        wanted = f"{whole}" if whole == lean else f"{lean} or, with padding, {whole}"
-        problems.add(
-            LayoutMismatch,
-            f"{pt.directory.path}: {key} of the flat group with {reading.names[0]} has {value.shape[0]} elements; "
-            f"its {len(reading.names)} parameters over {reading.geometry.dp} ranks make {wanted}",
-            "The model files and the optimizer files are of different runs, or the optimizer's state is not one value per element.",
-        )
+    if value.shape[0] in (whole, lean):
+        return
+    wanted = f"{whole}" if whole == lean else f"{lean} or, with padding, {whole}"
+    text = (
+        f"{pt.directory.path}: {key} of the flat group with {reading.names[0]} has {value.shape[0]} elements; "
+        f"its {len(reading.names)} parameters over {reading.geometry.dp} ranks make {wanted}"
+    )
+    if key in _ELEMENTWISE:
+        problems.add(LayoutMismatch, text, "The model files and the optimizer files are of different runs.")
+    else:
+        advice = "This optimizer keeps a state that is not one value per element; --no-optimizer converts the weights."
+        problems.add(Unsupported, text, advice)
 
 
 def _keep_scalar(reading: FlatReading, key: str, value: object, pt: PtFile, problems: Problems) -> None:
@@ -184,11 +259,19 @@ def _check_all_there(opened: Opened, mp_rank: int, reading: FlatReading, problem
                 problems.add(Incomplete, text)
     if MASTER not in reading.parts:
         path = opened.optim[0, mp_rank].directory.path
-        problems.add(Incomplete, f"{path}: has no fp32 masters of the flat group with {reading.names[0]}")
+        problems.add(Unsupported, f"{path}: has no fp32 masters of the flat group with {reading.names[0]}")
 
 
 def mappings(opened: Opened, mp_rank: int, dp_rank: int) -> Iterator[tuple[int, str, int, int]]:
-    """What ``param_slice_mappings`` says, as (group, parameter, start in the partition, elements)."""
+    """What ``param_slice_mappings`` says, as (group, parameter, start in the partition, elements).
+
+    Raises:
+        Unsupported: It is not what DeepSpeed writes: for every group a dictionary of ``fragment_address(numel, start)``.
+    """
     for number, group in enumerate(opened.optimizer(dp_rank, mp_rank).get("param_slice_mappings") or ()):
-        for name, address in group.items():
-            yield number, name, int(address.start), int(address.numel)
+        for name, address in group.items() if isinstance(group, Mapping) else [("", None)]:
+            start, numel = (getattr(address, field, None) for field in ("start", "numel"))
+            if type(start) is not int or type(numel) is not int:
+                where = f"{opened.optim[dp_rank, mp_rank].directory.path}: param_slice_mappings of group {number}"
+                raise Unsupported(f"{where}: expected the start and the length of {name!r}, found {address!r}")
+            yield number, name, start, numel

@@ -11,8 +11,9 @@ from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, DType
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.tensor import LocalLayout, Piece
-from mcore_rlhf.layouts.zero import FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
+from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import StoredTensor
 
@@ -149,6 +150,12 @@ class Blueprint:
         multiple = 16 // gcd(16, members[0].spec.dtype.itemsize) if choices.aligned and members else 1
         return [NewGroup(number, tuple(ordered), FlatGroup(numels, choices.dp, alignment_gaps(numels, multiple)))]
 
+    def geometry_of(self, group: NewGroup, state: str) -> Group | BorderGroup:
+        """Where a group's parameters lie in a state."""
+        flat, muon = group.geometry, self.groups[group.number].fields.get(USE_MUON) is True
+        whole = muon and state == MOMENTUM and not self.choices.flat_momentum
+        return BorderGroup(flat) if whole and isinstance(flat, FlatGroup) else flat
+
     def has(self, spec: ParamSpec, state: str) -> bool:
         """Whether the source has a state of a parameter; its masters can always be made."""
         return state == MASTER or TensorName(self.role, spec.name, state) in self._available
@@ -177,12 +184,16 @@ def flat_part(
         rank: The data-parallel rank.
         lean: Whether the padding at its end is left out.
     """
-    length = group.geometry.length() - (group.geometry.padding(rank) if lean else 0)
+    geometry = blueprint.geometry_of(group, state)
+    if isinstance(geometry, BorderGroup):
+        length, indices = geometry.length_of(rank), geometry.held(rank)
+    else:
+        length, indices = geometry.length() - (geometry.padding(rank) if lean else 0), geometry.indices(rank)
     stored = records.tensor(blueprint.state_dtype(state), (length,))
-    for index in group.geometry.indices(rank):
+    for index in indices:
         member = group.members[index]
         if blueprint.has(member.spec, state):
-            records.hold(member.spec, state, Cut(group.geometry, index, {rank: stored}), member.layout)
+            records.hold(member.spec, state, Cut(geometry, index, {rank: stored}), member.layout)
     return stored
 
 

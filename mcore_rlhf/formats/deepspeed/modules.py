@@ -57,6 +57,11 @@ class ModuleReading:
     opaque: dict[str, object] = field(default_factory=dict)
     layers: dict[int, dict[str, str]] = field(default_factory=dict)
 
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that the optimizer does not have."""
+        return [name for name, tensor in self.tensors.items() if not tensor.trained and name not in self.buffers]
+
 
 def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
     """Read the module of one model-parallel rank.
@@ -114,7 +119,7 @@ def _layer_keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> It
                 if name in mine or (
                     name not in shapes and (layer in _layers(mine) or (first and layer not in claimed))
                 ):
-                    yield layer, key, name, value
+                    yield layer, key, name, value if isinstance(value, StoredTensor) else pt.materialize(value)
 
 
 def _names_of(opened: Opened, mp_rank: int) -> set[str]:

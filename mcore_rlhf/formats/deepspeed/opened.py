@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.formats.form import Form, check_form
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 
 from .experts import ExpertLayout, expert_layout, expert_tensors
-from .files import TagFiles, check_complete
+from .files import MAX_RANKS, TagFiles, check_complete
+from .form import LAYER, MODEL, OPTIMIZER
 
 Rank = tuple[int, int]
 """(data-parallel rank, model-parallel rank)."""
@@ -88,18 +90,25 @@ def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Ope
         CheckpointError: Files are missing, damaged, or of different runs; all problems together.
     """
     named = files.model_of_rank or {(0, mp_rank): name for mp_rank, name in files.model.items()}
-    first = read_pt(files.root, files.path(next(iter(named.values()))), stubs=stubs)
+
+    def read(name: str, form: Form) -> PtFile:
+        pt = read_pt(files.root, files.path(name), stubs=stubs)
+        if isinstance(pt.tree, Mapping):
+            check_form(pt.tree, form, str(pt.directory.path))
+        return pt
+
+    first = read(next(iter(named.values())), MODEL)
     top = _top_of(first)
     dp, mp = (_degree(first, top, key) for key in _DEGREES)
     optimizer = files.sliced or (optimizer and _has_optimizer_files(files, first, top))
     check_complete(files, dp, mp, optimizer=optimizer)
     pp, tp = _axes(files, top, mp)
     opened = Opened(files, dp, pp, tp)
-    opened.model = {at: read_pt(files.root, files.path(name), stubs=stubs) for at, name in named.items()}
-    opened.layers = {at: read_pt(files.root, files.path(name), stubs=stubs) for at, name in files.layers.items()}
+    opened.model = {at: read(name, MODEL) for at, name in named.items()}
+    opened.layers = {at: read(name, LAYER) for at, name in files.layers.items()}
     _open_experts(opened, stubs, top)
     if optimizer:
-        opened.optim = {at: read_pt(files.root, files.path(name), stubs=stubs) for at, name in files.optim.items()}
+        opened.optim = {at: read(name, OPTIMIZER) for at, name in files.optim.items()}
     _check_equal(opened, first, top)
     opened.stage = _stage(opened)
     return opened
@@ -119,7 +128,7 @@ def _open_experts(opened: Opened, stubs: tuple[str, ...], top: Mapping[str, Any]
 
 def _top_of(pt: PtFile) -> Mapping[str, Any]:
     if not isinstance(pt.tree, Mapping) or "module" not in pt.tree:
-        raise Corrupt(
+        raise Unsupported(
             f"{pt.directory.path}: expected what DeepSpeed saves, a dictionary with 'module'; found another object"
         )
     return pt.tree
@@ -127,8 +136,8 @@ def _top_of(pt: PtFile) -> Mapping[str, Any]:
 
 def _degree(pt: PtFile, top: Mapping[str, Any], key: str) -> int:
     value = top.get(key)
-    if type(value) is not int or value < 1:
-        raise Corrupt(f"{pt.directory.path}: '{key}' should be a number of ranks, found {value!r}")
+    if type(value) is not int or not 1 <= value <= MAX_RANKS:
+        raise Unsupported(f"{pt.directory.path}: '{key}' should be a number of ranks, found {value!r}")
     return value
 
 
@@ -171,7 +180,7 @@ def _check_equal(opened: Opened, first: PtFile, top: Mapping[str, Any]) -> None:
 def _check_partition_count(opened: Opened, pt: PtFile, problems: Problems) -> None:
     state = pt.tree.get("optimizer_state_dict") if isinstance(pt.tree, Mapping) else None
     if not isinstance(state, Mapping):
-        problems.add(Corrupt, f"{pt.directory.path}: expected a dictionary with 'optimizer_state_dict'")
+        problems.add(Unsupported, f"{pt.directory.path}: expected a dictionary with 'optimizer_state_dict'")
         return
     count = state.get("partition_count")
     counts = set(count) if isinstance(count, list) else {count}

@@ -15,7 +15,7 @@ from typing import Any
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.formats.base import ParamGroup, TrainingState
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.layouts.zero import FlatGroup
+from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.storage.ptfile import StoredTensor
 from mcore_rlhf.storage.stubs import new_stub, stub_class
 
@@ -78,15 +78,17 @@ class OptimizerTrees:
         return [
             {
                 state: flat_part(self.blueprint, records, group, state, rank, lean=lean and state == MASTER)
-                for state in self._states_of(group)
+                for state in self._states_of(group, rank)
             }
             for group in groups
         ]
 
-    def _states_of(self, group: NewGroup) -> list[str]:
-        """A group trained without momentum, say, has no state of that name."""
-        has = self.blueprint.has
-        return [s for s in self.blueprint.states if s == MASTER or any(has(member.spec, s) for member in group.members)]
+    def _states_of(self, group: NewGroup, rank: int) -> list[str]:
+        """A group trained without momentum, say, has no state of that name; nor has a rank that has nothing to keep in it."""
+        has, states = self.blueprint.has, self.blueprint.states
+        own = [s for s in states if s == MASTER or any(has(member.spec, s) for member in group.members)]
+        places = {state: self.blueprint.geometry_of(group, state) for state in own}
+        return [state for state, at in places.items() if not isinstance(at, BorderGroup) or at.held(rank)]
 
     def _wrapper(self) -> Tree:
         scaler = self.state.grad_scaler if self.state.grad_scaler is not None else static_scaler()

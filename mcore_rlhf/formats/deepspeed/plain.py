@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from mcore_rlhf.core.account import same
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Corrupt, LayoutMismatch
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
@@ -21,7 +22,6 @@ from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 from .assignment import Slot, assign, check_named
 from .catalog import Cut, Place
 from .modules import ModuleReading
-from .values import same
 
 FUSED = "fp32_groups_flat"
 UNFUSED = "fp32_groups"
@@ -59,7 +59,7 @@ def read_plain(pt: PtFile, module: ModuleReading, rules: Rules) -> PlainReading:
     inner = stored.get("optimizer_state_dict", stored)
     groups = inner.get("param_groups")
     if not isinstance(groups, list) or not isinstance(inner.get("state"), Mapping):
-        raise Corrupt(
+        raise Unsupported(
             f"{pt.directory.path}: 'optimizer' is no state dict of an optimizer: it has {', '.join(map(str, inner))}"
         )
     reading = PlainReading([{k: pt.materialize(v) for k, v in group.items() if k != "params"} for group in groups])
@@ -84,7 +84,7 @@ def _read_numbered(
     named = _named(pt, groups)
     if named is not None:
         check_named(pt, slots, named, module)
-    reading.members = named or assign(pt, slots, module, [f.get("weight_decay") for f in reading.fields], rules)
+    reading.members = named or assign(pt, slots, module, reading.fields, rules)
     members = [list(zip(names, states, strict=True)) for names, states in zip(reading.members, stored, strict=True)]
     elementwise = _elementwise([pair for group in members for pair in group], module)
     for group_states in members:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Inventory, Report, same
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
+from mcore_rlhf.formats.inventory import OPAQUE
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
@@ -25,7 +26,7 @@ from .modules import ModuleReading, read_module
 from .opened import Opened, open_tag
 from .plain import PlainReading, read_plain
 from .state import Members, native_state, training_state
-from .values import same
+from .unplaced import unplaced_of
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 
@@ -43,6 +44,11 @@ class DeepSpeedNative(ModuleState):
     opened: Opened | None = None
     modules: list[ModuleReading] = field(default_factory=list)
     holders: Mapping[str, Mapping[int, Holder]] = field(default_factory=dict)
+
+    def inventory(self) -> Inventory:
+        """What all of the family have, and values of the module that are no tensors."""
+        opaque = tuple(value for module in self.modules for value in module.opaque.values() if value is not None)
+        return {**ModuleState.inventory(self), **({OPAQUE: opaque} if opaque else {})}
 
 
 @dataclass(slots=True)
@@ -85,7 +91,7 @@ def read_deepspeed(path: Path, options: ReadOptions) -> Source:
     return Source(
         "deepspeed", opened.files.root, role, model, ParallelConfig(tp=opened.tp, pp=opened.pp, etp=opened.tp, dp=opened.dp), catalog,
         training_state(opened, reading.members, notes), tuple(_stored_file(pt) for pt in opened.all()),
-        catalog.states, kind, notes, native,
+        catalog.states, kind, notes, native, unplaced=unplaced_of(opened, with_optimizer=options.optimizer),
     )  # fmt: skip
 
 
@@ -103,6 +109,7 @@ def _read_optimizer(opened: Opened, modules: list[ModuleReading], options: ReadO
         else:
             _check_mappings(opened, reading.flat)
         reading.members = _flat_members(opened, reading.flat, dealt)
+        _note_unreduced(opened, reading.flat, notes)
     elif options.optimizer and opened.files.expert_optim:
         raise Unsupported(
             f"{opened.files.folder / opened.files.expert_optim[0]}: stage 0 stores no names for its optimizer's states, and with "
@@ -118,6 +125,17 @@ def _read_optimizer(opened: Opened, modules: list[ModuleReading], options: ReadO
     if not options.optimizer:
         reading.members = Members()
     return reading
+
+
+def _note_unreduced(opened: Opened, flat: list[list[FlatReading]], notes: Report) -> None:
+    names = [name for groups in flat for group in groups if group.unreduced for name in group.at_borders()]
+    if names:
+        notes.add(
+            Fate.LOST,
+            f"momentum_buffer of {len(names)} parameters at borders of partitions such as {names[0]}: DeepSpeed "
+            f"{opened.first.get('ds_version')} computed it of gradients that were reduced only where a rank's own elements lie, which are "
+            "taken; the ranks' further elements, on which they do not agree, are left out",
+        )
 
 
 def _refuse_pipeline(opened: Opened) -> None:
@@ -212,9 +230,10 @@ def _holders(
 def _place_states(owners: dict[str, dict[int, Holder]], reading: _Reading) -> None:
     for mp_rank, groups in enumerate(reading.flat):
         for group in groups:
-            for index, name in enumerate(group.names):
-                for state, parts in group.parts.items():
-                    owners[name][mp_rank].places[state] = Cut(group.geometry, index, parts)
+            for state, parts in group.parts.items():
+                geometry = group.geometry_of(state)
+                for index, name in enumerate(group.names):
+                    owners[name][mp_rank].places[state] = Cut(geometry, index, parts)
     for mp_rank, plain in enumerate(reading.plain):
         for name, places in plain.places.items():
             owners[name][mp_rank].places.update(places)

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_rlhf.core.account import Fate, Report, same
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.formats.base import ParamGroup, TrainingState
+from mcore_rlhf.formats.inventory import state_dict_of
 from mcore_rlhf.formats.module_state import LAYOUT_KEYS, SHARDED_KEYS, ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .modules import ModuleReading
 from .opened import Opened
 from .scaler import scaler_of
-from .values import same
 
 State = TypeVar("State", bound=ModuleState)
 
@@ -96,12 +96,12 @@ def training_state(opened: Opened, members: Members, notes: Report) -> TrainingS
         notes.add(
             Fate.NOTE, f"differs between ranks, and goes with them only into the same layout: {', '.join(differing)}"
         )
-    scheduler, config = top.get("lr_scheduler"), top.get("ds_config")
+    scheduler, config = state_dict_of(top.get("lr_scheduler"), "lr_scheduler", notes), top.get("ds_config")
     return TrainingState(
         iteration=int(top.get("global_steps") or 0),
         args=pt.materialize(dict(config)) if isinstance(config, Mapping) else {},
         groups=members.groups(),
-        scheduler=pt.materialize(dict(scheduler)) if isinstance(scheduler, Mapping) else None,
+        scheduler=pt.materialize(dict(scheduler)) if scheduler is not None else None,
         grad_scaler=scaler_of(_optimizer_values(opened)),
         other=other,
     )
@@ -130,4 +130,5 @@ def native_state(opened: Opened, modules: list[ModuleReading], kind: type[State]
         optimizer=plain,
         per_rank=tuple(ranks),
         pipeline=opened.first["module"] is None,
+        without_frozen=opened.first.get("frozen_param_shapes") is None and not any(module.frozen for module in modules),
     )

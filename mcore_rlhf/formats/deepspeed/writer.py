@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.carried import AT_THE_TOP
+from mcore_rlhf.formats.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.formats.refusal import module_state_of
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptwriter import PtWriter
@@ -31,6 +33,8 @@ from .view import TargetView
 _Tree = Callable[[Records], Tree]
 _INFO = "universal_checkpoint_info"
 """How AutoTP cut the tensors."""
+_KEYS = Item(Kind.MODEL, "keys")
+"""How a universal checkpoint's tensors were cut."""
 
 
 def deepspeed_target(source: Source, options: WriteOptions) -> Target:
@@ -49,8 +53,12 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
             f"{source.root}: native files of a model with DeepSpeed's own experts are read, and not written\n"
             "Convert it --to universal, which has every expert under its global number."
         )
-    report = Report(list(source.notes.lines))
+    report = source.notes.for_target()
     choices = choose(source, native, options, report)
+    if (
+        options.no_optimizer and source.format not in AT_THE_TOP
+    ):  # a source of which it was not read does not say that it has one
+        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
     return _Writer(source, native, choices, report).target()
 
 
@@ -74,12 +82,26 @@ class _Writer:
         trees = Trees(blueprint, self.source.state, self.native, opaque)
         self._note()
         parallel = ParallelConfig(tp=choices.tp, pp=choices.pp, etp=choices.tp, dp=choices.dp)
-        return Target("deepspeed", parallel, view, tuple(self._files(trees)), {LATEST: choices.tag}, self.report)
+        files = tuple(self._files(trees))
+        return Target("deepspeed", parallel, view, files, {LATEST: choices.tag}, self.report, self._holds())
+
+    def _holds(self) -> Inventory:
+        """Everything that is carried; ``ds_config`` says the stage that is written."""
+        held = dict(inventory_of(self.source))
+        zero = Item(Kind.ARGUMENT, "zero_optimization")
+        self.report.settle(Fate.DERIVED, "with the stage that is written", zero)
+        cut = [_KEYS] if self.choices.tp == self.source.parallel.tp else [_KEYS, Item(Kind.VALUE, _INFO)]
+        self.report.leave(Reason.OF_LAYOUT, *cut)
+        held = {item: value for item, value in held.items() if item not in cut}
+        return (
+            held
+            if self.choices.optimizer
+            else {i: v for i, v in held.items() if i._replace(name=ANY) not in OF_OPTIMIZER}
+        )
 
     def _model(self) -> ModelSpec:
         """The model with the target's dtypes."""
-        params = tuple(self._spec(spec) for spec in self.source.model.params)
-        return replace(self.source.model, params=params, _index={})
+        return self.source.model.having(self._spec(spec) for spec in self.source.model.params)
 
     def _spec(self, spec: ParamSpec) -> ParamSpec:
         if self.choices.dtype is None or spec.name in self.native.buffers or spec.dtype not in FLOATING:
@@ -177,10 +199,11 @@ class _Writer:
                 Fate.DERIVED, "fp32 masters: not kept apart, since stage 0 trains the fp32 parameters themselves"
             )
         self._note_parameters()
+        self._note_momenta()
         self._note_gaps()
         self._note_ranks()
         if not choices.optimizer and source.optimizer is not None:
-            self.report.add(Fate.LOST, "the optimizer, as --no-optimizer asks")
+            self.report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
 
     def _note_ranks(self) -> None:
         """Stage 3 has client state of every rank, which other ranks have no use for."""
@@ -190,7 +213,9 @@ class _Writer:
         differing = differing_keys(opened)
         if differing:
             self.report.add(
-                Fate.LOST, f"of values that differ between the source's ranks, only rank 0's: {', '.join(differing)}"
+                Fate.LOST,
+                f"of values that differ between the source's ranks, only rank 0's: {', '.join(differing)}",
+                *(Item(Kind.VALUE, key) for key in differing),
             )
 
     def _note_parameters(self) -> None:
@@ -204,14 +229,27 @@ class _Writer:
                 Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them"
             )
 
+    def _note_momenta(self) -> None:
+        """Two runs of one stage keep Muon's momenta in two ways, and DeepSpeed does not notice the other one."""
+        if self.choices.stage in (1, 2) and any(
+            group.fields.get(USE_MUON) is True for group in self.source.state.groups
+        ):
+            kept = "cut as all other states" if self.choices.flat_momentum else "in whole parameters"
+            whose = "BF16_Optimizer or an" if self.choices.flat_momentum else "neither BF16_Optimizer nor an"
+            self.report.add(
+                Fate.NOTE,
+                f"{MOMENTUM} of DeepSpeed's Muon: {kept}, for a run with {whose} offloaded optimizer, as ds_config says",
+            )
+
     def _note_gaps(self) -> None:
         """States that some parameters have and others of their group do not: ZeRO has them all, as zeros."""
-        missing = [
-            f"{spec.name} ({state})"
-            for spec in self.source.model.params
-            for state in self._states()[1:]
-            if spec.trainable and not self._has(spec, state)
-        ]
+        missing = []
+        for group in self.source.state.groups:
+            members = [spec for name in group.params if (spec := self.source.model.get(name)) is not None]
+            for state in self._states()[1:]:
+                without = [spec.name for spec in members if not self._has(spec, state)]
+                if len(without) < len(members):  # else the group is trained without it
+                    missing += [f"{name} ({state})" for name in without]
         if missing and self.choices.stage > 0:
             self.report.add(Fate.DERIVED, f"zeros for states that were never made: {', '.join(missing[:3])}")
 

@@ -21,10 +21,13 @@ class HuggingFaceFormat:
 
     name: str = "hf"
     family: str = "module"
+    weights_only: bool = True
 
-    def load_hint(self, path: Path) -> str:
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How transformers is told to load it."""
-        return f'AutoModelForCausalLM.from_pretrained("{path}")'
+        from .loading import loading_line
+
+        return loading_line(path)
 
     def detect(self, path: Path) -> bool:
         """Whether a folder has weights under Hugging Face's file names."""

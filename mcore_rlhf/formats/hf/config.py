@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import DType, dtype_of
-from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.models.huggingface.fitting import misfits
 
 from .series import read_json
 
@@ -37,13 +38,51 @@ def read_own_config(folder: Path) -> dict[str, object]:
     return read_json(folder, "config.json") if (folder / "config.json").is_file() else {}
 
 
+_OTHER_FILES = {
+    "tokenizer_config.json": ("tokenizer_class", "added_tokens_decoder", "model_max_length", "chat_template"),
+    "tokenizer.json": ("added_tokens", "pre_tokenizer", "post_processor"),
+    "special_tokens_map.json": ("bos_token", "eos_token", "pad_token", "unk_token"),
+    "generation_config.json": ("_from_model_config", "do_sample", "temperature", "top_p", "top_k", "max_new_tokens"),
+    "preprocessor_config.json": ("image_processor_type", "feature_extractor_type", "processor_class"),
+    "adapter_config.json": ("peft_type", "base_model_name_or_path"),
+    "the weights' index": ("weight_map",),
+    "trainer_state.json": ("log_history",),
+    "DeepSpeed's configuration": ("zero_optimization", "train_micro_batch_size_per_gpu"),
+}
+"""What other files have that no description of a model without a ``model_type`` has."""
+_OF_A_MODEL = ("model_type", "architectures", "hidden_size", "num_hidden_layers", "text_config")
+
+
+def refuse_other_file(config: Config, where: str) -> None:
+    """Refuse a ``config.json`` that is another file's content.
+
+    Args:
+        config: Its content.
+        where: The file, for messages.
+
+    Raises:
+        LayoutMismatch: It describes no model.
+    """
+    if any(key in config for key in _OF_A_MODEL):
+        return
+    for file, marks in _OTHER_FILES.items():
+        found = [mark for mark in marks if mark in config]
+        if found:
+            raise LayoutMismatch(
+                f"{where}: describes no model: it has {', '.join(found)}, as {file} has, and no model_type\n"
+                "Put the model's own config.json in its place, or remove it and give --reference-config."
+            )
+
+
 def text_config(config: Config) -> Config:
     """The part that describes the language model: of a model with images or sound, a section of its own."""
     section = config.get("text_config")
     return section if isinstance(section, Mapping) else config
 
 
-def check_config(config: Config, shapes: Mapping[str, Shape], tied: bool | None, where: str) -> None:
+def check_config(
+    config: Config, shapes: Mapping[str, Shape], tied: bool | None, where: str, *, whole: bool = True
+) -> None:
     """Hold a model's description against its tensors, as far as their names are known.
 
     Args:
@@ -51,6 +90,7 @@ def check_config(config: Config, shapes: Mapping[str, Shape], tied: bool | None,
         shapes: The tensors by name, tied second names left out.
         tied: Whether the output layer is the embedding; None where that is not known.
         where: Where the description comes from, for messages.
+        whole: Whether the tensors are those of a whole model under its own names: quantized ones have others.
 
     Raises:
         LayoutMismatch: They contradict each other; every pair of values is named.
@@ -61,6 +101,8 @@ def check_config(config: Config, shapes: Mapping[str, Shape], tied: bool | None,
         for key, count in (("vocab_size", embedding[0]), ("hidden_size", embedding[1])):
             _same(text, key, count, f"{EMBEDDING} is {list(embedding)}", where, problems)
     _check_layers(text, shapes, where, problems)
+    for misfit in misfits(text, shapes) if whole and not problems else ():
+        problems.add(LayoutMismatch, f"{where}: {misfit}", _CHECK_ADVICE)
     said = text.get(TIED)
     if isinstance(said, bool) and tied is not None and said != tied:
         found = "is the embedding itself" if tied else "is a tensor of its own"
@@ -119,23 +161,6 @@ def _check_layers(config: Config, shapes: Mapping[str, Shape], where: str, probl
         found = f"{len(layers)} layers, {min(layers)} to {max(layers)}"
         problems.add(
             LayoutMismatch, f"{where}: num_hidden_layers is {said}, but the tensors have {found}", _CHECK_ADVICE
-        )
-
-
-def refuse_scaled(shapes: Mapping[str, Shape], where: Path) -> None:
-    """Refuse block-wise fp8, whose weights mean nothing without their scales.
-
-    Source: deepseek-ai/DeepSeek-V3, ``inference/fp8_cast_bf16.py``: ``<name>_scale_inv`` per block of 128 × 128.
-
-    Raises:
-        Unsupported: There are scales.
-    """
-    scaled = [name for name in shapes if name.endswith("_scale_inv")]
-    if scaled:
-        raise Unsupported(
-            f"{where}: {scaled[0]} and {len(scaled) - 1} more say that the weights are fp8 with a scale per block: "
-            "a weight alone is not its value, and would be converted wrongly\n"
-            "Convert the folder to bf16 first, with the script that the model's publisher gives for it (fp8_cast_bf16.py)."
         )
 
 

@@ -8,7 +8,6 @@ in a pickle, since a conversion may write them into one.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import math
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from typing import Any
 
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.errors import Corrupt, Untrusted
-from mcore_rlhf.storage.stubs import Stub, StubType, new_stub, stub_class
+from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub, StubType, new_stub, stub_class
 from mcore_rlhf.storage.trust import Verdict, require_trust
 
 MAX_ARRAY_NBYTES = 16 << 20
@@ -146,7 +145,7 @@ _KINDS = (
     _Kind("$dict", _exactly(dict), _pairs, dict),
     _Kind("$ordered", _exactly(OrderedDict), _pairs, OrderedDict),
     _Kind("$bytes", _exactly(bytes), _text, _bytes),
-    _Kind("$namespace", _exactly(argparse.Namespace), lambda v: dict(vars(v)), lambda parts: argparse.Namespace(**parts)),
+    _Kind("$namespace", lambda value: type(value) in NAMESPACES, lambda value: dict(vars(value)), Namespace),
     _Kind("$stub", lambda value: isinstance(value, Stub), _stub_parts, _stub_of),
     _Kind("$class", lambda value: isinstance(value, StubType), lambda value: value.stub_name, stub_class),
     _Kind("$size", _of_torch("Size"), list, _size_of),

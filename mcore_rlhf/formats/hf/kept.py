@@ -32,8 +32,8 @@ class Kept:
         optimizer: What kind of optimizer wrote the states.
         states: Names of the optimizer's tensor states; each is a series of files.
         iteration, release, args, groups, scheduler, grad_scaler, other: See :class:`~mcore_rlhf.formats.base.TrainingState`.
-        tag, order, buffers, shared, values, keys, pipeline: See :class:`~mcore_rlhf.formats.module_state.ModuleState`, whose
-            ``optimizer`` is ``values`` here.
+        tag, order, buffers, shared, values, keys, pipeline, without_frozen: See
+            :class:`~mcore_rlhf.formats.module_state.ModuleState`, whose ``optimizer`` is ``values`` here.
         frozen: Parameters that are not trained.
     """
 
@@ -54,6 +54,7 @@ class Kept:
     keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     pipeline: bool = False
     frozen: tuple[str, ...] = ()
+    without_frozen: bool = False
 
     def training(self) -> TrainingState:
         """The training state."""
@@ -85,7 +86,7 @@ def kept_of(source: Source, native: ModuleState, states: tuple[str, ...]) -> Kep
     return Kept(
         source.optimizer or "", states, state.iteration, state.release, state.args, groups, state.scheduler,
         state.grad_scaler, state.other, native.tag, native.order, native.buffers, native.shared, native.optimizer,
-        native.keys, native.pipeline, frozen,
+        native.keys, native.pipeline, frozen, native.without_frozen,
     )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def _checked(found: Mapping[str, Any], where: str) -> Kept:
     values: dict[str, Any] = {}
     try:
         for name, kind in _TYPES.items():
-            value = found[name]
+            value = found.get(name, _LATER[name]) if name in _LATER else found[name]
             if not isinstance(value, kind):
                 raise TypeError(f"{name} is {value!r:.60}")
             values[name] = tuple(value) if kind is list else value
@@ -152,4 +153,7 @@ _TYPES: dict[str, Any] = {
     "optimizer": str, "states": list, "iteration": int, "release": bool, "args": dict, "groups": list,
     "scheduler": _MAYBE_DICT, "grad_scaler": object, "other": dict, "tag": str, "order": list, "buffers": list,
     "shared": dict, "values": dict, "keys": dict, "pipeline": bool, "frozen": list,
+    "without_frozen": bool,
 }  # fmt: skip
+_LATER: dict[str, object] = {"without_frozen": False}
+"""Fields that files of earlier releases lack, and what they mean by it."""

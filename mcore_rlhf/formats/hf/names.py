@@ -18,12 +18,30 @@ OPTIMIZER = "optimizer"
 """The folder in which we keep what has no place in a Hugging Face folder; transformers does not look at it."""
 STATE = f"{OPTIMIZER}/state.json"
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
-    "processor_config.json", "preprocessor_config.json",
-)  # fmt: skip
-"""What is carried along byte for byte, where it is there."""
+CHAT_TEMPLATES = "chat_templates"
+_TOKENIZER = re.compile(
+    r"(tokenizer|tokenization_|vocab|merges|special_tokens_map|added_tokens|spiece|sentencepiece|tekken|tiktoken|chat_template"
+    r"|processor_config|preprocessor_config|video_preprocessor_config|processing_|image_processing_|video_processing_"
+    r"|feature_extraction_).*|.*\.(model|tiktoken|spm|bpe)(\.v\d+)?"
+)
+"""What turns texts, images and sound into numbers and back. Sources: transformers 5.23.0, ``vocab_files_names`` of
+``models/*/tokenization_*.py``, ``processing_utils.py``, ``utils/__init__.py``; mistral-common, ``tekken.json``, ``tokenizer.model.v3``."""
+_CODE = re.compile(r"[A-Za-z_]\w*\.py")
+
+
+def is_of_tokenizer(path: str) -> bool:
+    """Whether a file of a model's folder belongs to the tokenizer, or to another processor of the model's input.
+
+    Args:
+        path: Relative to the folder, with ``/``: also a file in ``chat_templates/``.
+    """
+    return _TOKENIZER.fullmatch(path.partition("/")[0]) is not None
+
+
+def is_code(path: str) -> bool:
+    """Whether a file is a module of Python at the top of the folder: carried, never run here."""
+    return _CODE.fullmatch(path) is not None
+
 
 _SHARD = "{stem}-{number:05d}-of-{count:05d}.{ending}"
 _NUMBERS = re.compile(r"-(\d{5,})-of-(\d{5,})\.")

@@ -6,29 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.checksums import listed_at
+from mcore_rlhf.formats.crossing.quantized import is_quantized, method_of
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.staging import MANIFEST_NAME
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .catalog import HuggingFaceCatalog
-from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_scaled
+from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
 from .kept import Kept, read_kept
 from .names import CONFIG, OPTIMIZER, SAFETENSORS, STATE
 from .series import Series, find_series, read_series
-
-_WHOLE = "whole file"
-"""What a checksum of our manifest is of."""
-_STEP_MANIFEST = "manifest.json"
-"""The manifest of a whole step, whose roles are folders in it."""
 
 
 def read_hf(path: Path, options: ReadOptions) -> Source:
@@ -47,10 +42,19 @@ def read_hf(path: Path, options: ReadOptions) -> Source:
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
         )
     notes, config = Report(), read_own_config(path)
+    refuse_other_file(config, str(path / CONFIG))
     weights = read_series(path, *found, options.stubs)
-    refuse_scaled({name: stored.shape for name, stored in weights.tensors.items()}, path)
     kept = _kept(path, options, notes)
-    return _Reading(path, options, config, weights, kept, _manifest(path, notes), notes).source()
+    return _Reading(path, options, config, weights, kept, _step(path), notes).source()
+
+
+def _step(path: Path) -> int:
+    """The step that our manifest says the folder is of; a damaged one is refused by who holds it against the files."""
+    try:
+        listed = listed_at(path)
+    except CheckpointError:
+        return 0
+    return (listed.manifest.step if listed is not None else None) or 0
 
 
 def _kept(path: Path, options: ReadOptions, notes: Report) -> Kept | None:
@@ -64,22 +68,6 @@ def _kept(path: Path, options: ReadOptions, notes: Report) -> Kept | None:
         return None
 
 
-def _manifest(path: Path, notes: Report) -> Manifest | None:
-    """Our manifest, where the folder is one that we wrote: in it, or above it where it is a role of a whole step."""
-    for file, prefix in ((path / MANIFEST_NAME, ""), (path.parent / _STEP_MANIFEST, f"{path.name}/")):
-        try:
-            found = Manifest.read(file)
-        except NotACheckpoint:
-            continue
-        except CheckpointError as error:
-            notes.add(Fate.NOTE, f"checksums are not used: {error}")
-            continue
-        files = {n.removeprefix(prefix): entry for n, entry in found.files.items() if n.startswith(prefix)}
-        if files:
-            return replace(found, files=files)
-    return None
-
-
 @dataclass
 class _Reading:
     path: Path
@@ -87,13 +75,19 @@ class _Reading:
     config: Mapping[str, object]
     weights: Series
     kept: Kept | None
-    manifest: Manifest | None
+    step: int
     notes: Report
     states: dict[str, Series] = field(default_factory=dict)
 
     def source(self) -> Source:
         for text in self.weights.notes:
             self.notes.add(Fate.NOTE, text)
+        if self.config and not isinstance(self.config.get("model_type"), str):
+            self.notes.add(Fate.NOTE, f"{CONFIG}: names no model_type, so that transformers cannot load the folder")
+        method = method_of(self.config)
+        if method:
+            text = "they stay as they are in another Hugging Face folder, and are refused elsewhere"
+            self.notes.add(Fate.NOTE, f"{CONFIG}: the weights are quantized, by {method}: {text}")
         if self.kept is not None and self.options.optimizer:
             self.states = {s: read_series(self.path, f"{OPTIMIZER}/{s}", SAFETENSORS) for s in self.kept.states}
         shared, twice = self._shared()
@@ -154,7 +148,8 @@ class _Reading:
             if EMBEDDING in shapes and (LM_HEAD in shapes or LM_HEAD in shared)
             else None
         )
-        check_config(self.config, shapes, tied, str(self.path / CONFIG))
+        whole = not is_quantized(ParamSpec(n, s.shape, s.record.dtype, REPLICATED) for n, s in params.items())
+        check_config(self.config, shapes, tied, str(self.path / CONFIG), whole=whole)
 
     def _check_state(
         self, state: str, name: str, shape: Shape, shapes: Mapping[str, Shape], problems: Problems
@@ -196,8 +191,7 @@ class _Reading:
         if self.kept is not None:
             state = self.kept.training()
             return state if self.options.optimizer else replace(state, groups=())
-        step = (self.manifest.step if self.manifest is not None else None) or 0
-        return TrainingState(step, release=not step)
+        return TrainingState(self.step, release=not self.step)
 
     def _native(self, model: ModelSpec, shared: Mapping[str, str]) -> ModuleState:
         kept = self.kept
@@ -215,23 +209,13 @@ class _Reading:
             keys=kept.keys,
             pipeline=kept.pipeline,
             config=self.config,
+            without_frozen=kept.without_frozen,
         )
 
     def _files(self) -> list[StoredFile]:
-        """All files that matter; those without checksums of their own have the manifest's, where there is one."""
+        """All files that matter."""
         files = [*self.weights.files, *(file for series in self.states.values() for file in series.files)]
         for name in (CONFIG, STATE):
             if (self.path / name).is_file():
                 files.append(StoredFile(name, (self.path / name).stat().st_size, ()))
-        return [file if file.records else self._with_checksum(file) for file in files]
-
-    def _with_checksum(self, file: StoredFile) -> StoredFile:
-        entry = self.manifest.files.get(file.path) if self.manifest is not None else None
-        if entry is None:
-            return file
-        if entry.nbytes != file.nbytes:
-            self.notes.add(
-                Fate.NOTE, f"{file.path}: was changed after its manifest was written: not checked against it"
-            )
-            return file
-        return replace(file, records=((_WHOLE, 0, entry.nbytes, entry.crc32),))
+        return files

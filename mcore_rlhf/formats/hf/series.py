@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.formats.base import StoredFile
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import cannot_open, inside
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 from mcore_rlhf.storage.safetensors_reader import read_safetensors
@@ -84,13 +84,13 @@ def read_json(root: Path, file: str) -> dict[str, object]:
     """
     path = inside(root, file)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = regular.read_json(path)
     except OSError as error:
         raise cannot_open(error, path) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Corrupt(f"{path}: is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Corrupt(f"{path}: expected a JSON object, found {type(found).__name__}")
+        raise Unsupported(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
 
 
@@ -145,7 +145,7 @@ class _Reading:
         text = read_json(self.root, index)
         weights = text.get("weight_map")
         if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
-            raise Corrupt(f"{self.root / index}: expected a weight_map of names and files, found {weights!r:.80}")
+            raise Unsupported(f"{self.root / index}: expected a weight_map of names and files, found {weights!r:.80}")
         self._note_file(index)
         folder = PurePosixPath(index).parent
         named = {name: (folder / file).as_posix() for name, file in weights.items()}

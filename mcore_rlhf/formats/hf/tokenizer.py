@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import LayoutMismatch, UsageError
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import cannot_open
 
 from .config import with_eos
-from .names import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
+from .names import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, is_code, is_of_tokenizer
 from .series import read_json
 
-_CODE = re.compile(r"[A-Za-z_]\w*\.py")
 
+def files_beside(own: Mapping[str, Path], tokenizer: str | None, report: Report) -> dict[str, Path]:
+    """Everything beside the weights that goes into a new folder as it is, by its name there.
 
-def carried_files(folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files in a folder, byte for byte, with the code that its configs name.
-
-    Raises:
-        StorageError: They cannot be read.
-    """
-    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return {name: _content(folder / name) for name in (*names, *_code(folder))}
-
-
-def tokenizer_files(folder: str) -> dict[str, bytes]:
-    """The files of a folder that the user gave.
+    Args:
+        own: Files that go along with the source.
+        tokenizer: Folder whose tokenizer takes the place of the source's own, or None.
+        report: Told what is replaced.
 
     Raises:
         UsageError: There is no such folder, or no tokenizer in it.
     """
-    path = Path(folder).expanduser()
-    found = carried_files(path) if path.is_dir() else {}
-    if not any(name in TOKENIZER_FILES for name in found):
-        raise UsageError(f"{path}: there is no tokenizer in it; looked for {', '.join(TOKENIZER_FILES[:3])}, …")
-    return found
+    found = {name: path for name, path in own.items() if name not in (CONFIG, GENERATION_CONFIG)}
+    if tokenizer is None:
+        return found
+    given = _tokenizer_files(Path(tokenizer).expanduser())
+    gone = [name for name in found if is_of_tokenizer(name)]
+    if gone:
+        report.add(Fate.CHANGED, f"--tokenizer: its files take the place of {', '.join(gone)}")
+    return {**{name: path for name, path in found.items() if name not in gone}, **given}
+
+
+def _tokenizer_files(folder: Path) -> dict[str, Path]:
+    """The tokenizer in a folder that the user gave, with the code that its configs name; nothing else in it is looked at."""
+    paths = sorted([*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")])
+    names = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+    found = [name for name in names if is_of_tokenizer(name)]
+    if not found:
+        raise UsageError(
+            f"{folder}: there is no tokenizer in it; looked for tokenizer.json, tokenizer.model, vocab.json, …"
+        )
+    code = [name for name in names if is_code(name) and name not in found] if _names_code(folder) else []
+    return {name: folder / name for name in (*found, *code)}
 
 
 def generation_config(given: str | None, beside: Iterable[str | Path | None], eos: tuple[int, ...]) -> bytes | None:
@@ -66,11 +76,11 @@ def generation_config(given: str | None, beside: Iterable[str | Path | None], eo
     return (json.dumps(with_eos(own, eos), indent=2) + "\n").encode()
 
 
-def check_vocabulary(files: Mapping[str, bytes], rows: int | None) -> None:
+def check_vocabulary(files: Mapping[str, Path], rows: int | None) -> None:
     """Every id that the tokenizer makes has a row in the embedding; further rows are usual.
 
     Args:
-        files: What :func:`carried_files` found.
+        files: What :func:`files_beside` found.
         rows: Rows of the embedding, or None where there is none.
 
     Raises:
@@ -80,7 +90,7 @@ def check_vocabulary(files: Mapping[str, bytes], rows: int | None) -> None:
         number
         for name in ("tokenizer.json", "vocab.json", "added_tokens.json")
         if name in files
-        for number in _ids(name, files[name])
+        for number in _ids(name, _content(files[name]))
     ]
     if rows is None or not ids or max(ids) < rows:
         return
@@ -113,7 +123,7 @@ def _ids(name: str, content: bytes) -> Iterator[int]:
 
 def _parsed(name: str, content: bytes) -> dict[str, object]:
     try:
-        tree = json.loads(content)
+        tree = regular.parse_json(content)
     except ValueError as error:
         raise LayoutMismatch(
             f"{name}: is no JSON: {error}\nTake the tokenizer's files from where the model was published."
@@ -125,21 +135,19 @@ def _numbers(values: object) -> Iterator[int]:
     yield from (value for value in values if isinstance(value, int))  # type: ignore[attr-defined]
 
 
-def _code(folder: Path) -> list[str]:
-    """Files of code that ``auto_map`` names: carried, never run."""
-    named: dict[str, None] = {}
+def _names_code(folder: Path) -> bool:
+    """Whether a config there names code of its own, which may import more of what lies beside it: carried, never run."""
     for config in (CONFIG, "tokenizer_config.json"):
-        tree = read_json(folder, config) if (folder / config).is_file() else {}
-        section = tree.get("auto_map")
-        for value in section.values() if isinstance(section, dict) else ():
-            for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str) and "--" not in text:  # "--" refers to another repository
-                    named[text.partition(".")[0] + ".py"] = None
-    return [name for name in named if _CODE.fullmatch(name) and (folder / name).is_file()]
+        section = (read_json(folder, config) if (folder / config).is_file() else {}).get("auto_map")
+        values = section.values() if isinstance(section, dict) else ()
+        texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+        if any(isinstance(text, str) and "--" not in text for text in texts):  # "--" refers to another repository
+            return True
+    return False
 
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return regular.read_bytes(path)
     except OSError as error:
         raise cannot_open(error, path) from error

@@ -8,26 +8,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported, UsageError
-from mcore_rlhf.formats.base import Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.base import Source, Target, TargetFile, TrainingState, WriteOptions
+from mcore_rlhf.formats.carried import config_in, tell_kept
+from mcore_rlhf.formats.crossing.quantized import is_quantized, method_of, without_quantization
 from mcore_rlhf.formats.crossing.reference_config import read_config
+from mcore_rlhf.formats.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.refusal import module_state_of, refuse_options
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.refusal import module_state_of
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage import regular
 
-from .config import EMBEDDING, LM_HEAD, TIED, check_config, dtype_in, is_tied, text_config, with_dtype, with_eos
+from .config import (
+    EMBEDDING,
+    LM_HEAD,
+    TIED,
+    check_config,
+    dtype_in,
+    is_tied,
+    refuse_other_file,
+    text_config,
+    with_dtype,
+    with_eos,
+)
 from .kept import kept_of
 from .names import CONFIG, GENERATION_CONFIG, MODEL_STEM, OPTIMIZER, SAFETENSORS, STATE
 from .shards import DEFAULT_SHARD, Part, index_of, shards_of
-from .tokenizer import carried_files, check_vocabulary, generation_config, tokenizer_files
+from .tokenizer import check_vocabulary, files_beside, generation_config
 from .weights import Weights, main_dtype, shapes_of
 
-_NO_MEANING = (
-    "tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "optimizer", "rng", "padded_vocab_size", "zero_stage",
-)  # fmt: skip
+_OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.VALUE, "iteration"))
+"""What a folder of weights alone says beside its config; the iteration stands in its manifest."""
+_SECTIONS = {
+    "args": Kind.ARGUMENT, "scheduler": Kind.SCHEDULER, "grad_scaler": Kind.SCALER, "other": Kind.VALUE,
+    "groups": Kind.GROUP, "values": Kind.OPTIMIZER, "shared": Kind.MODEL, "keys": Kind.MODEL,
+}  # fmt: skip
+"""Sections of what is kept beside the optimizer, and what their items are."""
 _STATE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
@@ -48,7 +67,6 @@ def hf_target(source: Source, options: WriteOptions) -> Target:
 
 
 def _refuse_options(source: Source, options: WriteOptions) -> None:
-    refuse_options(options, _NO_MEANING, "a Hugging Face folder has no layout: it holds every tensor whole")
     if options.with_optimizer and options.no_optimizer:
         raise UsageError("--with-optimizer and --no-optimizer contradict each other\nGive one of them.")
     if options.with_optimizer and source.optimizer is None:
@@ -71,7 +89,9 @@ def _check_ends(ids: tuple[int, ...], rows: int | None) -> None:
 def _config(source: Source, native: ModuleState, options: WriteOptions) -> tuple[dict[str, object], str]:
     """The model's description and where it comes from: given, the source's own, or that beside the tokenizer."""
     if options.reference_config is not None:
-        return read_config(options.reference_config), options.reference_config
+        given = read_config(options.reference_config)
+        refuse_other_file(given, options.reference_config)
+        return given, options.reference_config
     if native.config:
         return dict(native.config), f"the config of {source.root}"
     beside = Path(options.tokenizer).expanduser() if options.tokenizer is not None else None
@@ -90,19 +110,29 @@ class _Writer:
     weights: Weights
 
     def target(self) -> Target:
-        report = Report(list(self.source.notes.lines))
+        report = self.source.notes.for_target()
         parts = self.weights.parts()
         if not parts:
             raise Incomplete(f"{self.source.root}: has no weights, of which a Hugging Face folder is made")
         texts: dict[str, str | bytes] = {}
         files = self._series(parts, MODEL_STEM[SAFETENSORS], texts)
-        texts.update(self._carried(parts, report))
-        if self.config:
-            texts[CONFIG] = _json(self._described(parts, report))
+        beside = self._beside(parts, report)
+        texts.update(self._generates())
+        described = self._described(parts, report) if self.config else {}
+        if described:
+            texts[CONFIG] = self._config_text(described)
         if self.options.with_optimizer:
             files += self._optimizer(texts, report)
         self._report(parts, report)
-        return Target("hf", ParallelConfig(), self.weights.view, tuple(files), texts, report)
+        view, holds = self.weights.view, self._holds(described)
+        return Target("hf", ParallelConfig(), view, tuple(files), texts, report, holds, beside)
+
+    def _holds(self, config: Mapping[str, object]) -> Inventory:
+        """Everything that is carried: the config, and with the optimizer all that is kept beside it."""
+        held = {**inventory_of(self.source), **{Item(Kind.CONFIG, key): value for key, value in config.items()}}
+        if self.options.with_optimizer:
+            return held
+        return {item: value for item, value in held.items() if item.kind is Kind.CONFIG or item in _OF_MODEL}
 
     def _series(self, parts: list[Part], stem: str, texts: dict[str, str | bytes]) -> list[TargetFile]:
         """The files of one state dict; its index joins the texts."""
@@ -121,7 +151,7 @@ class _Writer:
         kept = ", ".join(states)
         report.add(Fate.KEPT, f"the optimizer ({kept}), param groups, scheduler and counters, in {OPTIMIZER}/")
         for what in lost:
-            report.add(Fate.LOST, f"{what}: no JSON can hold it")
+            report.add(Fate.LOST, f"{what}: no JSON can hold it", _item_of(what))
         return files
 
     def _described(self, parts: list[Part], report: Report) -> dict[str, object]:
@@ -130,33 +160,48 @@ class _Writer:
         pair = {LM_HEAD, EMBEDDING}
         tied = any({alias, owner} == pair for alias, owner in shared.items())
         known = tied if EMBEDDING in shapes and (tied or LM_HEAD in shapes) else None
-        check_config(self.config, shapes, known, self.where)
+        quantized = is_quantized(self.source.model.params)
+        check_config(self.config, shapes, known, self.where, whole=not quantized)
         is_tied(self.config, shapes, self.where)
         config = dict(self.config)
         if known is not None and TIED not in text_config(config):
             config[TIED] = known
+        if method_of(config) and not quantized and (self.source.format != "hf" or self.source.computed is not None):
+            report.add(
+                Fate.CHANGED, f"{CONFIG}: does not say any more that the weights are quantized, which they are not"
+            )
+            config = without_quantization(config)
         dtype = main_dtype(parts)
-        if dtype is not None and dtype_in(config) != dtype:
+        if dtype is not None and not quantized and dtype_in(config) != dtype:
             if dtype_in(config) is not None:
                 report.add(Fate.CHANGED, f"{CONFIG}: dtype {dtype_in(config)} becomes {dtype}, as the weights are")
             config = with_dtype(config, dtype)
         return with_eos(config, self.options.eos_token_ids)
 
-    def _carried(self, parts: list[Part], report: Report) -> dict[str, bytes]:
-        """The tokenizer, and how the model generates."""
-        options, own = self.options, self.source.root if self.source.format == "hf" else None
-        if options.tokenizer is not None:
-            found = tokenizer_files(options.tokenizer)
-        else:
-            found = carried_files(own) if own is not None else {}
+    def _beside(self, parts: list[Part], report: Report) -> dict[str, Path]:
+        """The tokenizer, and whatever else goes along."""
+        own = self.source.carried.files if self.source.carried is not None else {}
+        found = files_beside(own, self.options.tokenizer, report)
         embedding = shapes_of(parts).get(EMBEDDING)
         rows = embedding[0] if embedding is not None else None
         check_vocabulary(found, rows)
-        _check_ends(options.eos_token_ids, rows)
-        if found:
-            report.add(Fate.KEPT, f"{', '.join(found)}: byte for byte")
-        generates = generation_config(options.generation_config, (options.tokenizer, own), options.eos_token_ids)
-        return found if generates is None else {**found, GENERATION_CONFIG: generates}
+        _check_ends(self.options.eos_token_ids, rows)
+        tell_kept(found, report)
+        return found
+
+    def _generates(self) -> dict[str, bytes]:
+        """How the model generates."""
+        options, carried = self.options, self.source.carried
+        own = carried.folder if carried is not None and GENERATION_CONFIG in carried.files else None
+        found = generation_config(options.generation_config, (options.tokenizer, own), options.eos_token_ids)
+        return {} if found is None else {GENERATION_CONFIG: found}
+
+    def _config_text(self, config: dict[str, object]) -> str | bytes:
+        """The description; byte for byte the source's own where nothing in it changes."""
+        carried = self.source.carried
+        if carried is not None and CONFIG in carried.files and config_in(carried) == config:
+            return regular.read_bytes(carried.files[CONFIG])
+        return json.dumps(config, indent=2) + "\n"
 
     def _report(self, parts: list[Part], report: Report) -> None:
         source, options = self.source, self.options
@@ -168,14 +213,23 @@ class _Writer:
         padded = [s for s in source.model.params if self.weights.shape(s) != s.global_shape]
         for spec in padded:
             rows = self.weights.shape(spec)[0]
-            report.add(Fate.CHANGED, f"{spec.name}: rows {rows}–{spec.global_shape[0] - 1} are padding, and are cut")
+            text = f"{spec.name}: rows {rows}–{spec.global_shape[0] - 1} are padding, and are cut"
+            report.add(Fate.CHANGED, text, ELEMENTS)
         if source.optimizer is not None and not options.with_optimizer:
             text = "a Hugging Face folder has no place for it; --with-optimizer keeps it beside the weights"
-            report.add(Fate.LOST, f"the optimizer: {text}")
-        if not options.with_optimizer and (source.state.scheduler is not None or source.state.other):
-            report.add(Fate.LOST, "scheduler, counters and client state: a Hugging Face folder has no place for them")
+            report.add(Fate.LOST, f"the optimizer: {text}", *OF_OPTIMIZER)
+        of_run = (Item(Kind.SCHEDULER), Item(Kind.VALUE), Item(Kind.RNG))
+        if not options.with_optimizer and _has_run(source.state):
+            text = "scheduler, counters and client state: a Hugging Face folder has no place for them"
+            report.add(Fate.LOST, text, *of_run)
+        elif not options.with_optimizer and source.state.other:
+            report.leave(Reason.NO_RUN, *of_run)
+        if not options.with_optimizer:
+            report.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))
+            report.leave(Reason.OF_LAYOUT, Item(Kind.MODEL, "keys"), Item(Kind.MODEL, "per_rank"))
         if options.with_optimizer and len(self.native.per_rank) > 1:
-            report.add(Fate.LOST, "client state of model-parallel ranks other than the first")
+            text = "client state of model-parallel ranks other than the first"
+            report.add(Fate.LOST, text, Item(Kind.MODEL, "per_rank"))
 
     def _report_types(self, parts: list[Part], report: Report) -> None:
         """Said of weights that are not what the source stores."""
@@ -204,9 +258,23 @@ class _Writer:
         return self.source.catalog.get(part.source._replace(state=state))
 
 
+def _has_run(state: TrainingState) -> bool:
+    """Whether anything is said of a run: what DeepSpeed writes beside weights that were never trained is no run's."""
+    said = (
+        key
+        for key, value in state.other.items()
+        if key != "ds_version" and not (value is None or (type(value) is int and not value))
+    )
+    return state.scheduler is not None or state.iteration > 0 or next(said, None) is not None
+
+
 _HOLDS = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",)}
 """For a type, those that hold all of its values."""
 
 
-def _json(value: Mapping[str, object]) -> str:
-    return json.dumps(value, indent=2) + "\n"
+def _item_of(where: str) -> Item:
+    """The item of which the optimizer's file could not keep a part: ``other/replay/0 (Queue)`` is of the value ``replay``."""
+    section, *keys = where.partition(" (")[0].split("/")
+    if section == "groups":
+        return Item(Kind.GROUP, keys[2] if len(keys) > 2 else ANY)
+    return Item(_SECTIONS.get(section, Kind.VALUE), keys[0] if keys else ANY)

@@ -21,10 +21,11 @@ class MegatronFormat:
 
     name: str = "megatron"
     family: str = "megatron"
+    weights_only: bool = False
 
-    def load_hint(self, path: Path) -> str:
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
-        return f"--load {path}"
+        return f"--load {path}" + ("" if optimizer or (path / "release").is_dir() else " --no-load-optim")
 
     def detect(self, path: Path) -> bool:
         """Whether a folder is an iteration, or a root with iterations."""

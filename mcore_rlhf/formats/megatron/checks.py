@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.spec import ModelSpec

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.inventory import LEFT_OUT, OF_OPTIMIZER
 from mcore_rlhf.layouts.padding import padded_vocab_size, repadded
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, split_from_option
@@ -220,10 +221,8 @@ def _choose_optimizer(source: Source, options: WriteOptions, report: Report) -> 
     if options.no_optimizer:
         if options.optimizer:
             raise UsageError("--no-optimizer and --optimizer contradict each other")
-        report.add(Fate.LOST, "the optimizer: left out, as --no-optimizer asks")
+        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
         return None
-    if options.optimizer not in (None, "distributed", "plain"):
-        raise UsageError(f"--optimizer {options.optimizer}: expected distributed or plain")
     if options.optimizer and source.optimizer is None:
         raise UsageError(f"--optimizer {options.optimizer}: the source has no optimizer state")
     if options.optimizer and options.optimizer != source.optimizer:

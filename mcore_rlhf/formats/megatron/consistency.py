@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.models.megatron import is_routed_expert, layer_of
 
 from .arguments import Arguments, stored_arguments

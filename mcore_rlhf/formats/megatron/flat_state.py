@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.layouts.flat import Place
 from mcore_rlhf.storage.ptfile import StoredTensor
 
@@ -28,14 +28,14 @@ def member_contents(tree: object, file: str, chained: tuple[Member, ...]) -> lis
     """What the file has for each chained optimizer; None where another rank's file has it.
 
     Raises:
-        Corrupt: The file is not built like a distributed optimizer's.
+        Unsupported: The file is not built like a distributed optimizer's.
     """
     contents: list[Mapping[object, object] | None] = tree if isinstance(tree, list) else [tree]  # type: ignore[list-item]
     if len(contents) != len(chained):
-        raise LayoutMismatch(f"{file}: expected the state of {len(chained)} chained optimizers, found {len(contents)}")
+        raise Unsupported(f"{file}: expected the state of {len(chained)} chained optimizers, found {len(contents)}")
     for content in contents:
         if content is not None and not isinstance(content, dict):
-            raise Corrupt(f"{file}: expected dictionaries of buffers, found {type(content).__name__}")
+            raise Unsupported(f"{file}: expected dictionaries of buffers, found {type(content).__name__}")
     return contents
 
 
@@ -114,16 +114,21 @@ def _buffer_states(content: Mapping[object, object], index: int) -> dict[str, li
     """State name → its tensors (one, or one per bucket in old files)."""
     by_dtype = content.get(index)
     if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
-        raise Corrupt(
+        raise Unsupported(
             f"distributed optimizer: buffer {index} should have one entry per dtype pair, found {by_dtype!r:.80}"
         )
     (states,) = by_dtype.values()
     result: dict[str, list[StoredTensor]] = {}
     for name, value in states.items():
-        tensors = value if isinstance(value, list) else [value]
-        if all(isinstance(tensor, StoredTensor) and len(tensor.shape) == 1 for tensor in tensors):
-            result[MASTER if name == "param" else str(name)] = tensors
+        if is_flat(value):
+            result[MASTER if name == "param" else str(name)] = value if isinstance(value, list) else [value]
     return result
+
+
+def is_flat(value: object) -> bool:
+    """Whether a value of a buffer is a state of its parameters: one flat tensor, or one per bucket in old files."""
+    tensors = value if isinstance(value, list) else [value]
+    return all(isinstance(tensor, StoredTensor) and len(tensor.shape) == 1 for tensor in tensors)
 
 
 def _located(

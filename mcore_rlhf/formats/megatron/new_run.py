@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, same
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.inventory import ELEMENTS, state_items
 
 from .arguments import arguments_for, stored_arguments
 from .buffers import OUTPUT
@@ -23,9 +24,11 @@ from .optimizer import DISTRIBUTED
 from .reader import MegatronNative
 from .rng import RngMaker, saved_rng
 from .shards import RankValues
-from .state import PER_RANK_KEYS
+from .state import OF_RANKS, PER_RANK_KEYS
 from .view import TargetView
 
+_FULLY = "dist_ckpt_optim_fully_reshardable"
+"""How Megatron-core's ``torch_dist`` stores the distributed optimizer; what we write loads at any layout."""
 RngStates = Sequence[Mapping[str, object]]
 
 
@@ -65,7 +68,7 @@ class NewRun:
         native = source.native
         if not isinstance(native, MegatronNative):
             raise Unsupported(f"from {source.format} to {to}: this pair of formats is not supported yet")
-        report = Report(list(source.notes.lines))
+        report = source.notes.for_target()
         choices = _without_ranks(choose(source, native.args, options, report), native, options)
         if native.unknown and choices.parallel.tp > 1:
             raise LayoutMismatch(
@@ -123,6 +126,8 @@ class NewRun:
             padded_vocab_size=self.choices.padded_vocab_size, params_dtype=dtype, optimizer=self.choices.optimizer,
             ckpt_format=self.ckpt_format,
         )  # fmt: skip
+        if self.ckpt_format == "torch_dist" and self.choices.optimizer == DISTRIBUTED and _FULLY in new:
+            new[_FULLY] = True
         if self.options.no_optimizer:
             new["no_save_optim"] = True  # what a run says that saved no optimizer
         if dtype is not None:
@@ -163,8 +168,17 @@ class NewRun:
         make = self.rng.fresh if self.choices.rng == "drop" else self.rng.derived
         return [*kept, *(make(at, dp_rank) for dp_rank in range(len(kept), wanted))]
 
+    def holds(self) -> Inventory:
+        """Everything that is carried, with its value."""
+        state = replace(self.source.state, args=self.arguments(None))
+        kept = {**self.native.inventory(), **dict(state_items(state))}
+        if self.choices.rng != "keep":
+            kept = {item: value for item, value in kept.items() if item.kind is not Kind.RNG}
+        return kept
+
     def note(self) -> None:
         """Say what becomes of the vocabulary's padding, random states, masters, and of what only fits one layout."""
+        self._note_arguments()
         self._note_vocabulary()
         self._note_rng()
         if self.choices.optimizer == DISTRIBUTED and MASTER not in self.source.states:
@@ -178,13 +192,24 @@ class NewRun:
             )
         if any(key in shard.top for shard in self.native.shards for key in PER_RANK_KEYS) and not self.same_world:
             self.report.add(
-                Fate.LOST, "rerun_state_machine: belongs to the ranks of the source; Megatron ignores it as well"
+                Fate.LOST,
+                "rerun_state_machine: belongs to the ranks of the source; Megatron ignores it as well",
+                *(OF_RANKS[key] for key in PER_RANK_KEYS),
             )
         if OUTPUT in self.source.model.unused and self.choices.parallel.pp == 1:
             self.report.add(
                 Fate.NOTE, f"{OUTPUT}: left out; on one stage Megatron has no such weight, the embedding is tied"
             )
         self._note_batch()
+
+    def _note_arguments(self) -> None:
+        """Arguments that describe the layout are made true for the new one; the run itself changes those again as it starts."""
+        old, new = self.source.state.args, self.arguments(None)
+        changed = [Item(Kind.ARGUMENT, name) for name, value in old.items() if not same(new.get(name), value)]
+        self.report.settle(Fate.DERIVED, "as a run at the new layout stores it", *changed)
+        if self.choices.optimizer == DISTRIBUTED:
+            scalars = [Item(Kind.OPTIMIZER, name) for name in self.native.scalars]
+            self.report.settle(Fate.DERIVED, "the distributed optimizer counts it in its param groups", *scalars)
 
     def _note_vocabulary(self) -> None:
         """Say which rows of the embedding are new, or cut."""
@@ -195,7 +220,7 @@ class NewRun:
             text = f"vocabulary rows {rows}–{new - 1} are new padding and repeat row {rows - 1}, in every state; all others are kept"
         else:
             text = f"vocabulary rows {new}–{rows - 1} are padding that the new layout does not have, and are cut"
-        self.report.add(Fate.CHANGED, text)
+        self.report.add(Fate.CHANGED, text, ELEMENTS)
 
     def _note_rng(self) -> None:
         fates = {
@@ -213,7 +238,7 @@ class NewRun:
                 Fate.DERIVED,
                 "RNG states: fresh ones from args.seed, since Megatron did not write the source",
             )
-        self.report.add(*fates[self.choices.rng])
+        self.report.add(*fates[self.choices.rng], *([] if self.choices.rng == "keep" else [Item(Kind.RNG)]))
 
     def _note_batch(self) -> None:
         """Megatron asserts that the global batch divides into micro-batches of all data-parallel ranks."""

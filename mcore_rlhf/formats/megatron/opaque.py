@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.formats.inventory import OPAQUE
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert
 
@@ -56,6 +57,7 @@ class OpaqueValues:
             report.add(
                 Fate.CHANGED,
                 f"{len(lost)} opaque values ({some}) belong to tensor-parallel ranks of the source and are set to None",
+                OPAQUE,
             )
 
     def _kept(self, name: str) -> bool:

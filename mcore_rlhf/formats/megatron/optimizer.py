@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, Unsupported
 from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
@@ -125,7 +125,7 @@ def _members(shard: RankShard) -> list[Mapping[str, object]]:
         return []
     listed: list[Mapping[str, object]] = stored if isinstance(stored, list) else [stored]  # type: ignore[list-item]
     if not all(isinstance(member, dict) for member in listed):
-        raise Corrupt(f"{shard.pt.file}: 'optimizer' should hold dictionaries, found {type(listed[0]).__name__}")
+        raise Unsupported(f"{shard.pt.file}: 'optimizer' should hold dictionaries, found {type(listed[0]).__name__}")
     return listed
 
 
@@ -137,7 +137,7 @@ def _member_groups(shard: RankShard, number: int) -> list[ParamGroup]:
     member = _members(shard)[number]
     stored = inner_state(member).get("param_groups", [])
     if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
-        raise Corrupt(f"{shard.pt.file}: the optimizer's param_groups should be a list of dictionaries")
+        raise Unsupported(f"{shard.pt.file}: the optimizer's param_groups should be a list of dictionaries")
     return [
         ParamGroup(
             shard.pt.materialize({key: value for key, value in group.items() if key != "params"}),
@@ -191,7 +191,7 @@ def _read_plain(
 ) -> None:
     stored = _members(shard)
     if len(stored) != len(chained):
-        raise LayoutMismatch(f"{shard.pt.file}: expected {len(chained)} chained optimizers, found {len(stored)}")
+        raise Unsupported(f"{shard.pt.file}: expected {len(chained)} chained optimizers, found {len(stored)}")
     for number, member in enumerate(chained):
         owned = [param for param in params if member.owns(param, run.parallel.ep)]
         membership = Membership(run.args, run.rules)

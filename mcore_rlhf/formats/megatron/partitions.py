@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import global_shape_of
 from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of, second_matrix

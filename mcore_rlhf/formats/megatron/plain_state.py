@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, Lossy
+from mcore_rlhf.errors import Lossy, Unsupported
 from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
@@ -64,13 +64,13 @@ def plain_states(
         By (chunk, name): state name → where it lies; and values that all parameters share, such as ``step``.
 
     Raises:
-        LayoutMismatch: Groups, states and parameters do not fit together.
+        Unsupported: Groups, states and parameters do not fit together as they do in the optimizers that are known.
     """
     file, inner = pt.file, inner_state(member)
     states = inner.get("state")
     stored_groups = inner.get("param_groups")
     if not isinstance(states, dict) or not isinstance(stored_groups, list):
-        raise Corrupt(f"{file}: the optimizer has no 'state' and 'param_groups'")
+        raise Unsupported(f"{file}: the optimizer has no 'state' and 'param_groups'")
     dealt: list[list[LocalParam]] = [[] for _ in groups]
     for param in params:
         dealt[membership.index(param.name, len(param.shape), groups)].append(param)
@@ -79,7 +79,7 @@ def plain_states(
     for number, (inside, stored) in enumerate(zip(dealt, stored_groups, strict=True)):
         indices = stored.get("params", [])
         if len(indices) != len(inside):
-            raise LayoutMismatch(
+            raise Unsupported(
                 f"{file}: param group {number} has {len(indices)} parameters, {len(inside)} expected from the names and shapes "
                 f"({', '.join(p.name for p in inside[:3])}, …)\nSay which group parameters belong to with --rules (wd_mult)."
             )
@@ -109,7 +109,7 @@ def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, p
 
 def _same_shape(value: StoredTensor, param: LocalParam, file: str, state: str) -> StoredTensor:
     if value.shape != param.shape:
-        raise LayoutMismatch(
+        raise Unsupported(
             f"{file}: {state} of {param.name} has shape {value.shape}, its parameter {param.shape}; only states shaped like "
             "their parameter can be reshaped\nIf the parameter is in another param group, say so with --rules (wd_mult)."
         )

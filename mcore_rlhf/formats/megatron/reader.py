@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.inventory import OPAQUE
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import in_registration_order
@@ -24,7 +25,8 @@ from .folders import Located, file_ranks, locate, rank_folders
 from .optimizer import OptimizerReading, read_optimizer
 from .partitions import PartitionFinder
 from .shards import RankFiles, RankShard, RankValues, globalize
-from .state import training_state
+from .state import OF_RANKS, training_state
+from .unplaced import unplaced_of
 
 
 @dataclass(slots=True)
@@ -46,6 +48,16 @@ class MegatronNative:
     order: list[str]
     unknown: list[str]
     scalars: dict[str, object] = field(default_factory=dict)
+
+    def inventory(self) -> Inventory:
+        """What its ranks have, item by item, beside what all of them share."""
+        keys = dict.fromkeys(key for shard in self.shards for key in shard.top if key in OF_RANKS)
+        opaque = [v for shard in self.shards for part in shard.parts for v in part.opaque.values() if v is not None]
+        return {
+            **{OF_RANKS[key]: tuple(shard.top.get(key) for shard in self.shards) for key in keys},
+            **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.scalars.items()},
+            **({OPAQUE: tuple(opaque)} if opaque else {}),
+        }
 
 
 def read_megatron(path: Path, options: ReadOptions) -> Source:
@@ -100,6 +112,7 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     return Source(
         "megatron", located.root, role, model, parallel, catalog, state,
         tuple(_stored_files(shards)), optimizer.states, optimizer.kind, notes, native,
+        unplaced=unplaced_of(shards, with_optimizer=options.optimizer),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
@@ -137,7 +137,7 @@ class RankFiles:
     def _shard(self, at: FileRank) -> RankShard:
         pt = self._model(at.folder)
         if not isinstance(pt.tree, dict) or not any(MODEL_KEY.fullmatch(str(key)) for key in pt.tree):
-            raise Corrupt(f"{pt.file}: expected a dictionary with 'model' or 'model0', found {_kind(pt.tree)}")
+            raise Unsupported(f"{pt.file}: expected a dictionary with 'model' or 'model0', found {_kind(pt.tree)}")
         distrib = None
         if self.optimizer and (self.located.folder / at.folder / OPTIMIZER_FILE).is_file():
             distrib = self._open(at.folder, OPTIMIZER_FILE)
@@ -184,7 +184,7 @@ def _model_part(pt: PtFile, vpp_rank: int) -> ModelPart:
 
 def _state_dict(value: object, file: str) -> Mapping[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise Corrupt(f"{file}: the model should be a state dict with names as keys, found {_kind(value)}")
+        raise Unsupported(f"{file}: the model should be a state dict with names as keys, found {_kind(value)}")
     if "language_model" in value and isinstance(value["language_model"], dict):
         raise Unsupported(
             f"{file}: the model is one of Megatron-LM's own from before megatron-core (nested 'language_model')\n"

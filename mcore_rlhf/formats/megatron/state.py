@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
 from mcore_rlhf.formats.base import ParamGroup, TrainingState
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.inventory import state_dict_of
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .arguments import stored_arguments
@@ -20,6 +21,11 @@ RNG_KEYS = ("rng_state",)
 OLD_RNG_KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 PER_RANK_KEYS = ("rerun_state_machine",)
 COUNTER = "num_floating_point_operations_so_far"
+OF_RANKS = {
+    **{key: Item(Kind.RNG, key) for key in (*RNG_KEYS, *OLD_RNG_KEYS)},
+    **{key: Item(Kind.VALUE, key) for key in PER_RANK_KEYS},
+}
+"""Keys of which every rank has a value of its own, and the items that these values are."""
 _SMALL = 16 << 20
 """Unknown values are carried along up to this size; they are read at once."""
 
@@ -35,13 +41,14 @@ def training_state(
     """
     first = shards[0].top
     iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
-    scheduler = next((first[key] for key in SCHEDULER_KEYS if isinstance(first.get(key), dict)), None)
+    key = next((key for key in SCHEDULER_KEYS if first.get(key) is not None), SCHEDULER_KEYS[0])
+    scheduler = state_dict_of(first.get(key), key, notes)
     return TrainingState(
         iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
         release=located.release,
         args=stored_arguments(first),
         groups=groups,
-        scheduler=shards[0].pt.materialize(scheduler) if isinstance(scheduler, dict) else None,
+        scheduler=shards[0].pt.materialize(scheduler) if scheduler is not None else None,
         grad_scaler=shards[0].pt.materialize(_grad_scaler(first.get("optimizer"))),
         other=_other(shards, notes),
     )
@@ -53,16 +60,17 @@ def _grad_scaler(optimizer: object) -> object | None:
 
 
 def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
-    first = shards[0].top
     kept: dict[str, object] = {}
-    for key, value in first.items():
+    for key, value in {key: value for shard in reversed(shards) for key, value in shard.top.items()}.items():
         if key in _KNOWN or MODEL_KEY.fullmatch(str(key)):
             continue
         if key == COUNTER:
             kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself
         elif _tensor_bytes(value) > _SMALL or not all(_equal_content(shards[0], shard, key) for shard in shards[1:]):
             notes.add(
-                Fate.LOST, f"{key}: not a key of Megatron's, and not equal on all ranks, or made of large tensors"
+                Fate.LOST,
+                f"{key}: not a key of Megatron's, and not equal on all ranks, or made of large tensors",
+                Item(Kind.VALUE, str(key)),
             )
         else:
             kept[key] = shards[0].pt.materialize(value)
@@ -74,17 +82,7 @@ def _number(value: object) -> float:
 
 
 def _equal_content(a: RankShard, b: RankShard, key: str) -> bool:
-    return _equal(a.pt.materialize(a.top[key]), b.pt.materialize(b.top.get(key)))
-
-
-def _equal(a: object, b: object) -> bool:
-    """Whether two nests of values are equal; arrays and tensors compare as a whole."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    same = a == b
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+    return same(a.pt.materialize(a.top.get(key)), b.pt.materialize(b.top.get(key)))
 
 
 def _tensor_bytes(value: object) -> int:

@@ -6,7 +6,6 @@ Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``gen
 
 from __future__ import annotations
 
-import argparse
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from mcore_rlhf.core.dtype import FLOAT32, DType
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.formats.base import ParamGroup, TrainingState
+from mcore_rlhf.storage.stubs import Namespace
 
 from .buffers import LocalParam, Member
 from .groups import Membership, groups_for
@@ -52,7 +52,7 @@ class TreeMaker:
         state = self.state
         tree: Tree = {}
         if self.args:
-            tree["args"] = argparse.Namespace(**self.args)
+            tree["args"] = Namespace(self.args)
         tree["checkpoint_version"] = state.other.get("checkpoint_version", 3.0)
         tree["iteration"] = state.iteration
         tree.update(self._models())

@@ -37,7 +37,9 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     run.note()
     writer.opaque.note(run.report)
     files = [file for at in file_ranks(run.choices.parallel) for file in writer.files(at)]
-    return Target("megatron", run.choices.parallel, run.view, tuple(files), {TRACKER: run.tracker}, run.report)
+    return Target(
+        "megatron", run.choices.parallel, run.view, tuple(files), {TRACKER: run.tracker}, run.report, run.holds()
+    )
 
 
 @dataclass

@@ -19,18 +19,20 @@ class MegatronDistFormat:
 
     name: str = "megatron-dist"
     family: str = "megatron"
+    weights_only: bool = False
 
-    def load_hint(self, path: Path) -> str:
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
-        return f"--load {path} --ckpt-format torch_dist"
+        text = f"--load {path} --ckpt-format torch_dist"
+        return text + ("" if optimizer or (path / "release").is_dir() else " --no-load-optim")
 
     def detect(self, path: Path) -> bool:
-        """Whether a folder is an iteration, or a root with iterations."""
+        """Whether a folder is an iteration, a root with iterations, or a role's of verl with one."""
         from mcore_rlhf.formats.megatron.folders import looks_like_root
 
-        from .folders import is_dist_folder
+        from .folders import INNER, is_dist_folder
 
-        return is_dist_folder(path) or looks_like_root(path, is_dist_folder)
+        return is_dist_folder(path) or is_dist_folder(path / INNER) or looks_like_root(path, is_dist_folder)
 
     def read(self, path: Path, options: ReadOptions) -> Source:
         """Open a checkpoint."""

@@ -7,7 +7,6 @@ Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``gen
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from mcore_rlhf.core.dtype import FLOAT32
@@ -18,6 +17,7 @@ from mcore_rlhf.formats.megatron.folders import FileRank
 from mcore_rlhf.formats.megatron.groups import groups_for
 from mcore_rlhf.formats.megatron.new_run import NewRun
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.storage.stubs import Namespace
 
 from .optimizer import CONTENT, CONTENT_SHARDING, FULLY_RESHARDABLE, SHARDING
 
@@ -32,9 +32,9 @@ def common_tree(run: NewRun, first: FileRank) -> Tree:
         first: The rank that writes the file.
     """
     state, tree = run.source.state, Tree()
-    args = _args(run, first)
+    args = run.arguments(first)
     if args:
-        tree["args"] = argparse.Namespace(**args)
+        tree["args"] = Namespace(args)
     tree["checkpoint_version"] = state.other.get("checkpoint_version", 3.0)
     tree["iteration"] = state.iteration
     if run.choices.optimizer is not None:
@@ -44,13 +44,6 @@ def common_tree(run: NewRun, first: FileRank) -> Tree:
     tree.update((key, value) for key, value in state.other.items() if key not in tree)
     tree[CONTENT] = _content(run)
     return tree
-
-
-def _args(run: NewRun, first: FileRank) -> dict[str, object]:
-    args = run.arguments(first)
-    if run.choices.optimizer == DISTRIBUTED and "dist_ckpt_optim_fully_reshardable" in args:
-        args["dist_ckpt_optim_fully_reshardable"] = True
-    return args
 
 
 def _content(run: NewRun) -> dict[str, object]:

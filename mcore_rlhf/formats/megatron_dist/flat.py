@@ -17,7 +17,7 @@ from itertools import accumulate
 from mcore_rlhf.core.box import Box, dot, flat_boxes, row_major
 from mcore_rlhf.core.catalog import Chunk
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.megatron.blueprint import Blueprint
 from mcore_rlhf.formats.megatron.buffers import LocalBuffer, Member
 from mcore_rlhf.formats.megatron.folders import FileRank
@@ -158,7 +158,11 @@ class FlatStates:
         for state in self.states:
             stored = self._buffers.get((where, state))
             if stored is None:
-                problems.add(Incomplete, f"{text}: its {state} is missing", "Use another step, or --no-optimizer.")
+                problems.add(
+                    Unsupported,
+                    f"{text}: its {state} is missing",
+                    "It may be another optimizer's. --no-optimizer converts the weights alone.",
+                )
                 return
             if stored.numel != buffer.flat.numel_unpadded:
                 problems.add(

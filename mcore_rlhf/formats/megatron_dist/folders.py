@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.formats.megatron.folders import Located, locate
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.dcp import METADATA_FILE
 
 CONFIG = "metadata.json"
@@ -20,6 +21,14 @@ CONFIG_TEXT = json.dumps(
     {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 )
 """The content of ``metadata.json``."""
+
+
+INNER = "dist_ckpt"
+"""Where verl has it in a role's folder, beside ``huggingface/``.
+
+Source: verl ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` and ``verl/utils/megatron_utils.py``
+(``get_dist_checkpoint_path``) at b178a3c.
+"""
 
 
 def is_dist_folder(path: Path) -> bool:
@@ -36,8 +45,9 @@ def locate_dist(path: Path, step: int | None) -> Located:
         NotACheckpoint: There is none.
         UsageError: Several, and nothing says which.
         Incomplete: Its save was not finished.
-        Unsupported: It is one of another backend of Megatron-core's.
+        Unsupported: It is one of another backend of Megatron-core's, or has no arguments.
     """
+    path = path / INNER if is_dist_folder(path / INNER) else path
     located = locate(path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}")
     folder = located.folder
     config = _config(folder)
@@ -53,9 +63,15 @@ def locate_dist(path: Path, step: int | None) -> Located:
             "Load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist or torch."
         )
     _check_version(folder / CONFIG, config)
-    for name, advice in ((METADATA_FILE, "a plain ls or cp * passes over it"), (COMMON, "it has the arguments")):
-        if not (folder / name).is_file():
-            raise Incomplete(f"{folder / name}: missing ({advice})\nCopy the folder again, or use an older step.")
+    if not (folder / METADATA_FILE).is_file():
+        raise Incomplete(
+            f"{folder / METADATA_FILE}: missing (a plain ls or cp * passes over it)\nCopy the folder again, or use an older step."
+        )
+    if not (folder / COMMON).is_file():
+        raise Unsupported(
+            f"{folder / COMMON}: is not there, and the run's arguments with it: it is not known how to read such a folder\n"
+            "If a copy left it out, copy it as well."
+        )
     return located
 
 
@@ -73,7 +89,7 @@ def _config(path: Path) -> dict[str, object]:
     """What ``metadata.json`` says; empty where there is none that can be read."""
     file = path / CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        config = regular.read_json(file) if file.is_file() else {}
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.formats.inventory import OPAQUE
 from mcore_rlhf.formats.megatron.new_run import NewRun
 from mcore_rlhf.formats.megatron.shards import RankValues
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.dcp import ObjectItem, saved
 
@@ -63,17 +64,18 @@ class Objects:
     def note(self) -> None:
         """Say what of the source's values finds no place."""
         there = [name for name, (_, value) in self._stored().items() if not _is_empty(value)]
-        lost = [name for name in there if not name.endswith(EXTRA)]
-        if lost:
-            self.run.report.add(Fate.LOST, f"values that are no parameters, such as {lost[0]}")
+        nowhere = next((name for name in there if not name.endswith(EXTRA)), None)
+        if nowhere is not None:
+            self.run.report.add(Fate.LOST, f"values that are no parameters, such as {nowhere}", OPAQUE)
         packed = [name for name in there if name.endswith(EXTRA) and self._in_one_module(name)]
         if packed:
             text = f"{len(packed)} opaque values of all experts of a rank, such as {packed[0]}, are set to None: each expert has one here"
-            self.run.report.add(Fate.CHANGED, text)
+            self.run.report.add(Fate.CHANGED, text, OPAQUE)
         native = self.run.native
         if isinstance(native, DistNative) and native.others and not self.run.same_world:
             some = ", ".join(key.key for key in list(native.others)[:3])
-            self.run.report.add(Fate.LOST, f"objects that belong to ranks of the source: {some}")
+            lost = [Item(Kind.VALUE, key.key) for key in native.others]
+            self.run.report.add(Fate.LOST, f"objects that belong to ranks of the source: {some}", *lost)
 
     def _in_one_module(self, name: str) -> bool:
         """Whether a value belongs to a module that holds all experts of a rank."""

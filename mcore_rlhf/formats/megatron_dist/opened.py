@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import StoredFile
 from mcore_rlhf.formats.megatron.folders import Located
 from mcore_rlhf.storage.dcp import DcpFolder, DcpObject, DcpTensor
@@ -102,7 +102,7 @@ class DistFolder:
         name = located.folder.relative_to(located.root).as_posix()
         common = read_pt(located.root, f"{name}/{COMMON}", stubs=stubs)
         if not isinstance(common.tree, dict):
-            raise Corrupt(f"{common.file}: expected a dictionary, found {type(common.tree).__name__}")
+            raise Unsupported(f"{common.file}: expected a dictionary, found {type(common.tree).__name__}")
         return cls(located, common, DcpFolder.open(located.folder, located.root, stubs))
 
     @property
@@ -168,11 +168,11 @@ def unwrapped(item: DcpObject) -> object:
     Source: megatron-core 0.16.1, ``dist_checkpointing/strategies/torch.py`` (``mcore_to_pyt_state_dict``).
 
     Raises:
-        Corrupt: It is no such list.
+        Unsupported: It is no such list.
     """
     stored = item.load()
     if not isinstance(stored, list) or len(stored) != 1:
-        raise Corrupt(f"{item.fqn}: expected a list of one value, found {type(stored).__name__}")
+        raise Unsupported(f"{item.fqn}: expected a list of one value, found {type(stored).__name__}")
     value: object = stored[0]
     return value
 

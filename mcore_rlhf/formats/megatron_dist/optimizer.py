@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
-from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import ParamGroup
 from mcore_rlhf.formats.megatron.groups import merged_groups
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED, PLAIN
@@ -58,18 +58,18 @@ def read_optimizer(folder: DistFolder) -> OptimizerValues:
     sharding = _sharding(folder, members)
     if not found:
         if any(inner_state(member).get("param_groups") for member in members):
-            raise Incomplete(
+            raise Unsupported(
                 f"{folder.common.file} has param groups, but no tensor of the folder is a state of the optimizer\n"
-                "Use another step, or convert the weights alone with --no-optimizer."
+                "Convert the weights alone with --no-optimizer."
             )
         return OptimizerValues()
     usual = [state for state in (MASTER, EXP_AVG, EXP_AVG_SQ) if state in found]
     listed = [_tree(folder, objects) for objects in folder.groups.values()] or members
     groups = merged_groups([_groups(folder, member) for member in listed])
     if not groups:
-        raise Incomplete(
+        raise Unsupported(
             f"{folder.common.file}: the optimizer's states are there, its param groups are not\n"
-            "Use another step, or convert the weights alone with --no-optimizer."
+            "Convert the weights alone with --no-optimizer."
         )
     return OptimizerValues(
         PLAIN if sharding is None else DISTRIBUTED, sharding, groups,
@@ -84,11 +84,13 @@ def _members(folder: DistFolder) -> Iterable[Mapping[str, object]]:
     if stored is None:
         return
     if not isinstance(stored, dict):
-        raise Corrupt(f"{folder.common.file}: 'optimizer' should be a dictionary, found {type(stored).__name__}")
+        raise Unsupported(f"{folder.common.file}: 'optimizer' should be a dictionary, found {type(stored).__name__}")
     numbered = all(isinstance(key, int) for key in stored)
     for member in [stored[key] for key in sorted(stored)] if numbered else [stored]:
         if not isinstance(member, dict):
-            raise Corrupt(f"{folder.common.file}: 'optimizer' should hold dictionaries, found {type(member).__name__}")
+            raise Unsupported(
+                f"{folder.common.file}: 'optimizer' should hold dictionaries, found {type(member).__name__}"
+            )
         yield folder.common.materialize(member)
 
 
@@ -101,7 +103,7 @@ def _tree(folder: DistFolder, objects: Mapping[str, object]) -> Mapping[str, obj
 def _groups(folder: DistFolder, member: Mapping[str, object]) -> list[ParamGroup]:
     stored = inner_state(member).get("param_groups", [])
     if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
-        raise Corrupt(f"{folder.common.file}: the optimizer's param_groups should be a list of dictionaries")
+        raise Unsupported(f"{folder.common.file}: the optimizer's param_groups should be a list of dictionaries")
     return [
         ParamGroup({k: v for k, v in group.items() if k != "params"}, bool(group.get("is_expert_parallel")))
         for group in stored
@@ -149,7 +151,7 @@ def trained_names(folder: DistFolder, values: OptimizerValues, keys: Mapping[str
         keys: For each parameter, the keys of the tensors that hold it.
 
     Raises:
-        Incomplete: Some have a part of the states.
+        Unsupported: Some have a part of the states.
         LayoutMismatch: A state is not shaped like its parameter.
     """
     problems = Problems()
@@ -164,7 +166,9 @@ def trained_names(folder: DistFolder, values: OptimizerValues, keys: Mapping[str
             lacking = [s for s in values.states if s not in there and (s, param.dtype) != (MASTER, FLOAT32)]
             if lacking:  # a plain optimizer has no copy of what is fp32 itself
                 text = f"{key}: has {', '.join(there)}, but no {', '.join(lacking)}"
-                problems.add(Incomplete, text, "Use another step, or --no-optimizer.")
+                problems.add(
+                    Unsupported, text, "It may be another optimizer's. --no-optimizer converts the weights alone."
+                )
     problems.raise_if_any()
     stored = frozenset(tensors[values.states[-1]]) if values.states else frozenset()
     return {name for name, held in keys.items() if held <= stored}

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.formats.megatron.arguments import Arguments
 from mcore_rlhf.formats.megatron.buffers import EMBEDDING
 from mcore_rlhf.formats.megatron.partitions import is_gated
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.rules import Rules

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.formats.base import ReadOptions, Source, TrainingState
+from mcore_rlhf.formats.inventory import state_dict_of
 from mcore_rlhf.formats.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.formats.megatron.blueprint import Blueprint
 from mcore_rlhf.formats.megatron.buffers import EMBEDDING, OUTPUT
@@ -17,8 +19,9 @@ from mcore_rlhf.formats.megatron.checks import check_against_arguments
 from mcore_rlhf.formats.megatron.choices import Choices
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
 from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.megatron.state import SCHEDULER_KEYS
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.megatron.state import OF_RANKS, SCHEDULER_KEYS
+from mcore_rlhf.formats.megatron.unplaced import look_at_optimizer
+from mcore_rlhf.formats.unplaced import Unplaced
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.spec import ModelSpec
@@ -56,6 +59,14 @@ class DistNative(MegatronNative):
     rng: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
     others: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
     sharding: str | None = None
+
+    def inventory(self) -> Inventory:
+        """What its ranks have, item by item, beside what all of them share."""
+        return {
+            **MegatronNative.inventory(self),
+            **({OF_RANKS[RNG]: tuple(self.rng.values())} if self.rng else {}),
+            **{Item(Kind.VALUE, key.key): item for key, item in self.others.items()},
+        }
 
 
 def read_dist(path: Path, options: ReadOptions) -> Source:
@@ -121,7 +132,14 @@ class _Reading:
         return Source(
             "megatron-dist", self.folder.located.root, role, model, self.parallel, catalog, self._state(),
             self.folder.files(), self.optimizer.states, self.optimizer.kind, self.notes, native, distrust=self._distrust(),
+            unplaced=self._unplaced(),
         )  # fmt: skip
+
+    def _unplaced(self) -> tuple[str, ...]:
+        found = Unplaced()
+        if self.optimizer.kind is not None:
+            look_at_optimizer(found, self.folder.common.file, self.folder.top.get("optimizer"))
+        return found.names
 
     def _distrust(self) -> str:
         """A fault of the framework that wrote the optimizer's states: it needs several buckets, whose ends are padded.
@@ -187,13 +205,13 @@ class _Reading:
         if frozen:
             some = ", ".join(frozen[:3]) + (", …" if len(frozen) > 3 else "")
             self.notes.add(Fate.NOTE, f"{len(frozen)} parameters have no optimizer state and count as frozen: {some}")
-        specs = tuple(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
-        return replace(model, params=specs, _index={})
+        return model.having(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
 
     def _state(self) -> TrainingState:
         top, located = self.folder.top, self.folder.located
         iteration = top.get("iteration", located.iteration)
-        scheduler = next((top[key] for key in SCHEDULER_KEYS if isinstance(top.get(key), dict)), None)
+        key = next((key for key in SCHEDULER_KEYS if top.get(key) is not None), SCHEDULER_KEYS[0])
+        scheduler = state_dict_of(top.get(key), key, self.notes)
         if self.optimizer.kind is not None and scheduler is None:
             self.notes.add(
                 Fate.NOTE,

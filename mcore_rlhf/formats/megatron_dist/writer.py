@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
 from mcore_rlhf.formats.megatron.folders import TRACKER, iteration_folder_name
 from mcore_rlhf.formats.megatron.new_run import NewRun
 from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFileWriter, Item, ObjectItem, dcp_metadata, records
 from mcore_rlhf.storage.ptwriter import PtWriter
 
@@ -71,7 +71,15 @@ class _Writer:
             f"{self.folder}/{CONFIG}": CONFIG_TEXT,
             TRACKER: self.run.tracker,
         }
-        return Target("megatron-dist", self.run.choices.parallel, self.run.view, tuple(files), texts, self.run.report)
+        return Target(
+            "megatron-dist",
+            self.run.choices.parallel,
+            self.run.view,
+            tuple(files),
+            texts,
+            self.run.report,
+            self.run.holds(),
+        )
 
     def _items(self, number: int) -> list[Item]:
         """What a file holds: the first the objects, the others tensors."""

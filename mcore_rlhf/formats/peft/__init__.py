@@ -20,8 +20,9 @@ class PeftFormat:
 
     name: str = "peft"
     family: str = "module"
+    weights_only: bool = True
 
-    def load_hint(self, path: Path) -> str:
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
         return f'PeftModel.from_pretrained(base_model, "{path}")'
 

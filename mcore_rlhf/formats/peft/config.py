@@ -5,7 +5,6 @@ Source: peft 0.21.2, ``tuners/lora/{config,model,layer}.py``, ``utils/other.py``
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from math import sqrt
 from pathlib import Path
 
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.storage import regular
 
 from .names import CONFIG
 
@@ -42,7 +42,7 @@ class AdapterConfig:
             Unsupported: It is not of a LoRA.
         """
         if not isinstance(values, dict):
-            raise Corrupt(f'{where}: expected an object such as {{"r": 16}}, found {type(values).__name__}')
+            raise Unsupported(f'{where}: expected an object such as {{"r": 16}}, found {type(values).__name__}')
         kind = values.get("peft_type", LORA)
         if kind != LORA:
             raise Unsupported(f"{where}: peft_type is {kind}, and only {LORA} adapters are known")
@@ -50,7 +50,7 @@ class AdapterConfig:
         for name, types in _TYPES.items():
             value = values.get(name)
             if value is not None and (not isinstance(value, types) or isinstance(value, bool) != (types is bool)):
-                problems.add(Corrupt, f"{where}: {name} is {value!r:.80}, which peft cannot have written")
+                problems.add(Unsupported, f"{where}: {name} is {value!r:.80}, which peft cannot have written")
         problems.raise_if_any()
         return cls(values, where)
 
@@ -117,7 +117,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     """
     path = path / CONFIG if path.is_dir() else path
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = regular.read_json(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot read the adapter's configuration: {error.strerror}") from None
     except ValueError as error:

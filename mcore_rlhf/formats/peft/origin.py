@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.errors import Corrupt, LayoutMismatch
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported, shown
 from mcore_rlhf.formats.adapters.fingerprint import ModelFingerprint
+from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.paths import cannot_open
 
 from .names import ORIGIN
 
@@ -42,10 +44,10 @@ class BaseModel:
         """Understand :meth:`as_json`.
 
         Raises:
-            Corrupt: It is something else.
+            Unsupported: It is something else.
         """
         if not isinstance(values, Mapping) or not isinstance(values.get("path", ""), str):
-            raise Corrupt(f"{where}: does not describe a base model: {values!r:.80}")
+            raise Unsupported(f"{where}: does not describe a base model: {values!r:.80}")
         found = values.get("fingerprint")
         fingerprint = None if found is None else ModelFingerprint.parse(found, where)
         return cls(str(values.get("path", "")), fingerprint)
@@ -90,20 +92,23 @@ class Origin:
         """What stands beside an adapter; None where nothing does.
 
         Raises:
-            Corrupt: It cannot be understood.
+            Corrupt: It is no JSON.
+            Unsupported: It is of another version.
         """
         path = folder / ORIGIN
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = regular.read_json(path)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise Corrupt(f"{path}: cannot be read: {error}") from None
+        except OSError as error:
+            raise cannot_open(error, path) from error
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"{path}: is no JSON: {error}") from None
         if (
             not isinstance(values, dict)
             or values.get("version") != _VERSION
             or type(values.get("iteration")) is not int
         ):
-            raise Corrupt(f"{path}: expected version {_VERSION} and an iteration, found {values!r:.80}")
+            raise Unsupported(f"{path}: expected version {_VERSION} and an iteration, found {shown(values, 80)}")
         base = values.get("base")
         return cls(values["iteration"], None if base is None else BaseModel.parse(base, str(path)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.formats.base import Source
 from mcore_rlhf.formats.renaming import renamed
-from mcore_rlhf.formats.report import Fate
 
 from .config import AdapterConfig, given_config
 from .names import BASE_LAYER, LORA_A, PREFIX, SAVED_MODULE, AdapterTensor, in_file, in_memory, without_prefix
@@ -75,7 +75,7 @@ def adapter_alone(source: Source, reference: str | None) -> Source:
     rest = len(source.model.params) - len(part.model.params)
     if rest:
         text = f"{rest} tensors of the base model are left out, which an adapter's folder does not have"
-        part.notes.add(Fate.CHANGED, text)
+        part.notes.add(Fate.CHANGED, text, Item(Kind.TENSOR), Item(Kind.MODEL))
     return part
 
 

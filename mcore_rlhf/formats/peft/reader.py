@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems
+from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import read_pt
@@ -74,7 +74,7 @@ def _tensors(path: Path, stubs: tuple[str, ...]) -> tuple[Mapping[str, StoredTen
         return opened.tensors, StoredFile(SAFETENSORS, opened.nbytes, ())
     pt = read_pt(path, BIN, stubs=stubs)
     if not isinstance(pt.tree, dict) or not all(isinstance(value, StoredTensor) for value in pt.tree.values()):
-        raise Corrupt(f"{path / BIN}: expected a dictionary of tensors")
+        raise Unsupported(f"{path / BIN}: expected a dictionary of tensors")
     members = pt.directory.members.values() if pt.directory.checksummed else ()
     records = tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members)
     return pt.tree, StoredFile(BIN, pt.directory.nbytes, records)
@@ -85,7 +85,7 @@ def _check(path: Path, named: Mapping[str, AdapterTensor], stored: Mapping[str, 
     problems = Problems()
     foreign = [name for name in named if not name.startswith(PREFIX)]
     if foreign:
-        problems.add(Corrupt, f"{path}: {foreign[0]}: expected names that begin with {PREFIX}", _ADVICE)
+        problems.add(Unsupported, f"{path}: {foreign[0]}: expected names that begin with {PREFIX}", _ADVICE)
     ranks: dict[tuple[str, str], tuple[str, int]] = {}
     for name, tensor in named.items():
         shape = stored[name].shape

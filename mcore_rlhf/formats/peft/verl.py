@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import dot
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.formats.megatron.arguments import Arguments
 from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import Traits, layer_of, partition_of, renumbered
@@ -75,7 +75,7 @@ def _files(path: Path) -> dict[tuple[int, int, int], str]:
 def _tensors(pt: PtFile) -> Mapping[str, StoredTensor]:
     found = pt.tree.get(_KEY) if isinstance(pt.tree, dict) else None
     if not isinstance(found, dict) or not all(isinstance(value, StoredTensor) for value in found.values()):
-        raise Corrupt(f"{pt.root / pt.file}: expected a dictionary of tensors under {_KEY!r}")
+        raise Unsupported(f"{pt.root / pt.file}: expected a dictionary of tensors under {_KEY!r}")
     return found
 
 
@@ -109,7 +109,7 @@ def _entries(path: Path, role: str, ranks: Ranks, layers: list[int]) -> Iterator
         for local, first in ranks[0, pp].items():
             name = renumbered(local, sum(layers[:pp]), 0)
             if ".adapter." not in name:
-                raise Corrupt(f"{path}: {local}: is no adapter's tensor")
+                raise Unsupported(f"{path}: {local}: is no adapter's tensor")
             partition = _partition(name)
             shape = global_shape_of(partition, first.shape, degree, 1, 0)
             chunks = []

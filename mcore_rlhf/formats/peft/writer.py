@@ -8,27 +8,24 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.box import Box, row_major
 from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.formats.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.refusal import refuse_options
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
 
 from .config import AdapterConfig, completed
 from .names import CONFIG, ORIGIN, SAFETENSORS
 from .origin import BaseModel, Origin
-from .parts import Adapter, adapter_in, carried, known_config
+from .parts import CARRIED, Adapter, adapter_in, carried, known_config
 
-_NO_MEANING = (
-    "tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "optimizer", "rng", "padded_vocab_size", "zero_stage",
-    "transformer_impl", "max_shard_size",
-)  # fmt: skip
+_HELD = (Item(Kind.VALUE, "iteration"), Item(Kind.VALUE, CARRIED))
 _BASE_PATH = "base_model_name_or_path"
 
 
@@ -44,9 +41,6 @@ def peft_target(source: Source, options: WriteOptions) -> Target:
     """
     if not isinstance(source.native, ModuleState):
         raise Unsupported(f"from {source.format} to peft: its names are not those of a module with an adapter")
-    refuse_options(
-        options, _NO_MEANING, "an adapter's folder has no layout; --dtype and --masters say what its tensors are"
-    )
     return _Writer(source, options, known_config(source, options.reference_config)).target()
 
 
@@ -63,15 +57,28 @@ class _Writer:
         values = {**config.values, "inference_mode": True}
         if base is not None and base.path and not values.get(_BASE_PATH):
             values[_BASE_PATH] = base.path
-        report = Report(list(self.source.notes.lines))
+        report = self.source.notes.for_target()
         self._report(report, adapter, config)
         texts: dict[str, str | bytes] = {CONFIG: json.dumps(values, indent=2, sort_keys=True)}
         if base is not None or self.source.state.iteration:
             texts[ORIGIN] = Origin(self.source.state.iteration, base).text()
         view = AdapterView(self.source.catalog, {t.file: t.memory for t in adapter.tensors}, self.options.masters)
-        return Target(
-            "peft", ParallelConfig(), view, (TargetFile(SAFETENSORS, lambda: self._layout(view, adapter)),), texts, report
-        )  # fmt: skip
+        files = (TargetFile(SAFETENSORS, lambda: self._layout(view, adapter)),)
+        return Target("peft", ParallelConfig(), view, files, texts, report, self._holds(report))
+
+    def _holds(self, report: Report) -> Inventory:
+        """The adapter's configuration and base, and the iteration; of the run around it nothing else."""
+        there = inventory_of(self.source)
+        held = {item: value for item, value in there.items() if item in _HELD}
+        gone = [item for item in there if item not in held and item.kind in (Kind.SCHEDULER, Kind.VALUE, Kind.RNG)]
+        if gone:
+            report.add(
+                Fate.LOST, "scheduler, counters and client state: an adapter's folder has no place for them", *gone
+            )
+        report.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))
+        report.leave(Reason.OF_LAYOUT, Item(Kind.MODEL))
+        report.leave(Reason.NOT_ASKED, Item(Kind.CONFIG))
+        return held
 
     def _base(self) -> BaseModel | None:
         found = carried(self.source).get("base")
@@ -107,7 +114,9 @@ class _Writer:
         report.add(Fate.KEPT, f"the adapter: {len(adapter.tensors)} tensors of {len(adapter.ranks)} modules")
         if self.source.optimizer is not None and not self.options.no_optimizer:
             report.add(
-                Fate.LOST, "the optimizer: peft's folder has no place for it; the checkpoint itself goes on training"
+                Fate.LOST,
+                "the optimizer: peft's folder has no place for it; the checkpoint itself goes on training",
+                *OF_OPTIMIZER,
             )
         new = sorted(set(config.values) - set(self.given.values))
         if new:

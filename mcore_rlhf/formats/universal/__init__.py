@@ -21,10 +21,13 @@ class UniversalFormat:
 
     name: str = "universal"
     family: str = "module"
+    weights_only: bool = False
 
-    def load_hint(self, path: Path) -> str:
+    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
-        return f'engine.load_checkpoint("{path}"), with "checkpoint": {{"load_universal": true}} in its configuration'
+        text = f'engine.load_checkpoint("{path}"{"" if optimizer else ", load_module_only=True"})'
+        stage = "" if optimizer else ' and "stage": 3'
+        return f'{text}, with "checkpoint": {{"load_universal": true}}{stage} in its configuration'
 
     def detect(self, path: Path) -> bool:
         """Whether a folder is a ``<tag>_uni``, or a root that has nothing but universal checkpoints."""

@@ -57,7 +57,9 @@ class UniversalCatalog:
     def _states_of(self, spec: ParamSpec) -> tuple[str, ...]:
         """What of a parameter is stored: stage 3 and pipelines keep no weights but the masters of what they train."""
         weights = self.weights.get(spec.name, Weights())
-        states = self.states if spec.trainable else ()
+        files = self.params.get(spec.name) if spec.trainable else None
+        states = tuple(s for s in self.states if s == MASTER or (files is not None and state_key(s) in files.tensors))
+        states = states if spec.trainable else ()
         return (PARAM, *states) if weights.whole or weights.slices or not states else states
 
     def get(self, name: TensorName, /) -> TensorEntry | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, UsageError
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import inside
 
 from .names import LATEST, MODEL_FILES, OPTIMIZER_FILE, STAGE3_MODEL_FILES, SUFFIX, ZERO
@@ -69,7 +70,7 @@ def locate(path: Path, step: int | None) -> Located:
     tracker = path / LATEST
     if not tracker.is_file():
         raise NotACheckpoint(f"{path}: expected a folder with zero/ in it, or {LATEST}, found neither")
-    name = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    name = regular.read_line(tracker)
     if not name or not is_universal_folder(inside(path, name)):
         raise Incomplete(
             f"{tracker}: names {name!r}, but {path / name if name else path} is not a universal checkpoint{_others(path)}\n"

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, Problems
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.module_state import USE_MUON
 
 from .model_states import ModelStates
 from .names import STEP
@@ -30,7 +31,7 @@ def param_groups(
         folder: The checkpoint, for messages.
 
     Raises:
-        Corrupt: There are no groups.
+        Unsupported: There are no groups.
         LayoutMismatch: The parameters of a group are not at the same step.
     """
     listed = _listed(optimizer, folder)
@@ -52,7 +53,7 @@ def _listed(optimizer: Mapping[str, object], folder: Path) -> list[Fields]:
     inner = optimizer.get("optimizer_state_dict")
     groups = optimizer.get("param_groups") or (inner.get("param_groups") if isinstance(inner, dict) else None)
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
-        raise Corrupt(
+        raise Unsupported(
             f"{folder}/zero/optimizer_state.pt: expected a list of param groups under 'param_groups', found none"
         )
     return cast(list[Fields], groups)
@@ -78,7 +79,7 @@ def _step(
     """The step of a group: from its parameters' files, or, in the stage 3 flavour, from the state of its sub-groups."""
     held = params if names is None else {name: params[name] for name in names if name in params}
     steps = {name: files.step for name, files in held.items() if files.step is not None}
-    if not steps:
+    if not steps and fields.get(USE_MUON) is not True:  # which counts none
         steps = _stage3_steps(optimizer, fields)
     first = next(iter(steps.values()), None)
     other = next((name for name, step in steps.items() if _number(step) != _number(first)), None)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import cast
 
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, Unsupported
 from mcore_rlhf.formats.module_state import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
@@ -155,7 +155,7 @@ def _open(located: Located, name: str, stubs: tuple[str, ...]) -> PtFile:
         kind = (
             f"a dictionary with {', '.join(map(str, pt.tree))}" if isinstance(pt.tree, dict) else type(pt.tree).__name__
         )
-        raise Corrupt(f"{pt.root / pt.file}: expected a dictionary with 'module', found {kind[:120]}")
+        raise Unsupported(f"{pt.root / pt.file}: expected a dictionary with 'module', found {kind[:120]}")
     return pt
 
 
@@ -165,5 +165,5 @@ def _listed(value: object) -> list[dict[str, object]]:
 
 def _shape(pt: PtFile, name: str, value: object) -> Shape:
     if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
-        raise Corrupt(f"{pt.root / pt.file}: expected the shape of {name}, found {value!r:.80}")
+        raise Unsupported(f"{pt.root / pt.file}: expected the shape of {name}, found {value!r:.80}")
     return tuple(value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
 from .folders import Located
@@ -134,7 +134,7 @@ def _step(pt: PtFile) -> object:
     """The bare step: a tensor of one element in torch's optimizers, a number in DeepSpeed's own."""
     whole = isinstance(pt.tree, StoredTensor) and prod(pt.tree.shape) == 1
     if not whole and type(pt.tree) not in (int, float):
-        raise Corrupt(f"{pt.root / pt.file}: expected a number, or a tensor of one element, found {pt.tree!r:.80}")
+        raise Unsupported(f"{pt.root / pt.file}: expected a number, or a tensor of one element, found {pt.tree!r:.80}")
     return pt.materialize(pt.tree)
 
 
@@ -147,7 +147,7 @@ def _tensor(pt: PtFile) -> tuple[StoredTensor, dict[str, object]]:
         kind = (
             f"a dictionary with {', '.join(map(str, pt.tree))}" if isinstance(pt.tree, dict) else type(pt.tree).__name__
         )
-        raise Corrupt(
+        raise Unsupported(
             f"{pt.root / pt.file}: expected a tensor, or a dictionary with one under 'param', found {kind[:120]}"
         )
     return tensor, {key: value for key, value in pt.tree.items() if key != PARAM_KEY}
@@ -162,7 +162,7 @@ def _read_optimizer(located: Located, stubs: tuple[str, ...], opened: list[PtFil
     pt = read_pt(located.root, file, stubs=stubs)
     opened.append(pt)
     if not isinstance(pt.tree, dict):
-        raise Corrupt(f"{pt.root / file}: expected a dictionary, found {type(pt.tree).__name__}")
+        raise Unsupported(f"{pt.root / file}: expected a dictionary, found {type(pt.tree).__name__}")
     return {key: _without_shard(pt, key, value) for key, value in pt.tree.items() if key != "fp32_flat_groups"}
 
 
@@ -178,35 +178,47 @@ def _without_shard(pt: PtFile, key: str, value: object) -> object:
     return {"state": scalars, "param_groups": pt.materialize(value.get("param_groups", []))}
 
 
-def common_states(params: Mapping[str, ParamFiles], trained: list[str], folder: Path) -> tuple[str, ...]:
+def common_states(params: Mapping[str, ParamFiles], alike: Sequence[list[str]], folder: Path) -> tuple[str, ...]:
     """The states that every trained parameter has.
+
+    Args:
+        params: The parameters' folders.
+        alike: Names of parameters that should have the same states.
+        folder: The checkpoint, for messages.
 
     Raises:
         Incomplete: A parameter lacks a state that others have.
         LayoutMismatch: A few have one that others lack, or a state does not have its parameter's elements.
     """
-    counts = Counter(key for name in trained for key in params[name].tensors)
-    del counts[FP32]
-    problems = Problems()
-    for key, count in counts.items():
-        few = count * 2 < len(trained)
-        for name in trained:
-            has = key in params[name].tensors
-            if few and has:
-                problems.add(
-                    LayoutMismatch,
-                    f"{folder / ZERO / name / key}.pt: a stray file: only {count} of {len(trained)} parameters have {key!r}",
-                    "DeepSpeed takes every file in a parameter's folder for an optimizer state: remove what does not belong there.",
-                )
-            elif not few and not has:
-                problems.add(
-                    Incomplete,
-                    f"{folder / ZERO / name}: {key}.pt is missing, which {count} parameters have",
-                    _WRITTEN_AGAIN,
-                )
+    problems, found = Problems(), set[str]()
+    for trained in alike:
+        counts = Counter(key for name in trained for key in params[name].tensors)
+        del counts[FP32]
+        found.update(counts)
+        for key, count in counts.items():
+            _check_state(params, trained, folder / ZERO, (key, count), problems)
     _check_lengths(params, folder, problems)
     problems.raise_if_any()
-    return tuple(sorted(counts))
+    return tuple(sorted(found))
+
+
+def _check_state(
+    params: Mapping[str, ParamFiles], trained: list[str], zero: Path, counted: tuple[str, int], problems: Problems
+) -> None:
+    """A state that a few have is a stray file, and one that a few lack is missing."""
+    key, count = counted
+    few = count * 2 < len(trained)
+    for name in trained:
+        has = key in params[name].tensors
+        if few and has:
+            problems.add(
+                LayoutMismatch,
+                f"{zero / name / key}.pt: a stray file: only {count} of {len(trained)} parameters have {key!r}",
+                "DeepSpeed takes every file in a parameter's folder for an optimizer state: remove what does not belong there.",
+            )
+        elif not few and not has:
+            text = f"{zero / name}: {key}.pt is missing, which {count} parameters have"
+            problems.add(Incomplete, text, _WRITTEN_AGAIN)
 
 
 def _check_lengths(params: Mapping[str, ParamFiles], folder: Path, problems: Problems) -> None:

@@ -9,13 +9,14 @@ from math import prod
 from pathlib import Path
 from typing import cast
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16, FLOAT32, DType
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
-from mcore_rlhf.formats.module_state import SHARDED_KEYS, ModuleState
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.inventory import state_dict_of
+from mcore_rlhf.formats.module_state import SHARDED_KEYS, USE_MUON, ModuleState
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile
 
@@ -59,8 +60,8 @@ class _Reading:
         keys: tuple[str, ...] = ()
         groups: tuple[ParamGroup, ...] = ()
         if self.zero.optimizer is not None:
-            keys = common_states(self.zero.params, trained, self.located.folder)
             groups = param_groups(self.zero.optimizer, self.states, self._of(trained), notes, self.located.folder)
+            keys = common_states(self.zero.params, self._alike(trained, groups), self.located.folder)
         names = (MASTER, *keys) if self.zero.optimizer is not None else ()
         specs, weights = self._specs(set(trained), notes)
         others = list(self.states.others())
@@ -71,10 +72,16 @@ class _Reading:
         catalog = UniversalCatalog(role, model, weights, self.zero.params, names)
         files = tuple(_stored_file(pt) for pt in (*self.states.opened, *self.zero.opened))
         kind = "universal" if self.zero.optimizer is not None else None
+        frozen = any(not spec.trainable and spec.name not in self.states.buffers for spec in specs)
         return Source(
-            "universal", self.located.root, role, model, self.states.parallel, catalog, self._training(groups, others[0]),
-            files, names, kind, notes, self._native(others),
+            "universal", self.located.root, role, model, self.states.parallel, catalog, self._training(groups, others[0], notes),
+            files, names, kind, notes, self._native(others, frozen=frozen),
         )  # fmt: skip
+
+    def _alike(self, trained: list[str], groups: tuple[ParamGroup, ...]) -> list[list[str]]:
+        """Parameters that have the same states: those of DeepSpeed's Muon, and all others."""
+        by_muon = {name for group in groups if group.fields.get(USE_MUON) is True for name in group.params}
+        return [[name for name in trained if (name in by_muon) == muon] for muon in (False, True)]
 
     def _of(self, names: list[str]) -> Mapping[str, ParamFiles]:
         return {name: self.zero.params[name] for name in names}
@@ -183,33 +190,28 @@ class _Reading:
                 return dtype
         return FLOAT32
 
-    def _training(self, groups: tuple[ParamGroup, ...], other: dict[str, object]) -> TrainingState:
+    def _training(self, groups: tuple[ParamGroup, ...], other: dict[str, object], notes: Report) -> TrainingState:
         first = self.states.files[0]
-        config, scheduler = self.states.first.get("ds_config"), self.states.first.get("lr_scheduler")
+        config = self.states.first.get("ds_config")
+        scheduler = state_dict_of(self.states.first.get("lr_scheduler"), "lr_scheduler", notes)
         return TrainingState(
             self.states.integer("global_steps", 0),
             args=cast(dict[str, object], first.materialize(config)) if isinstance(config, dict) else {},
             groups=groups,
-            scheduler=cast(dict[str, object], first.materialize(scheduler)) if isinstance(scheduler, dict) else None,
+            scheduler=cast(dict[str, object], first.materialize(scheduler)) if scheduler is not None else None,
             grad_scaler=self.zero.optimizer.get("loss_scaler") if self.zero.optimizer is not None else None,
             other=other,
         )
 
-    def _native(self, others: list[dict[str, object]]) -> ModuleState:
+    def _native(self, others: list[dict[str, object]], *, frozen: bool) -> ModuleState:
         optimizer = {key: value for key, value in (self.zero.optimizer or {}).items() if key not in SHARDED_KEYS}
         per_rank = tuple(others) if len(others) > 1 else ()
         keys = {name: files.keys for name, files in self.zero.params.items() if files.keys}
         pipeline = self.states.first.get("module") is None
         return ModuleState(
-            self.located.tag,
-            self.states.order,
-            self.states.buffers,
-            self.states.shared,
-            optimizer,
-            per_rank,
-            keys,
-            pipeline,
-        )
+            self.located.tag, self.states.order, self.states.buffers, self.states.shared, optimizer, per_rank, keys, pipeline,
+            without_frozen=self.states.first.get("frozen_param_shapes") is None and not frozen,
+        )  # fmt: skip
 
 
 def _layers(names: list[str]) -> int:

@@ -81,6 +81,7 @@ class ModelFile:
 
     def _tree(self, module: Mapping[str, object]) -> dict[str, object]:
         frozen = [s for s in self.source.model.params if not s.trainable and s.name not in self.native.buffers]
+        stored = not self.native.without_frozen
         state, parallel = self.source.state, self.source.parallel
         per_rank = self.native.per_rank
         other = dict(per_rank[self.mp_rank] if self.mp_rank < len(per_rank) else state.other)
@@ -89,9 +90,11 @@ class ModelFile:
             "buffer_names": list(self.native.buffers),
             "optimizer": None,
             "param_shapes": self._param_shapes(),
-            "frozen_param_shapes": OrderedDict((spec.name, _size(spec)) for spec in frozen),
+            "frozen_param_shapes": OrderedDict((spec.name, _size(spec)) for spec in frozen) if stored else None,
             "shared_params": dict(self.native.shared),
-            "frozen_param_fragments": OrderedDict((s.name, module[s.name]) for s in frozen) if self.whole else None,
+            "frozen_param_fragments": OrderedDict((s.name, module[s.name]) for s in frozen)
+            if stored and self.whole
+            else None,
             "lr_scheduler": state.scheduler,
             "data_sampler": other.pop("data_sampler", None),
             "random_ltd": other.pop("random_ltd", None),

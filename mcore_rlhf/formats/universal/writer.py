@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from mcore_rlhf.core.account import ANY, Fate, Inventory, Report
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.formats.base import FileLayout, Source, Target, TargetFile, WriteOptions
-from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.refusal import module_state_of, refuse_options
-from mcore_rlhf.formats.report import Fate, Report
+from mcore_rlhf.formats.inventory import OF_OPTIMIZER, inventory_of
+from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON, ModuleState
+from mcore_rlhf.formats.refusal import module_state_of
 from mcore_rlhf.models.spec import ParamSpec
 
 from .names import INFO, LATEST, OPTIMIZER_FILE, SUFFIX, ZERO, model_file, stage3_model_file
@@ -20,9 +21,6 @@ from .state_files import MasterView, StateFiles, create
 from .tp_keys import TensorParallelKeys
 from .trees import ModelFile, differing_fields, group_step, optimizer_tree
 
-_NO_MEANING = (
-    "tp", "pp", "vpp", "ep", "etp", "dp", "pipeline_layout", "dtype", "optimizer", "rng", "padded_vocab_size", "zero_stage",
-)  # fmt: skip
 _EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
 """In the names of what DeepSpeed's own mixture-of-experts layer has. Source: DeepSpeed 0.19.8, ``moe/experts.py``."""
 
@@ -38,9 +36,6 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
         CheckpointError: It cannot be done; all problems together.
     """
     native = module_state_of(source, "universal")
-    refuse_options(
-        options, _NO_MEANING, "a universal checkpoint has no layout and keeps every type; the run that loads it decides"
-    )
     return _Writer(source, native, options).target()
 
 
@@ -51,7 +46,7 @@ class _Writer:
     options: WriteOptions
 
     def target(self) -> Target:
-        report = Report(list(self.source.notes.lines))
+        report = self.source.notes.for_target()
         keys = TensorParallelKeys.of(self.source.state.other.get(INFO), self.native)
         self._check(keys)
         states = () if not self.optimizer else self.source.states
@@ -62,8 +57,13 @@ class _Writer:
         self._report(report)
         return Target(
             "universal", self.source.parallel, MasterView(self.source.catalog), tuple(self._files(files)),
-            {LATEST: self.folder}, report,
+            {LATEST: self.folder}, report, self._holds(),
         )  # fmt: skip
+
+    def _holds(self) -> Inventory:
+        """Everything that is carried."""
+        held = inventory_of(self.source)
+        return held if self.optimizer else {i: v for i, v in held.items() if i._replace(name=ANY) not in OF_OPTIMIZER}
 
     @property
     def optimizer(self) -> bool:
@@ -136,7 +136,7 @@ class _Writer:
         if not self.optimizer:
             fate, why = (Fate.LOST, "as asked for") if self.options.no_optimizer else (Fate.NOTE, "the source has none")
             text = "DeepSpeed loads such a checkpoint in stage 3 only, with load_module_only=True"
-            report.add(fate, f"no optimizer, {why}: {text}")
+            report.add(fate, f"no optimizer, {why}: {text}", *OF_OPTIMIZER)
             return
         if any(not set(group.fields) - set(group.scalars) for group in self.source.state.groups):
             report.add(
@@ -153,6 +153,14 @@ class _Writer:
         if self._steps():
             report.add(
                 Fate.NOTE, "stage 3 restores one step tensor that all sub-groups share: give each its own after loading"
+            )
+        muon = sum(len(group.params) for group in self.source.state.groups if group.fields.get(USE_MUON) is True)
+        if muon:
+            report.add(
+                Fate.NOTE,
+                f"{MOMENTUM} of DeepSpeed's Muon ({muon} parameters): DeepSpeed restores it from here at DP 1, with BF16_Optimizer or "
+                "an offloaded optimizer; elsewhere stages 1 and 2 keep whole parameters, and stage 3 looks for exp_avg: convert "
+                "--to deepspeed for those",
             )
         if not {EXP_AVG, EXP_AVG_SQ} <= set(self.source.states):
             report.add(Fate.NOTE, "stage 3 restores Adam's states only; stages 1 and 2 restore any")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rlhf.storage.stored import StoredTensor
-from mcore_rlhf.storage.stubs import Stub
+from mcore_rlhf.storage.stubs import NAMESPACES, Stub
 
 from .findings import Finding, Tally, shown
 from .volatile import Ignored, Neutral
@@ -26,7 +25,7 @@ def children(value: object) -> dict[str, object] | None:
         return {_name(key): item for key, item in value.items()}
     if isinstance(value, list | tuple):
         return {str(index): item for index, item in enumerate(value)}
-    if isinstance(value, argparse.Namespace):
+    if isinstance(value, NAMESPACES):
         return dict(vars(value))
     if isinstance(value, Stub):
         parts = {"args": value.stub_args, "state": value.stub_state, "items": value.stub_items}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import cannot_open
 
 from .findings import Finding, Tally, shown
@@ -17,6 +17,7 @@ STEP_NAMES = ("step", "global_step", "iteration")
 """The field that says which step a line is of: the first of these that it has."""
 
 _WHERE = "metrics"
+_MAX_LOG = 1 << 30
 _ABSENT = object()
 
 
@@ -59,7 +60,7 @@ def read_lines(path: Path) -> list[Line]:
         CheckpointError: The file is missing or cannot be read, or a line says nothing of its step.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = regular.read_text(path, _MAX_LOG, "replace")
     except OSError as error:
         raise cannot_open(error, path) from error
     pieces = text.split("\n")
@@ -78,7 +79,7 @@ def _parsed(piece: str) -> dict[str, object] | None:
     at = piece.find("{")
     while at >= 0:
         try:
-            value = json.loads(piece[at:], parse_float=str, parse_constant=str)
+            value = regular.parse_json(piece[at:], parse_float=str, parse_constant=str)
         except ValueError:
             value = None
         if isinstance(value, dict) and (at == 0 or any(name in value for name in STEP_NAMES)):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import filecmp
-import json
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.manager.steps import MANIFEST, read_manifest
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.mapped import MappedFile
 from mcore_rlhf.storage.ptfile import read_pt
@@ -95,7 +95,7 @@ def _no_tensors(a: object, b: object) -> str | None:
 def _json(path: Path) -> object:
     """Numbers as they are written: two different texts are two different values."""
     try:
-        value: object = json.loads(path.read_bytes(), parse_float=_Number, parse_constant=_Number)
+        value: object = regular.parse_json(regular.read_bytes(path), parse_float=_Number, parse_constant=_Number)
     except ValueError as error:
         raise Corrupt(f"{path}: is not JSON: {error}") from None
     return value

@@ -5,16 +5,19 @@ Sources: transformers 5.23.0, ``models/*/configuration_*.py``; Megatron-LM core_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
+from mcore_rlhf.models.meaning.arguments import modern
+from mcore_rlhf.models.meaning.declared import arguments, complete
+from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
 from . import ARCHITECTURES
-from .attention_fields import Heads, integer
+from .attention_fields import Heads
 from .dense import FIELDS
 from .expert_fields import doubt_about_groups, mixture_layers
-from .fields import Field
+from .fields import Field, integer
 from .refused import REFUSED
 from .relation import HOW_TO_ADD
 from .sizes import Sizes
@@ -31,10 +34,18 @@ _LATENT = {
 _EXPERTS = {
     "experts": "num_experts", "expert_ffn": "moe_ffn_hidden_size", "shared": "moe_shared_expert_intermediate_size",
 }  # fmt: skip
-_LATENT_EPSILON = 1e-6
+_LATENT_EPSILON, _LATENT_ATTENTION = 1e-6, "multi_latent_attention"
+IGNORE = "To convert without it, and to have that stand in the report as lost: --ignore-field with its name."
 _UNBIASED = ("qwen2", "mistral", "mixtral")
 """Those whose ``config.json`` does not say whether there are biases: Qwen2 always has them, Mistral's two never."""
 _CAUSAL = "ForCausalLM"
+_HEADS = (_CAUSAL, "ForSequenceClassification", "ForTokenClassification", "Model")
+_ABSENT = (
+    "layernorm_epsilon", "rotary_base", "rotary_percent", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_router_score_function", "moe_shared_expert_gate",
+)  # fmt: skip
+"""Arguments whose absence means Megatron's default, where the tensors do not say another thing."""
+_ROPE = ("rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +74,40 @@ def architecture_of(config: Config) -> tuple[Architecture, ...]:
     Raises:
         Unsupported: It is none that is known in both families; those that are, are listed.
     """
-    said = config.get("model_type")
-    if said is None:
-        return ARCHITECTURES
-    found = tuple(known for known in ARCHITECTURES if known.model_type == said)
-    if found:
-        return found
+    said, named = config.get("model_type"), known_architecture(config)
+    if named is not None:
+        return (named,)
     listed = ", ".join(known.model_type for known in ARCHITECTURES)
     why = REFUSED.get(str(said))
     if why is not None:
         raise Unsupported(
             f"config.json: model_type {said} has no relation to Megatron-core's GPT: {why}\nKnown are {listed}."
         )
+    if said is None:
+        return ARCHITECTURES
     raise Unsupported(f"config.json: model_type {said} is in no table; known are {listed}\n{HOW_TO_ADD}")
+
+
+def known_architecture(config: Config) -> Architecture | None:
+    """The architecture that a ``config.json`` names, by its type or by its class; None where it names none that is known.
+
+    Folders with code of their own have types of their own: Kimi-K2's class is DeepSeek-V3's.
+
+    Raises:
+        Unsupported: The type is no text.
+    """
+    said = config.get("model_type")
+    if not isinstance(said, str | None):
+        raise Unsupported(f"config.json: model_type should be a text, found {said!r:.80}")
+    by_type = next((known for known in ARCHITECTURES if known.model_type == said), None)
+    return by_type if by_type is not None or said in REFUSED else _of_class(config)
+
+
+def _of_class(config: Config) -> Architecture | None:
+    classes = config.get("architectures")
+    named = str(classes[0]) if isinstance(classes, list) and classes else ""
+    stem = next((named.removesuffix(head) for head in _HEADS if named.endswith(head)), named)
+    return next((known for known in ARCHITECTURES if known.class_name.removesuffix(_CAUSAL) == stem), None)
 
 
 def sizes_of_config(config: Config) -> Sizes:
@@ -88,6 +120,8 @@ def sizes_of_config(config: Config) -> Sizes:
     if missing:
         raise UsageError(f"the model's config.json lacks {', '.join(missing)}\nGive the folder of the model itself.")
     known = architecture_of(config)
+    if len(known) == 1:
+        config = complete(config, known[0].model_type)
     args, _ = _said(config, known[0].fields if len(known) == 1 else FIELDS)
     return sizes_of_args(args, integer(config, "vocab_size"))
 
@@ -120,7 +154,9 @@ def sizes_of_args(args: Config, vocabulary: int) -> Sizes:
     )  # fmt: skip
 
 
-def config_of(args: Config, sizes: Sizes, known: Architecture, build: Build) -> dict[str, object]:
+def config_of(
+    args: Config, sizes: Sizes, known: Architecture, build: Build, ignored: Collection[str] = ()
+) -> dict[str, object]:
     """The ``config.json`` of a model that Megatron trained, as far as its arguments tell.
 
     Args:
@@ -128,24 +164,95 @@ def config_of(args: Config, sizes: Sizes, known: Architecture, build: Build) -> 
         sizes: Of the model.
         known: Its architecture.
         build: What its tensors say.
+        ignored: Arguments that are passed over: ``--ignore-field``.
 
     Raises:
         Unsupported: ``config.json`` has no words for something; all of it is named.
     """
-    config: dict[str, object] = {"model_type": known.model_type}
+    config, problems = _told(_with_absent(args, known, ignored), known)
+    problems.raise_if_any()
+    config["vocab_size"] = sizes.vocabulary
+    return {"model_type": known.model_type, **config, **built(known, build)}
+
+
+def expresses(args: Config, known: Architecture, ignored: Collection[str] = ()) -> bool:
+    """Whether an architecture has words for all that Megatron's arguments say, whatever its tensors are."""
+    return not _told(_with_absent(args, known, ignored), known)[1]
+
+
+def refuse_inexpressible(args: Config, known: Architecture, ignored: Collection[str] = ()) -> None:
+    """Refuse arguments of which an architecture has no word at all.
+
+    Args:
+        args: Megatron's.
+        known: The architecture.
+        ignored: Arguments that are passed over.
+
+    Raises:
+        Unsupported: There are some; all are named.
+    """
+    problems = Problems()
+    _refuse_inexpressible(problems, {k: v for k, v in args.items() if k not in ignored}, known)
+    problems.raise_if_any()
+
+
+def _refuse_inexpressible(problems: Problems, args: Config, known: Architecture) -> None:
+    for name in inexpressible_arguments(args, known.fields):
+        text = f"args: {name} is {args[name]!r}, for which its config.json has no words"
+        _refuse(problems, Unsupported, known, text, args, (name,))
+
+
+def _with_absent(args: Config, known: Architecture, ignored: Collection[str]) -> dict[str, object]:
+    """The arguments without those that are passed over, and with Megatron's defaults of those that are not there."""
+    said = modern({name: value for name, value in args.items() if name not in ignored})
+    return {**{name: arguments()[name] for name in absent_arguments(said, known)}, **said}
+
+
+def absent_arguments(args: Config, known: Architecture) -> tuple[str, ...]:
+    """Arguments of an architecture that are not there, and are taken to be Megatron's defaults."""
+    spoken = {name for field in known.fields for name in field.arguments}
+    said = modern(args)
+    return tuple(name for name in _ABSENT if name in spoken and name not in said)
+
+
+def _told(args: Config, known: Architecture) -> tuple[dict[str, object], Problems]:
+    """What a ``config.json`` says of arguments, and what it has no words for."""
+    config: dict[str, object] = {}
     problems = Problems()
     for field in known.fields:
         try:
             config.update(field.config(args))
         except CheckpointError as error:
-            problems.add(
-                type(error),
-                f"{known.class_name}: {error}",
-                "Give --reference-config, the folder of a config.json that is right.",
-            )
-    problems.raise_if_any()
-    config["vocab_size"] = sizes.vocabulary
-    return {**config, **built(known, build)}
+            _refuse(problems, type(error), known, str(error), args, field.arguments)
+    _refuse_inexpressible(problems, args, known)
+    return config, problems
+
+
+def _refuse(
+    problems: Problems,
+    kind: type[CheckpointError],
+    known: Architecture,
+    text: str,
+    args: Config,
+    names: tuple[str, ...],
+) -> None:
+    """Refuse a value, with the architectures that could express it."""
+    able = [other.class_name for other in ARCHITECTURES if other is not known and _can_say(other, args, names)]
+    could = f"these could say it: {', '.join(able)}" if able else "no architecture that is known could say it"
+    problems.add(kind, f"{known.class_name}: {text}; {could}", IGNORE)
+
+
+def _can_say(known: Architecture, args: Config, names: tuple[str, ...]) -> bool:
+    """Whether fields of an architecture speak of arguments, and have words for their values."""
+    fields = [field for field in known.fields if set(field.arguments) & set(names)]
+    if bool(args.get(_LATENT_ATTENTION)) != any(_LATENT_ATTENTION in field.arguments for field in known.fields):
+        return False  # its attention is of another kind
+    try:
+        for field in fields:
+            field.config(args)
+    except CheckpointError:
+        return False
+    return bool(fields)
 
 
 def built(known: Architecture, build: Build) -> dict[str, object]:
@@ -168,18 +275,23 @@ def built(known: Architecture, build: Build) -> dict[str, object]:
     return config
 
 
-def args_of(config: Config, known: Architecture, build: Build) -> dict[str, object]:
+def args_of(config: Config, known: Architecture, build: Build, ignored: Collection[str] = ()) -> dict[str, object]:
     """Megatron's arguments for a model of Hugging Face's.
 
     Args:
-        config: Its ``config.json``.
+        config: Its ``config.json``; what that does not say is what transformers fills in for the class.
         known: Its architecture.
         build: What its tensors say.
+        ignored: Fields that are passed over: ``--ignore-field``.
 
     Raises:
         Unsupported: Megatron cannot compute what it asks for; all of it is named.
     """
-    args, problems = _said(config, known.fields)
+    said = _without(complete(config, known.model_type), ignored)
+    args, problems = _said(said, known.fields)
+    for name in inexpressible_fields(said, known.model_type, known.fields):
+        text = f"config.json: {name} is {said[name]!r}; {known.class_name} declares it, and what it is to Megatron is not known"
+        problems.add(Unsupported, text, IGNORE)
     if build.proj_biased != build.mlp_biased:
         which = "the output projection, and not the feed-forward" if build.proj_biased else "the feed-forward alone"
         problems.add(
@@ -193,20 +305,26 @@ def args_of(config: Config, known: Architecture, build: Build) -> dict[str, obje
     }  # fmt: skip
 
 
-def doubts(config: Config, args: Config) -> Iterator[str]:
-    """What the two sides may compute differently, although the weights are right.
+def _without(config: Config, ignored: Collection[str]) -> dict[str, object]:
+    """A ``config.json`` without some of its fields, also in what it says of rotary positions."""
+    left = {name: value for name, value in config.items() if name not in ignored}
+    for name in _ROPE:
+        inside = left.get(name)
+        if isinstance(inside, Mapping):
+            left[name] = {key: value for key, value in inside.items() if key not in ignored}
+    return left
+
+
+def doubts(args: Config) -> Iterator[str]:
+    """What the two sides compute differently whatever is written, although the weights are right.
 
     Args:
-        config: ``config.json``.
-        args: Megatron's arguments for the same model.
+        args: Megatron's arguments.
     """
-    window = config.get("sliding_window")
-    if isinstance(window, int) and window > 0 and config.get("use_sliding_window", True):
-        yield f"sliding_window {window}: Megatron's GPT attends to everything, which is the same up to {window} tokens"
     groups = doubt_about_groups(args)
     if groups is not None:
         yield groups
-    epsilon = args.get("layernorm_epsilon")
+    epsilon = modern(args).get("layernorm_epsilon")
     if args.get("multi_latent_attention") and epsilon is not None and epsilon != _LATENT_EPSILON:
         yield (
             f"norms inside latent attention: transformers uses an epsilon of {_LATENT_EPSILON:g} whatever rms_norm_eps says, "
@@ -222,5 +340,5 @@ def _said(config: Config, fields: tuple[Field, ...]) -> tuple[dict[str, object],
         try:
             args.update(field.args(config))
         except CheckpointError as error:
-            problems.add_error(error)
+            problems.add(type(error), str(error), IGNORE)
     return args, problems

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .attention_fields import Heads, Rotary
+from .attention_fields import Heads
 from .fields import Always, Field, Only, Same
 from .kinds import DENSE, LOCAL, TRANSFORMER_ENGINE
+from .rotary_fields import Rotary
 from .table import Arrangement, HfTensor, Row
 
 _LAYER = "decoder.layers.{i}."
@@ -113,7 +114,6 @@ COMMON: tuple[Field, ...] = (
     Only("hidden_act", "silu", "Megatron's --swiglu is silu"),
     Always("swiglu", True),
     Always("normalization", "RMSNorm"),
-    Always("position_embedding_type", "rope"),
     Always("add_position_embedding", True),
     Always("layernorm_zero_centered_gamma", False),
     Always("rotary_interleaved", False),

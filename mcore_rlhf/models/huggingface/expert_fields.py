@@ -50,6 +50,16 @@ class FirstDense:
 
     name: str = "first_k_dense_replace"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return (self.name,)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (_ARG,)
+
     def args(self, config: Values) -> dict[str, object]:
         """``moe_layer_freq``."""
         first = config.get(self.name)
@@ -83,6 +93,16 @@ class DenseList:
     listed: str = "mlp_only_layers"
     step: str = "decoder_sparse_step"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return (self.listed, self.step)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (_ARG,)
+
     def args(self, config: Values) -> dict[str, object]:
         """``moe_layer_freq``.
 
@@ -114,6 +134,16 @@ class Groups:
     grouped: str | None = None
     alone: str | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return ("n_group", "topk_group", *(["topk_method"] if self.grouped else []))
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return ("moe_router_num_groups", "moe_router_group_topk")
+
     def args(self, config: Values) -> dict[str, object]:
         """Megatron's groups; one group is none."""
         groups, chosen = config.get("n_group"), config.get("topk_group")
@@ -129,6 +159,90 @@ class Groups:
         said: dict[str, object] = {"n_group": groups or 1, "topk_group": chosen or 1}
         method = self.grouped if groups else self.alone
         return said if method is None else {**said, "topk_method": method}
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxWeights:
+    """Whether the weights of the chosen experts add up to 1: Megatron takes the softmax of those alone, or of all before.
+
+    Args:
+        said: In ``config.json``, whether they do; None where they always do.
+    """
+
+    said: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return () if self.said is None else (self.said,)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return ("moe_router_pre_softmax",)
+
+    def args(self, config: Values) -> dict[str, object]:
+        """``moe_router_pre_softmax``.
+
+        Raises:
+            Unsupported: One expert alone gets the weight 1.
+
+        Source: megatron-core 0.16.1, ``transformer/transformer_config.py`` (``__post_init__``).
+        """
+        whole = self.said is None or bool(config.get(self.said))
+        if whole and config.get("num_experts_per_tok") == 1:
+            raise Unsupported(
+                f"config.json: num_experts_per_tok 1 with {self.said or 'weights'} that add up to 1; Megatron wants "
+                "--moe-router-pre-softmax for one expert"
+            )
+        return {"moe_router_pre_softmax": not whole}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """Whether they do.
+
+        Raises:
+            Unsupported: They do not, and the class cannot say so.
+        """
+        before = bool(args.get("moe_router_pre_softmax"))
+        if self.said is None and before:
+            raise Unsupported("args: moe_router_pre_softmax is True, and transformers computes as with False")
+        return {} if self.said is None else {self.said: not before}
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidWeights:
+    """The weights of experts that a sigmoid chose: Megatron makes several add up to 1, and leaves a single one as it is.
+
+    Source: megatron-core 0.16.1, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``).
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return ("norm_topk_prob",)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """None: the number of experts decides."""
+        return ()
+
+    def args(self, config: Values) -> dict[str, object]:
+        """Nothing.
+
+        Raises:
+            Unsupported: Several are left as they are, or a single one is made 1.
+        """
+        said, chosen = bool(config.get("norm_topk_prob", True)), config.get("num_experts_per_tok")
+        if isinstance(chosen, int) and said != (chosen > 1):
+            does = "makes several weights add up to 1" if chosen > 1 else "leaves the weight of a single one as it is"
+            raise Unsupported(
+                f"config.json: norm_topk_prob {said} with {chosen} experts chosen by a sigmoid; Megatron {does}"
+            )
+        return {}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """What Megatron does."""
+        return {"norm_topk_prob": args.get("moe_router_topk", 2) != 1}
 
 
 def doubt_about_groups(args: Values) -> str | None:

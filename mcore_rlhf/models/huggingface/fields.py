@@ -14,6 +14,16 @@ Values = Mapping[str, object]
 class Field(Protocol):
     """One relation between the two descriptions of a model."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json`` that it speaks of."""
+        ...
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments that it speaks of."""
+        ...
+
     def args(self, config: Values) -> dict[str, object]:
         """Megatron's arguments that a ``config.json`` says.
 
@@ -29,6 +39,18 @@ class Field(Protocol):
             Unsupported: ``config.json`` has no words for it.
         """
         ...
+
+
+def integer(values: Values, name: str) -> int:
+    """A whole number, 0 where there is none."""
+    value = values.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def number(values: Values, name: str, default: float) -> float:
+    """A number, or the default."""
+    value = values.get(name)
+    return value if isinstance(value, int | float) else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,16 @@ class Same:
     also: tuple[str, ...] = ()
     says_none: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return (self.name, *self.also)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (self.arg,)
+
     def args(self, config: Values) -> dict[str, object]:
         """The argument, where the config has the value."""
         found = next((config[name] for name in (self.name, *self.also) if config.get(name) is not None), None)
@@ -56,30 +88,6 @@ class Same:
         """The value, where there is such an argument."""
         found = args.get(self.arg)
         return {} if found is None and not self.says_none else {self.name: found}
-
-
-@dataclass(frozen=True, slots=True)
-class Opposite:
-    """One switch under two names, of which one says the contrary.
-
-    Args:
-        name: In ``config.json``.
-        arg: In Megatron's arguments.
-        default: What a ``config.json`` without it means.
-    """
-
-    name: str
-    arg: str
-    default: bool
-
-    def args(self, config: Values) -> dict[str, object]:
-        """The argument."""
-        found = config.get(self.name)
-        return {self.arg: not (self.default if found is None else found)}
-
-    def config(self, args: Values) -> dict[str, object]:
-        """The switch."""
-        return {self.name: not args.get(self.arg)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,16 @@ class Always:
 
     arg: str
     value: object
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (self.arg,)
 
     def args(self, config: Values) -> dict[str, object]:
         """The argument."""
@@ -118,11 +136,23 @@ class Only:
         name: Its name.
         value: Its value, also where the config lacks it.
         why: What Megatron has instead.
+        written: Whether a new ``config.json`` has it; one that the class does not declare is not made up.
     """
 
     name: str
     value: object
     why: str
+    written: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return (self.name,)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return ()
 
     def args(self, config: Values) -> dict[str, object]:
         """Nothing, if the value is the one.
@@ -137,7 +167,7 @@ class Only:
 
     def config(self, args: Values) -> dict[str, object]:
         """The value."""
-        return {self.name: self.value}
+        return {self.name: self.value} if self.written else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +185,16 @@ class Times:
     width: str
     arg: str
     width_arg: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return (self.count,)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (self.arg,)
 
     def args(self, config: Values) -> dict[str, object]:
         """The width of all; None where there are none."""
@@ -186,16 +226,28 @@ class NoneAs:
         name: In ``config.json``.
         arg: In Megatron's arguments.
         none: The number that stands for None.
+        also: Further names in ``config.json`` under which it is found.
     """
 
     name: str
     arg: str
-    none: int
+    none: float
+    also: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        return (self.name, *self.also)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (self.arg,)
 
     def args(self, config: Values) -> dict[str, object]:
         """The number, or None."""
-        found = config.get(self.name)
-        return {self.arg: found if isinstance(found, int) and found != self.none else None}
+        found = next((config[name] for name in (self.name, *self.also) if config.get(name) is not None), None)
+        return {self.arg: found if isinstance(found, int | float) and found != self.none else None}
 
     def config(self, args: Values) -> dict[str, object]:
         """The number."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense, moe, mtp
+from .attention_fields import Heads
 from .deepseek import SIGMOID_ROUTING
 from .fields import Same
+from .rotary_fields import Rotary
 from .table import Architecture
+from .window_fields import NoWindow
 
 _LAYER = (
     dense.INPUT_NORM,
@@ -37,7 +40,7 @@ GLM4_MOE = Architecture(
         *moe.ROUTER_ORDER,
         *moe.shared_order("mlp.shared_experts"),
     ),
-    (*dense.FIELDS, *SIGMOID_ROUTING, Same("use_qk_norm", "qk_layernorm")),
+    (*dense.COMMON, Heads(), Rotary(partial=True), NoWindow(), *SIGMOID_ROUTING, Same("use_qk_norm", "qk_layernorm")),
     moe.PACKED,
     moe.NEEDS,
 )

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense
-from .attention_fields import LatentHeads, LatentRotary
+from .attention_fields import LatentHeads
 from .fields import Always, Field, Same
 from .kinds import LOCAL, TRANSFORMER_ENGINE
 from .table import HfTensor, Row
+from .window_fields import NoWindow
 
 _LAYER = "decoder.layers.{i}.self_attention."
 _HF = "model.layers.{i}.self_attn."
@@ -54,7 +55,8 @@ FIELDS: tuple[Field, ...] = (
     Same("v_head_dim", "v_head_dim"),
     Always("multi_latent_attention", True),
     Always("qk_layernorm", True),
+    Always("position_embedding_type", "rope"),
     LatentHeads(),
-    LatentRotary(),
+    NoWindow(),
 )
 """What the descriptions have in common."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import dense
 from .fields import Always
 from .table import Architecture
+from .window_fields import NoWindow
 
 LLAMA = Architecture(
     "llama",
@@ -22,5 +23,5 @@ LLAMA = Architecture(
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.FIELDS, Always("qk_layernorm", False)),
+    (*dense.FIELDS, NoWindow(), Always("qk_layernorm", False)),
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from . import dense, moe
+from .expert_fields import SoftmaxWeights
 from .fields import Always
 from .table import Architecture, Packed
+from .window_fields import Window
 
 _MOE = "block_sparse_moe"
 _INSIDE = (f"{_MOE}.experts.{{e}}", "w1", "w3", "w2")
@@ -28,9 +30,10 @@ MIXTRAL = Architecture(
     dense.in_order(*dense.SELF_ATTENTION, f"model.layers.{{i}}.{_MOE}.gate.weight", *_EXPERTS),
     (
         *dense.FIELDS,
+        Window(),
         *moe.fields("num_local_experts", "num_experts", ffn="intermediate_size"),
         Always("qk_layernorm", False),
-        Always("moe_router_pre_softmax", False),
+        SoftmaxWeights(),
         Always("moe_router_score_function", "softmax"),
     ),
     (

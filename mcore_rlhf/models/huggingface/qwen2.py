@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import dense
 from .fields import Always
 from .table import Architecture
+from .window_fields import Window, last_layers
 
 QWEN2 = Architecture(
     "qwen2",
@@ -20,5 +21,5 @@ QWEN2 = Architecture(
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.FIELDS, Always("qk_layernorm", False)),
+    (*dense.FIELDS, Window(switch=True, rule=last_layers), Always("qk_layernorm", False)),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import dense
 from .fields import Always
 from .table import Architecture
+from .window_fields import Window, last_layers
 
 QWEN3 = Architecture(
     "qwen3",
@@ -22,5 +23,5 @@ QWEN3 = Architecture(
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.FIELDS, Always("qk_layernorm", True)),
+    (*dense.FIELDS, Window(switch=True, rule=last_layers), Always("qk_layernorm", True)),
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from . import dense, moe
-from .expert_fields import DenseList
-from .fields import Always, Opposite, Same
+from .expert_fields import DenseList, SoftmaxWeights
+from .fields import Always, Same
 from .table import Architecture
+from .window_fields import Window, every_other_layer
 
 _ROUTING = (
-    Opposite("norm_topk_prob", "moe_router_pre_softmax", default=False),
+    SoftmaxWeights("norm_topk_prob"),
     Always("moe_router_score_function", "softmax"),
     DenseList(),
 )
@@ -38,6 +39,7 @@ QWEN2_MOE = Architecture(
     ),
     (
         *dense.FIELDS,
+        Window(switch=True, rule=every_other_layer),
         *moe.fields("num_experts", "num_local_experts"),
         *_ROUTING,
         Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -66,6 +68,7 @@ QWEN3_MOE = Architecture(
     dense.in_order(*dense.SELF_ATTENTION, *dense.QK_NORMS, *dense.MLP, *moe.EXPERT_ORDER, *moe.ROUTER_ORDER),
     (
         *dense.FIELDS,
+        Window(switch=True),
         *moe.fields("num_experts", "num_local_experts"),
         *_ROUTING,
         Always("qk_layernorm", True),

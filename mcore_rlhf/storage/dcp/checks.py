@@ -10,8 +10,7 @@ from mcore_rlhf.core.box import Box
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
 
 from ..paths import cannot_open, inside
-from .closed import RESTORE
-from .metadata import FILE, DcpMetadata, Place, Shape, TensorMeta
+from .metadata import FILE, RESTORE, DcpMetadata, Place, Shape, TensorMeta
 from .overlap import overlap
 
 

@@ -6,9 +6,8 @@ our own plain values in their place, and writing puts their names where ours wou
 
 from __future__ import annotations
 
-from typing import Any
-
-from .closed import Function
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -27,8 +26,30 @@ STRIDED = "torch.strided"
 CONTIGUOUS = 0
 """``_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT``."""
 
+_MAX_NDIM = 64
+
 VERSION = "1.0.0"
 """``torch/distributed/checkpoint/default_planner.py``, ``Metadata.version``."""
+
+
+class Function:
+    """A function that a pickle may call, whose attributes it cannot set.
+
+    Args:
+        call: It; safe with any argument, and never more expensive than its arguments are long.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        self._call = call
+
+    def __call__(self, argument: Any) -> Any:
+        """Call it."""
+        return self._call(argument)
+
+    def __setstate__(self, _state: object) -> NoReturn:
+        raise TypeError("a function has no state")
 
 
 class Pickled:
@@ -37,22 +58,29 @@ class Pickled:
     A pickle can apply a state to a class as well as to an object; on a class :meth:`__setstate__` lacks its second argument.
     """
 
-    __slots__ = ()
+    __slots__ = ("_done",)
+    _done: bool
 
     def __setstate__(self, state: Any) -> None:
-        """Take over what has a slot.
+        """Take over what has a slot, once.
 
         Raises:
-            TypeError: The state is not a dictionary.
+            TypeError: The state is not a dictionary, or not the first.
         """
         if type(state) is not dict:
             raise TypeError(f"the state of a {type(self).__name__} is a {type(state).__name__}")
+        self._once()
         slots: tuple[str, ...] = type(self).__slots__
         for name in slots:
             setattr(self, name, state.get(name))
 
+    def _once(self) -> None:
+        if self._done:
+            raise TypeError(f"a second state for one {type(self).__name__}")
+        self._done = True
+
     def __getattr__(self, name: str) -> Any:  # only where no state came
-        if name in type(self).__slots__:
+        if name in type(self).__slots__ or name == "_done":
             return None
         raise AttributeError(name)
 
@@ -67,6 +95,16 @@ class Index(Pickled):
     """``MetadataIndex``: equal by name and offset, as torch's is."""
 
     __slots__ = ("fqn", "offset")
+
+    def __setstate__(self, state: Any) -> None:
+        """Take over a name and an offset, which can be a key.
+
+        Raises:
+            TypeError: They are something else.
+        """
+        super().__setstate__(state)
+        if type(self.fqn) is not str or (self.offset is not None and not is_shape(self.offset)):
+            raise TypeError("a MetadataIndex that is not made of a name and an offset")
 
     def _key(self) -> tuple[Any, Any]:
         return self.fqn, self.offset
@@ -115,24 +153,37 @@ class Properties(Pickled):
         """
         if type(state) is not tuple or len(state) != 5:
             raise TypeError("the state of TensorProperties is not a tuple of five")
+        self._once()
         self.dtype, self.layout = state[0], state[1]
 
 
-def _size(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values)
+def is_shape(value: object) -> bool:
+    """Whether that is a tuple of at most 64 sizes: dimensions of a tensor, which 48 bits hold."""
+    return type(value) is tuple and len(value) <= _MAX_NDIM and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
 
 
-def _layout(name: Any) -> Any:
+def _size(values: Any) -> tuple[int, ...]:
+    if not is_shape(values):
+        raise TypeError("a torch.Size that does not hold sizes")
+    same: tuple[int, ...] = values
+    return same
+
+
+def _same_text(name: Any) -> str:
+    if type(name) is not str:
+        raise TypeError("a layout that is not a name")
     return name
 
 
-def _memory_format(number: Any) -> Any:
+def _same_number(number: Any) -> int:
+    if type(number) is not int:
+        raise TypeError("a memory format that is not a number")
     return number
 
 
 READ: dict[str, Any] = {
     METADATA: Metadata, INDEX: Index, TENSOR: StoredTensorMeta, BYTES: StoredBytesMeta, CHUNK: ChunkMeta,
-    PROPERTIES: Properties, STORAGE_INFO: StorageInfo, SIZE: Function(_size), LAYOUT: Function(_layout),
-    MEMORY_FORMAT: Function(_memory_format),
+    PROPERTIES: Properties, STORAGE_INFO: StorageInfo, SIZE: Function(_size), LAYOUT: Function(_same_text),
+    MEMORY_FORMAT: Function(_same_number),
 }  # fmt: skip
 """What each name of the pickle is loaded as. Everything else, such as Megatron's plans, becomes an inert stub or is refused."""

@@ -20,11 +20,11 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported
 from .. import zipheaders as z
 from ..paths import cannot_open
 from ..ptfile import PtFile
-from ..resolve import Resolver
+from ..regular import open_regular
+from ..resolve import read_tree
 from ..stored import StoredTensor
 from ..torchzip import Directory, Member
-from ..unpickle import unpickle
-from .closed import RESTORE
+from .metadata import RESTORE
 
 _END_NBYTES = 1024
 """Both ends of an item of one tensor fit: torch 2.13 writes 700 bytes before the data and 900 behind them."""
@@ -46,7 +46,7 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.path, self.fd = path, -1
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = open_regular(path)
             self.nbytes = os.fstat(self.fd).st_size
         except OSError as error:
             raise cannot_open(error, path) from error
@@ -226,9 +226,7 @@ def load_tree(file: OpenFile, directory: Directory, stubs: Collection[str]) -> P
     Raises:
         CheckpointError: As :func:`..ptfile.read_pt`.
     """
-    keys = [name.removeprefix("data/") for name in directory.members if name.startswith("data/")]
-    unpickled = unpickle(directory.read("data.pkl"), keys, str(file.path), stubs)
-    tree: Any = Resolver(file.path.name, directory, unpickled).resolve_root()
+    tree: Any = read_tree(directory.read("data.pkl"), file.path.name, directory, stubs)
     return PtFile(file.path.parent, file.path.name, tree, directory)
 
 

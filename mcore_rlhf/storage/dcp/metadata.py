@@ -1,6 +1,6 @@
 """Reading ``.metadata``, the pickle that says which tensors a DCP folder has and where their parts lie.
 
-It is unpickled in a closed world (:mod:`.closed`): every name becomes one of the inert classes of :mod:`.classes`, or a stub.
+Of its names, those that matter become the inert classes of :mod:`.classes`; :mod:`..unpickle` makes stubs of the others.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.dtype import DType, dtype_of
-from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported
+from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported, shown
 
+from .. import regular
 from ..paths import cannot_open
-from ..stubs import stub_class
+from ..stubs import StubType
+from ..unpickle import MAX_NBYTES, Vocabulary, unpickle
 from . import classes
-from .closed import RESTORE, is_dtype, unpickle_closed
 
 FILE = ".metadata"
+RESTORE = "Copy the folder again from where it was written, or use an older step."
 
 Shape = tuple[int, ...]
 Path_ = tuple[str | int, ...]
@@ -85,12 +87,12 @@ def read_metadata(folder: Path, stubs: Collection[str] = ()) -> DcpMetadata:
         StorageError: It cannot be read.
     """
     path = folder / FILE
-    return _Checked(path, unpickle_closed(_bytes(path), str(path), _resolved, stubs)).metadata()
+    return _Checked(path, unpickle(_bytes(path), str(path), stubs, _VOCABULARY)).metadata()
 
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return regular.read_bytes(path, MAX_NBYTES)
     except OSError as error:
         failure = cannot_open(error, path)
         if isinstance(failure, NotACheckpoint):
@@ -101,9 +103,7 @@ def _bytes(path: Path) -> bytes:
         raise failure from error
 
 
-def _resolved(name: str) -> Any:
-    """What a name of torch's or Megatron's becomes."""
-    return stub_class(name) if name in _KNOWN else classes.READ.get(name)
+_VOCABULARY = Vocabulary(classes.READ, lambda name: name in _KNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +136,20 @@ class _Checked:
             raise self._corrupt(f"{fqn} is described by a {type(value).__name__}")
         dtype, layout = value.properties.dtype, value.properties.layout
         if layout != classes.STRIDED:
-            raise Unsupported(f"{self.path}: {fqn} has the layout {layout!r}; only dense tensors are supported.")
-        if type(dtype) is not str or not is_dtype(dtype):
-            raise self._corrupt(f"{fqn} has the dtype {dtype!r}")
+            raise Unsupported(f"{self.path}: {fqn} has the layout {shown(layout)}; only dense tensors are supported.")
         shape = self._shape(fqn, value.size)
         chunks = value.chunks if isinstance(value.chunks, list) else []
-        return TensorMeta(dtype_of(dtype), shape, tuple(self._chunk(fqn, chunk, len(shape)) for chunk in chunks))
+        return TensorMeta(
+            self._dtype(fqn, dtype), shape, tuple(self._chunk(fqn, chunk, len(shape)) for chunk in chunks)
+        )
+
+    def _dtype(self, fqn: str, value: Any) -> DType:
+        if not isinstance(value, StubType):
+            raise self._corrupt(f"{fqn} has the dtype {shown(value)}")
+        try:
+            return dtype_of(value.stub_name)
+        except ValueError as error:
+            raise Unsupported(f"{self.path}: {fqn}: {error}.") from None
 
     def _chunk(self, fqn: str, value: Any, ndim: int) -> tuple[Shape, Shape]:
         if not isinstance(value, classes.ChunkMeta):
@@ -153,12 +161,12 @@ class _Checked:
 
     def _shape(self, fqn: str, value: Any) -> Shape:
         if type(value) is not tuple or any(type(n) is not int or n < 0 for n in value):
-            raise self._corrupt(f"{fqn} has {value!r} where a shape belongs")
+            raise self._corrupt(f"{fqn} has {shown(value)} where a shape belongs")
         return value
 
     def _path(self, fqn: str, value: Any) -> Path_:
         if type(value) is not tuple or not all(type(part) in (str, int) for part in value):
-            raise self._corrupt(f"planner_data of {fqn} is {value!r}, not a path")
+            raise self._corrupt(f"planner_data of {fqn} is {shown(value)}, not a path")
         return value
 
     def _places(self, value: Any) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
@@ -170,10 +178,10 @@ class _Checked:
                 raise self._corrupt(f"storage_data maps a {type(index).__name__} to a {type(info).__name__}")
             fqn, offset = index.fqn, index.offset
             if type(fqn) is not str or type(info.relative_path) is not str:
-                raise self._corrupt(f"an item has the name {fqn!r} and lies in {info.relative_path!r}")
+                raise self._corrupt(f"an item has the name {shown(fqn)} and lies in {shown(info.relative_path)}")
             if info.transform_descriptors:
                 raise Unsupported(
-                    f"{self.path}: {fqn} was stored through {info.transform_descriptors!r}; only plain items can be "
+                    f"{self.path}: {fqn} was stored through {shown(info.transform_descriptors)}; only plain items can be "
                     "read.\nSave it again without extensions of the storage writer."
                 )
             start, length = self._shape(fqn, (info.offset, info.length))

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.catalog import Chunk
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.errors import Corrupt, Unsupported
 
+from ..checksum import crc32
 from .folder import DcpFolder, DcpTensor
 from .items import OpenFile, item_directory, load_tree
+from .metadata import RESTORE
 from .writer import saved
 
 if TYPE_CHECKING:
@@ -41,15 +43,21 @@ def load_tensor(tensor: DcpTensor) -> torch.Tensor:
     for chunk in tensor.chunks():
         box = chunk.box
         where = tuple(slice(start, stop) for start, stop in zip(box.offset, box.stop, strict=True))
-        result[where] = _loaded(tensor.folder, chunk, dtype)
+        result[where] = _loaded(tensor, chunk, dtype)
     return result
 
 
-def _loaded(folder: DcpFolder, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+def _loaded(tensor: DcpTensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
-    record = chunk.record
-    data = bytearray(OpenFile(folder.root / record.file).read(record.byte_offset, record.nbytes))
+    record, expected = chunk.record, tensor.folder.checksum(tensor, chunk.box)
+    file = OpenFile(tensor.folder.root / record.file)
+    data = bytearray(file.read(record.byte_offset, record.nbytes))
+    if expected and (found := crc32(data)) != expected:
+        raise Corrupt(
+            f"{file.path}: {tensor.fqn} ({record.nbytes} bytes) has CRC-32 {found:08x}, but the file says {expected:08x}: its bytes are "
+            f"damaged.\n{RESTORE}"
+        )
     return torch.frombuffer(data, dtype=dtype).as_strided(chunk.box.shape, chunk.strides, chunk.start)
 
 

@@ -68,5 +68,5 @@ def test_back_to_native_at_another_stage(cli: Cli, run: Path, tmp_path: Path) ->
 def test_a_layout_is_refused_and_nothing_is_left(cli: Cli, run: Path) -> None:
     before = everything_below(run)
     outcome = cli("convert", run, run, "--to", "universal", "--dp", 4)
-    assert (outcome.code, "--dp: a universal checkpoint has no layout" in outcome.stderr) == (2, True)
+    assert (outcome.code, "--dp: means nothing with --to universal" in outcome.stderr) == (2, True)
     assert everything_below(run) == before

@@ -75,3 +75,21 @@ def test_words_of_the_run_are_not_called_padding(cli: Cli, tp2pp2: Path) -> None
     assert padding == ("changed", "vocabulary rows 132–159 are Megatron's padding, and are cut")
     assert said(132) == [padding]
     assert said(140) == [("changed", "vocabulary rows 140–159 are Megatron's padding, and are cut")]
+
+
+def test_what_the_target_cannot_compute_needs_a_word(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
+    cli("convert", tp2pp2, tmp_path / "hf", "--to", "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    (tmp_path / "hf" / "mcore_rlhf.json").unlink()
+    refused = cli("plan", tmp_path / "hf", "--to", "megatron")
+    assert refused.code == 2
+    assert "hidden_act gelu" in refused.stderr
+    assert "--ignore-field" in refused.stderr
+    told = cli("plan", tmp_path / "hf", "--to", "megatron", "--ignore-field", "hidden_act")
+    assert told.code == 0
+    assert "hidden_act 'gelu': passed over, as --ignore-field asks" in told.words()
+    assert cli("plan", tmp_path / "hf", "--to", "megatron", "--ignore-field", "hidden_act", "--strict").code == 1
+    job = tmp_path / "job.yaml"
+    job.write_text(f"source: {tmp_path / 'hf'}\nto: megatron\nignore_field: [hidden_act]\n")
+    assert cli("plan", "--config", job).code == 0

@@ -3,6 +3,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -128,6 +132,33 @@ def test_sigterm_interrupts_and_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     assert stopped.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+LOADING = """
+import signal, time
+for _ in range(2):
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(0.1)
+loaded = True
+"""
+
+
+def _load_and_wait(name: str) -> None:
+    import_module(name)
+    for _ in range(600):
+        time.sleep(0.05)
+
+
+def test_an_interrupt_waits_until_a_module_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native modules abort the process, or swallow what is raised, where that comes out of their own set-up."""
+    (tmp_path / "being_loaded.py").write_text(LOADING)
+    monkeypatch.syspath_prepend(tmp_path)
+    alarm = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(KeyboardInterrupt) as stopped, stopped_by_signals():
+        _load_and_wait("being_loaded")
+    assert stopped.value.args == (signal.SIGTERM,)
+    assert sys.modules.pop("being_loaded").loaded
+    assert signal.getsignal(signal.SIGALRM) == alarm
 
 
 def test_version_is_the_packages(cli: Cli) -> None:

@@ -59,7 +59,7 @@ def test_a_whole_step_becomes_one_of_folders(cli: Cli, tp2pp2: Path, tp1: Path, 
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (("--tp", 2), 2, "--tp: a Hugging Face folder has no layout"),
+        (("--tp", 2), 2, "--tp: means nothing with --to hf"),
         (("--eos-token-ids", "one"), 2, "should be ids of tokens such as 1,2"),
         (("--eos-token-ids", "71,72"), 2, "--eos-token-ids: 72: the model's vocabulary has 72 words, 0 to 71"),
         (("--max-shard-size", "much"), 2, "--max-shard-size"),
@@ -75,3 +75,22 @@ def test_what_is_refused(cli: Cli, options: tuple[object, ...], code: int, text:
     assert refused.code == code, refused.stderr
     assert text in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_to_load_is_printed_where_the_thing_loads(cli: Cli, tmp_path: Path) -> None:
+    """A folder without a config is no model's; a run without an optimizer cannot be told to load one."""
+    run = HF.parents[1] / "deepspeed" / "z2_bf16_ac_dp2" / "step3"
+    nameless = cli("convert", run, tmp_path / "nameless", "--to", "hf", "--no-fsync")
+    assert nameless.code == 0, nameless.stderr
+    assert "from_pretrained" not in nameless.stdout
+    assert cli("convert", run, tmp_path / "j", "--to", "hf", "--no-fsync", "--json").json["load"] == ""
+    for to, words in (
+        ("deepspeed", "load_module_only=True"),
+        ("universal", '"stage": 3'),
+        ("megatron", f"--load {tmp_path}"),
+    ):
+        there = cli("convert", HF, tmp_path / to, "--to", to, "--no-fsync", "--json")
+        assert words in there.json["load"]
+        back = cli("convert", tmp_path / to, tmp_path / f"{to}-hf", "--to", "hf", "--no-fsync", "--strict", "--json")
+        assert back.code == 0, back.stderr
+        assert "from_pretrained" in back.json["load"]

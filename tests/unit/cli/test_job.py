@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.cli import app
-from mcore_rlhf.cli.job import ConversionJob, make_job
+from mcore_rlhf.cli.job import make_job
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.formats.options import of_command
 
 
 @pytest.fixture
@@ -23,13 +24,14 @@ def job_file(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_the_command_line_and_the_file_have_the_same_options() -> None:
-    fields = set(ConversionJob.model_fields) - {"name", "description"}
-    assert set(inspect.signature(app.convert).parameters) - {"ctx", "config", "json"} == fields
-    assert set(inspect.signature(app.plan).parameters) - {"ctx", "config", "json", "copies"} < fields
+    fields = {row.name for row in of_command("convert")} | {"source", "target"}
+    assert set(inspect.signature(app.convert).parameters) - {"config", "json"} == fields
+    assert set(inspect.signature(app.plan).parameters) - {"config", "json", "copies"} < fields
+    assert {"masters", "rules", "no_fsync", "to"} < fields
 
 
 def test_nothing_given_keeps_what_the_source_has() -> None:
-    options = make_job({"source": "a", "target": "b", "tp": None}).convert_options()
+    options = make_job({"source": "a", "target": "b", "tp": None}).options
     assert (options.to, options.write.tp, options.write.rng, options.fsync) == ("megatron", None, None, True)
     assert options.workers >= 1
     assert options.max_memory == 2 << 30
@@ -41,7 +43,7 @@ def test_every_option_reaches_the_library(job_file) -> None:  # type: ignore[no-
         "dtype: bf16\nno_optimizer: true\noptimizer: plain\nrng: drop\nvocab_size: 100\npadded_vocab_size: 128\n"
         "trust_replicas: true\nworkers: 3\nmax_memory: 1GB\nno_fsync: true\nstrict: true\noverwrite: true\n"
     )
-    options = make_job({}, path).convert_options()
+    options = make_job({}, path).options
     read, write = options.read, options.write
     assert (read.role, read.step, read.stubs, read.vocab_size) == ("critic", 7, ("my.Class",), 100)
     assert (write.tp, write.pp, write.vpp, write.ep, write.etp, write.dp) == (2, 3, 2, 4, 1, 8)
@@ -53,8 +55,8 @@ def test_every_option_reaches_the_library(job_file) -> None:  # type: ignore[no-
 
 def test_options_win_over_the_file_even_where_they_say_no(job_file) -> None:  # type: ignore[no-untyped-def]
     path = job_file("tp: 2\npp: 2\noverwrite: true\nstub: [a.B, c.D]\n")
-    job = make_job({"tp": 8, "overwrite": False, "stub": ["e.F"]}, path)
-    assert (job.tp, job.pp, job.overwrite, job.stub) == (8, 2, False, ["e.F"])
+    options = make_job({"tp": 8, "overwrite": False, "stub": ["e.F"]}, path).options
+    assert (options.write.tp, options.write.pp, options.overwrite, options.read.stubs) == (8, 2, False, ("e.F",))
 
 
 def test_unknown_keys_are_named_with_the_known_ones(job_file) -> None:  # type: ignore[no-untyped-def]
@@ -105,8 +107,8 @@ def test_options_of_no_meaning_are_named_together_and_what_was_not_given_is_not(
     with pytest.raises(UsageError, match="2 problems") as error:
         make_job({"to": "dcp", "masters": True, "zero_stage": 1, "tokenizer": None})
     assert "--tokenizer" not in str(error.value)
-    assert make_job({"to": "hf", "masters": True, "eos_token_ids": "1,2"}).eos_token_ids == (1, 2)
-    assert make_job({"to": "dcp", "masters": False}).to == "dcp"
+    assert make_job({"to": "hf", "masters": True, "eos_token_ids": "1,2"}).options.write.eos_token_ids == (1, 2)
+    assert make_job({"to": "dcp", "masters": False}).options.to == "dcp"
 
 
 @pytest.mark.parametrize("value", ["'2'", "true", "2.5", "[2]"])
@@ -149,10 +151,11 @@ def test_a_missing_job_file_is_refused(tmp_path: Path) -> None:
 def test_rules_are_found_beside_the_job_file(job_file, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "rules.yaml").write_text("rules: [{pattern: '*head', partition: row}]\n")
     job = make_job({}, job_file("rules: rules.yaml\n"))
-    options = job.convert_options()
+    options = job.options
     assert str(options.read.rules.partition("value_head")) == "split(1)"
     assert options.write.rules == options.read.rules
-    assert make_job({"rules": "elsewhere.yaml"}, job_file("rules: rules.yaml\n")).rules == "elsewhere.yaml"
+    with pytest.raises(UsageError, match=r"elsewhere\.yaml"):
+        make_job({"rules": "elsewhere.yaml"}, job_file("rules: rules.yaml\n"))
 
 
 def test_the_home_folder_may_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,3 @@ def test_a_model_without_its_head_is_described_as_one(cli: Cli, tmp_path: Path) 
     assert refused.code == 1
     assert "tie_word_embeddings is false, but lm_head.weight is not among the tensors" in refused.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_megatron_keeps_no_token_ids_and_that_is_said(cli: Cli) -> None:
-    planned = cli("plan", PEFT / "base", "--to", "megatron")
-    assert planned.code == 0, planned.stderr
-    assert "token ids, tokenizer and generation_config.json have no place in args" in planned.stdout
-    assert "token ids" not in cli("plan", PEFT / "base", "--to", "dcp").stdout

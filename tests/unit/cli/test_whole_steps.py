@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rlhf import CheckpointManager, TorchEngine
 from mcore_rlhf.manager import steps
 from mcore_rlhf.manager.adopt import adopt
 from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.helpers.independent_reader import differences, read
+from tests.unit.manager.roots import make_step
 
 from .conftest import GOLDENS, Cli, flip_a_bit
 
@@ -76,6 +78,24 @@ def test_converting_a_step_gives_a_step(cli: Cli, root: Path, tmp_path: Path) ->
     for name in ("data/data.pt", "rlhf/rlhf_state.json"):
         assert (folder / name).read_bytes() == (root / "global_step_2" / name).read_bytes()
     assert cli("diff", root, tmp_path / "new").code == 0
+
+
+def test_what_the_manifest_does_not_list_is_left_behind_by_name(cli: Cli, root: Path, tmp_path: Path) -> None:
+    (root / "global_step_2" / "notes").mkdir()
+    (root / "global_step_2" / "notes" / "why.txt").write_text("a good one")
+    outcome = cli("convert", root, tmp_path / "new", "--tp", "1", "--pp", "1", "--json")
+    assert outcome.code == 0, outcome.stderr
+    (line,) = [line for line in outcome.json["report"]["step"] if "notes/why.txt" in line["text"]]
+    assert line["fate"] == "left behind"
+    assert not (tmp_path / "new" / "global_step_2" / "notes").exists()
+
+
+def test_the_tracker_of_a_root_never_goes_back(cli: Cli, root: Path, tmp_path: Path) -> None:
+    make_step(tmp_path / "new", 7)
+    (tmp_path / "new" / "latest_checkpointed_iteration.txt").write_text("7")
+    assert cli("convert", root, tmp_path / "new", "--tp", "1", "--pp", "1").code == 0
+    assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert [step.step for step in steps.committed(tmp_path / "new")] == [2, 7]
 
 
 def test_one_role_gives_one_model(cli: Cli, root: Path, tmp_path: Path) -> None:
@@ -214,9 +234,10 @@ def test_a_damaged_step_is_named(cli: Cli, root: Path) -> None:
     outcome = cli("inspect", root / "global_step_2")
     assert outcome.code == 1
     assert "data.pt: is missing" in outcome.stderr
-    outcome = cli("inspect", root)
-    assert outcome.code == 2
-    assert "no committed step" in outcome.stderr
+    for command in (["inspect", root], ["verify", root], ["convert", root, root.with_name("x")]):
+        outcome = cli(*command)
+        assert outcome.code == 1
+        assert "no committed step in it: global_step_2 is damaged" in outcome.stderr
 
 
 def test_steps_are_compared_in_everything(cli: Cli, root: Path, tmp_path: Path) -> None:
@@ -237,8 +258,22 @@ def test_mistakes(cli: Cli, root: Path, tmp_path: Path) -> None:
         (("inspect", root, "--step", "5"), "global_step_5: does not exist"),
         (("diff", root, root / "global_step_2" / "actor"), "Name one of its models with --role"),
         (("convert", root, root, "--tp", "1", "--pp", "1"), "same folder"),
-        (("inspect", root, "--tensors"), "Name one with --role"),
+        (("inspect", root, "--tensors"), "Name one of its models with --role"),
     ]:
         outcome = cli(*args)
         assert outcome.code == 2, (args, outcome)
         assert said in outcome.stderr, (args, outcome.stderr)
+
+
+def test_a_step_says_how_much_state_was_live_when_it_was_saved(cli: Cli, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path / "run", {"actor": TorchEngine(model, optimizer)}) as manager:
+        manager.save(1)
+    live = cli("inspect", tmp_path / "run", "--json").json["manifest"]["live"]
+    assert live == {
+        "actor": {"tensors": 8, "bytes": 3 * (4 * 3 + 3) * 4 + 2 * 4}
+    }  # two tensors: weights, moments, steps
+    assert "actor 8 tensors, 188 bytes" in cli("inspect", tmp_path / "run").stdout

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.engines.base import LoadRequest
+from mcore_rlhf.engines.base import LoadRequest, apply
 from mcore_rlhf.engines.plain import FILE, RECORD, TorchEngine
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.ptwriter import PtWriter
@@ -34,7 +34,7 @@ def save_without_names(engine: TorchEngine, folder: Path) -> Path:
 
 def load(engine: TorchEngine, folder: Path, optimizer: bool = True) -> Any:
     prepared = engine.prepare_load(LoadRequest(folder, "actor", optimizer=optimizer))
-    prepared.apply()
+    apply(prepared)
     return prepared.report
 
 

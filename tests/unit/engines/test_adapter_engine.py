@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rlhf import CheckpointManager
 from mcore_rlhf.engines.adapter import AdapterEngine
-from mcore_rlhf.engines.base import LoadRequest
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, UsageError
+from mcore_rlhf.engines.base import LoadRequest, apply
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.live_lora import CONFIG, Adapted, Base, optimizer_of, train
@@ -144,7 +144,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
         fresh.prepare_load(LoadRequest(folder, "actor"))
     weights.write_bytes(kept)
     (folder / "mcore_rlhf_adapter.json").write_text("{}")
-    with pytest.raises(Corrupt, match="version 1"):
+    with pytest.raises(Unsupported, match="version 1"):
         fresh.prepare_load(LoadRequest(folder, "actor"))
 
 
@@ -157,7 +157,7 @@ def test_an_adapter_that_others_saved(tmp_path: Path) -> None:
         engine(model).prepare_load(LoadRequest(folder, "actor"))
     prepared = engine(model).prepare_load(LoadRequest(folder, "actor", optimizer=False))
     assert any("was not checked" in text for _, text in prepared.report.lines)
-    prepared.apply()
+    apply(prepared)
     want = Adapted(1).state_dict()
     assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items() if "lora" in name)
 

@@ -30,6 +30,7 @@ class FakeEngine:
 
     def __init__(self, **values: object) -> None:
         self.module: object = torch.nn.Linear(2, 2)
+        self.optimizer: object = None
         self.checkpoint_engine = "DeepSpeed's own"
         self.save_zero_checkpoint = True
         self.mp_world_size, self.seq_dp_world_size = 1, 4
@@ -151,7 +152,7 @@ def test_each_flat_tensor_counts_its_own_steps_and_keeps_its_groups_settings() -
         ParamGroup({"weight_decay": decay, "lr": 0.2, "step": step}, params=(f"p{n}",), scalars=("step",))
         for n, decay in enumerate((0.1, 0.0))
     ]
-    load_groups(live, groups, ("exp_avg", "exp_avg_sq"))
+    load_groups(live, groups, {flat.number: ("exp_avg", "exp_avg_sq") for flat in live.flats})
     states = [live.state_of(flat) for flat in live.flats]
     states[0]["step"] += 1
     assert (float(states[1]["step"]), float(step)) == (3.0, 3.0)
@@ -163,7 +164,7 @@ def test_states_that_exist_are_filled_in_place() -> None:
     live = adam([torch.ones(3)], steps=2)
     before = live.state_of(live.flats[0])["exp_avg"]
     group = ParamGroup({"lr": 1.0, "step": torch.tensor(7.0)}, params=("p0",), scalars=("step",))
-    load_groups(live, [group], ("exp_avg", "exp_avg_sq"))
+    load_groups(live, [group], {flat.number: ("exp_avg", "exp_avg_sq") for flat in live.flats})
     assert live.state_of(live.flats[0])["exp_avg"] is before
     assert float(live.state_of(live.flats[0])["step"]) == 7.0
     assert live.inner.param_groups[0]["weight_decay"] == 0.5  # what the checkpoint does not say stays
@@ -193,4 +194,11 @@ def test_a_loss_scaler_is_restored_where_it_is_of_the_same_kind() -> None:
 
 def test_an_elastic_checkpoint_has_no_param_groups_to_read() -> None:
     stored = StoredOptimizer.of(SimpleNamespace(), {"base_optimizer_state": [{"exp_avg": None}]})  # type: ignore[arg-type]
-    assert (stored.param_groups, stored.states, stored.tensor_states()) == ([], [], ())
+    assert (stored.param_groups, stored.states, stored.tensor_states()) == ([], [], {})
+
+
+def test_an_optimizer_that_is_not_known_is_refused_when_the_engine_is_made() -> None:
+    with pytest.raises(
+        Unsupported, match="optimizer SimpleNamespace: the manager does not know how it keeps its states"
+    ):
+        DeepSpeedEngine(FakeEngine(optimizer=SimpleNamespace()))

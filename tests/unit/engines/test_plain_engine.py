@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rlhf.engines.base import LoadRequest
+from mcore_rlhf.engines.base import LoadRequest, apply
 from mcore_rlhf.engines.plain import FILE, TorchEngine
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint
 
@@ -58,7 +58,7 @@ def state(engine: TorchEngine) -> list[torch.Tensor]:
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh optimizer", "optimizer with state"])
 def test_what_torch_saved_is_restored_bit_for_bit(tmp_path: Path, steps: int) -> None:
     source, target = trained(5), trained(steps)
-    target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor")).apply()
+    apply(target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor")))
     assert equal(state(source), state(target))
     assert source.optimizer is not None
     assert target.optimizer is not None
@@ -69,7 +69,7 @@ def test_what_torch_saved_is_restored_bit_for_bit(tmp_path: Path, steps: int) ->
 def test_existing_tensors_are_filled_and_not_replaced(tmp_path: Path) -> None:
     source, target = trained(5), trained(2)
     before = [tensor.data_ptr() for tensor in tensors(target._parts())]
-    target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor")).apply()
+    apply(target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor")))
     assert [tensor.data_ptr() for tensor in tensors(target._parts())] == before
 
 
@@ -77,7 +77,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     source, target = trained(5), trained(2)
     assert target.optimizer is not None
     moments = [tensor.clone() for tensor in tensors(target.optimizer.state_dict())]
-    target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor", optimizer=False)).apply()
+    apply(target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor", optimizer=False)))
     assert equal(moments, tensors(target.optimizer.state_dict()))
     assert source.module is not None
     assert target.module is not None
@@ -123,10 +123,10 @@ def test_a_load_can_be_applied_again(tmp_path: Path) -> None:
     source, target = trained(5), trained(2)
     prepared = target.prepare_load(LoadRequest(written_by_torch(source, tmp_path), "actor"))
     for _ in range(2):
-        prepared.apply()
+        apply(prepared)
         assert equal(state(source), state(target))
 
 
 def test_a_model_of_no_layers(tmp_path: Path) -> None:
     torch.save({"model": {}}, tmp_path / FILE)
-    TorchEngine(torch.nn.Sequential()).prepare_load(LoadRequest(tmp_path, "actor")).apply()
+    apply(TorchEngine(torch.nn.Sequential()).prepare_load(LoadRequest(tmp_path, "actor")))

@@ -73,7 +73,7 @@ def test_contradictions_are_listed_together(tmp_path: Path) -> None:
         (ONE, {"vocab_size": 200}, UsageError, ["200 words", "144 rows"]),
         (ONE, {"dtype": "float99"}, UsageError, ["--dtype", "float99"]),
         (ONE, {"dtype": "int8"}, UsageError, ["--dtype", "int8"]),
-        (ONE, {"optimizer": "adafactor"}, UsageError, ["adafactor", "distributed or plain"]),
+        (ONE, {"optimizer": "adafactor"}, UsageError, ["adafactor", "'distributed' or 'plain'"]),
         (ONE, {"optimizer": "plain", "no_optimizer": True}, UsageError, ["--no-optimizer", "--optimizer"]),
         (ONE, {"tp": 2, "rng": "keep"}, UsageError, ["--rng keep", "--rng derive"]),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, Unsupported
 from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.crossing import alike, crossed
-from mcore_rlhf.formats.crossing.origin import Origin
+from mcore_rlhf.formats.crossing.packing import in_memory
 from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.formats.origin import Origin
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import GOLDENS
@@ -68,6 +69,23 @@ def test_on_disk_every_expert_is_a_tensor_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(found[f"{inside}w1.weight"], gate_up[:48])
     assert torch.equal(found[f"{inside}w3.weight"], gate_up[48:])
     assert torch.equal(found[f"{inside}w2.weight"], source[f"{expert}linear_fc2.weight", "param"])
+
+
+def test_what_is_no_name_of_an_expert_stays_when_experts_are_packed(tmp_path: Path) -> None:
+    """Every field of the format's own view and of the model, be it one that is added tomorrow."""
+    seen = crossed(opened(), format_named("hf"), WriteOptions())
+    native, model = module(seen), seen.model
+    native.config = {**native.config, "model_type": "mixtral"}
+    native.without_frozen, native.pipeline, native.tag = True, True, "mine"
+    native.optimizer, native.per_rank, native.shared = {"clip_grad": 1.0}, ({"a": 1}, {"a": 2}), {"alias": "owner"}
+    seen.model = replace(model, unused=frozenset({"extra"}), mtp_layers=3, num_experts=4, _index={})
+    packed = in_memory(seen, native, native.config)
+    assert len(packed.model.params) < len(model.params)
+    renamed = {"order", "buffers", "keys", "params", "_index"}
+    for before, after in ((native, packed.native), (seen.model, packed.model)):
+        names = [field.name for field in fields(before) if field.name not in renamed]
+        assert len(names) >= 7
+        assert [name for name in names if getattr(before, name) != getattr(after, name)] == []
 
 
 def test_packed_and_unpacked_are_the_same_model(tmp_path: Path) -> None:

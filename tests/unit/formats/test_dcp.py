@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert, prepare
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import (
     CheckpointError,
+    Corrupt,
     Incomplete,
-    LayoutMismatch,
     Lossy,
     NotACheckpoint,
     Unsupported,
@@ -29,7 +30,7 @@ from mcore_rlhf.formats.dcp.native import DcpState
 from mcore_rlhf.formats.dcp.nest import leaves, nest
 from mcore_rlhf.formats.dcp.writer import cut
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.report import Fate
+from mcore_rlhf.storage.dcp import DcpFolder
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.catalog_values import tensor_of
@@ -141,7 +142,7 @@ def test_numbers_of_two_groups_are_named_where_shapes_agree(tmp_path: Path) -> N
     run = new_run(groups=2)
     state = state_of(run, "plain")
     save(state, tmp_path / "ambiguous")
-    with pytest.raises(LayoutMismatch, match="in several"):  # the buffer could be a bias
+    with pytest.raises(Unsupported, match="in several"):  # the buffer could be a bias
         opened(tmp_path / "ambiguous")
     del state["model"]["scale"]
     save(state, tmp_path / "dcp")
@@ -165,7 +166,7 @@ def test_numbers_that_fit_no_order_are_refused(tmp_path: Path) -> None:
             "exp_avg_sq": param.detach(),
         }
     save(state_of(run, "plain"), tmp_path / "dcp")
-    with pytest.raises(LayoutMismatch, match=r"numbered \(0 to 6\)(.|\n)*get_state_dict"):
+    with pytest.raises(Unsupported, match=r"numbered \(0 to 6\)(.|\n)*get_state_dict"):
         opened(tmp_path / "dcp")
     assert opened(tmp_path / "dcp", optimizer=False).optimizer is None
 
@@ -266,6 +267,20 @@ def test_an_unfinished_save_is_a_dcp_folder_and_incomplete(tmp_path: Path) -> No
     actor = Path(shutil.copytree(DCP / "fsdp2_ws2" / "actor", tmp_path / "actor"))
     (actor / "dcp_checkpoint" / ".metadata").unlink()
     with pytest.raises(Incomplete, match="writes it last"):
+        opened(actor)
+
+
+def test_a_flipped_byte_of_a_small_value_is_found_when_it_is_read(tmp_path: Path) -> None:
+    """Steps are read when the folder is opened, and decide what the target's groups are at."""
+    actor = Path(shutil.copytree(DCP / "fsdp2_ws2" / "actor", tmp_path / "actor"))
+    folder = DcpFolder.open(actor / "dcp_checkpoint", actor)
+    step = next(tensor for name, tensor in folder.tensors.items() if name.endswith(".step"))
+    record = step.chunks()[0].record
+    path = actor / record.file
+    data = bytearray(path.read_bytes())
+    data[record.byte_offset + 2] ^= 4
+    path.write_bytes(bytes(data))
+    with pytest.raises(Corrupt, match=r"\.step.*CRC-32"):
         opened(actor)
 
 
@@ -371,7 +386,7 @@ def test_dropping_random_states_that_are_there_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [{"tp": 2}, {"zero_stage": 3}, {"padded_vocab_size": 64}])
 def test_options_without_a_meaning_are_refused(write: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="means nothing for a DCP folder"):
+    with pytest.raises(UsageError, match="means nothing with --to dcp"):
         run_to(DCP / "fsdp2_ws2" / "actor", tmp_path / "new", **write)
 
 

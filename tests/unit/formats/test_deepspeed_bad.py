@@ -96,7 +96,7 @@ class TestMissing:
         for path in (root / "step3").glob("*optim_states.pt"):
             with edited(path) as tree:
                 tree["optimizer_state_dict"]["fp32_flat_groups"] = []
-        refused(root, Incomplete, "has no fp32 masters")
+        refused(root, Unsupported, "has no fp32 masters")
 
     def test_a_slice_of_a_frozen_parameter(self, bad: Callable[[str], Path]) -> None:
         root = bad(Z3)
@@ -108,7 +108,7 @@ class TestMissing:
         root = bad(Z2)
         with edited(root / "step3" / "mp_rank_00_model_states.pt") as tree:
             tree["param_shapes"] = None
-        refused(root, Corrupt, "has no 'param_shapes'")
+        refused(root, Unsupported, "has no 'param_shapes'")
 
 
 class TestMixed:
@@ -162,6 +162,16 @@ class TestMixed:
             tree["param_shapes"][0].move_to_end(next(iter(tree["param_shapes"][0])))
         refused(root, LayoutMismatch, "param_slice_mappings", "q_proj.weight")
 
+    @pytest.mark.parametrize("numel", ["20", (), None])
+    def test_mappings_of_another_form(self, bad: Callable[[str], Path], numel: Any) -> None:
+        root = bad(Z2)
+        with edited(root / "step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt") as tree:
+            address = next(iter(tree["optimizer_state_dict"]["param_slice_mappings"][0].values()))
+            address.state["numel"] = numel
+        refused(
+            root, Unsupported, "zero_pp_rank_0", "param_slice_mappings of group 0", "expected the start and the length"
+        )
+
     def test_a_module_of_another_model(self, bad: Callable[[str], Path]) -> None:
         root = bad(Z2)
         with edited(root / "step3" / "mp_rank_00_model_states.pt") as tree:
@@ -198,14 +208,52 @@ class TestDamaged:
         path = root / "step3" / "mp_rank_00_model_states.pt"
         path.unlink()
         torch.save([1, 2], path)
-        refused(root, Corrupt, "mp_rank_00_model_states.pt", "found another object")
+        refused(root, Unsupported, "mp_rank_00_model_states.pt", "found another object")
 
-    @pytest.mark.parametrize("value", [None, 0, "2"])
+    @pytest.mark.parametrize("value", [None, 0, "2", 1 << 40])
     def test_no_world_size(self, bad: Callable[[str], Path], value: Any) -> None:
         root = bad(Z2)
         with edited(root / "step3" / "mp_rank_00_model_states.pt") as tree:
             tree["dp_world_size"] = value
-        refused(root, Corrupt, "dp_world_size")
+        refused(root, Unsupported, "dp_world_size")
+
+    @pytest.mark.parametrize(
+        ("key", "value", "said"),
+        [
+            ("module", {2.5: None}, "a key of module should be a text, found 2.5"),
+            ("param_shapes", [{"w": [None]}], "param_shapes[0].w[0] should be a whole number, found None"),
+            ("buffer_names", [()], "buffer_names[0] should be a text"),
+            ("shared_params", {"a": 1}, "shared_params.a should be a text"),
+            ("universal_checkpoint_info", {"affine_map": {"params": {"w": {}}}}, "a dictionary with 'logical_shape'"),
+        ],
+    )
+    def test_values_of_other_types_in_a_model_file(
+        self, bad: Callable[[str], Path], key: str, value: Any, said: str
+    ) -> None:
+        root = bad(Z2)
+        with edited(root / "step3" / "mp_rank_00_model_states.pt") as tree:
+            tree[key] = value
+        refused(root, Unsupported, "mp_rank_00_model_states.pt", said)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "said"),
+        [
+            ("param_alignment_paddings", [[None]], "param_alignment_paddings[0][0] should be a whole number"),
+            ("single_partition_of_fp32_groups", [3], "single_partition_of_fp32_groups[0] should be a tensor"),
+            (
+                "base_optimizer_state",
+                {"state": {}, "param_groups": [{}]},
+                "param_groups[0] should be a dictionary with 'params'",
+            ),
+        ],
+    )
+    def test_values_of_other_types_in_an_optimizer_file(
+        self, bad: Callable[[str], Path], key: str, value: Any, said: str
+    ) -> None:
+        root = bad(Z2)
+        with edited(root / "step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt") as tree:
+            tree["optimizer_state_dict"][key] = value
+        refused(root, Unsupported, "zero_pp_rank_1_mp_rank_00_optim_states.pt", said)
 
     def test_a_pickle_that_wants_to_run_code(self, bad: Callable[[str], Path]) -> None:
         root = bad(Z2)

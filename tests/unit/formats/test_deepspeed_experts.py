@@ -75,7 +75,7 @@ class TestExperts:
 
     def test_it_is_no_dictionary(self, root: Path) -> None:
         torch.save([1], root / "step3" / "layer_0_expert_1_mp_rank_00_model_states.pt")
-        refused(root, Corrupt, "layer_0_expert_1", "found another object")
+        refused(root, Unsupported, "layer_0_expert_1", "found another object")
 
     def test_the_optimizer_has_others(self, bad: Callable[[str], Path]) -> None:
         root = bad(Z2)

@@ -13,15 +13,17 @@ import torch
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.core.plan import check_tiles
-from mcore_rlhf.errors import Incomplete, LayoutMismatch
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Unsupported
 from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.models.rules import Rule, Rules
 from tests.helpers.conversions import options
 from tests.helpers.damage import edited
 from tests.helpers.deepspeed_goldens import assembled, tensor
+from tests.helpers.plain_load import plain_load
 from tests.helpers.zero_reader import MASTER, read_zero
 from tests.helpers.zero_writer import Recipe, whole_tensors, write_zero
+from tests.unit.formats.deepspeed_refusal import copied
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (7, 5), "layers.0.w": (3, 4, 2), "layers.0.b": (4,), "layers.1.w": (3, 4, 2), "layers.1.b": (4,),
@@ -159,6 +161,7 @@ def test_the_fused_fp16_optimizer_of_stage_0_has_flat_groups(tmp_path: Path) -> 
     with edited(root / "global_step3" / "mp_rank_00_model_states.pt") as tree:
         tree["ds_config"]["optimizer"] = {"type": "AdamW", "params": {}}
     target = rewritten(root, 0, 1)
+    (target / "mcore_rlhf.json").unlink()  # edited() writes the file anew
     with edited(target / "global_step3" / "mp_rank_00_model_states.pt") as tree:
         optimizer = tree["optimizer"]
         assert [flat.shape for flat in optimizer["fp32_groups_flat"]] == [(83,), (8,), (2,)]
@@ -187,6 +190,7 @@ def test_dynamic_loss_scales_go_through_every_stage(tmp_path: Path) -> None:
         with edited(file) as tree:
             tree["optimizer_state_dict"] |= {"loss_scaler": scaler, "dynamic_loss_scale": True}
     plain = rewritten(root, 0, 1)
+    (plain / "mcore_rlhf.json").unlink()  # edited() writes the file anew
     with edited(plain / "global_step3" / "mp_rank_00_model_states.pt") as tree:
         assert tree["optimizer"]["dynamic_loss_scale"] is True
         assert {key: tree["optimizer"][key] for key in state if key != "dynamic"} == {
@@ -238,7 +242,7 @@ def test_nameless_states_that_nothing_tells_apart_are_refused_until_rules_do(tmp
         frozen={"layers.0.w": torch.randn(2, 3)},
     )
     root = _nameless(rewritten(write_zero(tmp_path / "source", wanted), 0, 1))
-    with pytest.raises(LayoutMismatch, match="more than one choice"):
+    with pytest.raises(Unsupported, match="more than one choice"):
         read(root)
     rules = Rules((Rule("layers.0.*", trainable=False), Rule("layers.1.*", wd_mult=0.0)))
     assert_holds(FORMAT.read(root, ReadOptions(rules=rules)), wanted, masters=False)
@@ -252,7 +256,7 @@ def test_nameless_states_that_fit_nothing_are_refused(tmp_path: Path) -> None:
             if state["exp_avg"].shape == (7, 5):
                 state.update(exp_avg=torch.zeros(6, 5), exp_avg_sq=torch.zeros(6, 5))
 
-    with pytest.raises(LayoutMismatch, match="no choice of parameters"):
+    with pytest.raises(Unsupported, match="no choice of parameters"):
         read(_nameless(root, shrink))
 
 
@@ -291,3 +295,13 @@ def test_client_state_of_every_stage_3_rank_stays_with_its_rank_or_is_said_to_be
     assert FORMAT.target(read(root), WriteOptions()).report.lost == []
     (lost,) = FORMAT.target(read(root), WriteOptions(dp=3)).report.lost
     assert lost.endswith("only rank 0's: rng")
+
+
+def test_other_values_in_a_layers_file_are_read_from_that_file(tmp_path: Path) -> None:
+    """A layer's extra state may hold tensors of its own, whose records lie beside the layer's weights."""
+    root, name = copied("pp2_z1_fp32_dp2", tmp_path / "source"), "layer_01-model_states.pt"
+    with edited(root / "step3" / name) as tree:
+        tree["self_attn._extra_state"] = {"scale": torch.arange(3.0)}
+    convert(root, tmp_path / "out", replace(options(), to="deepspeed"))
+    written = plain_load(tmp_path / "out" / "step3" / name)
+    assert torch.equal(written["self_attn._extra_state"]["scale"], torch.arange(3.0))

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import PARAM
-from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import options
 from tests.helpers.deepspeed_goldens import NAMES, opened, tag, tensor
@@ -88,9 +88,6 @@ def test_unchanged_files_are_those_that_deepspeed_wrote(name: str, tmp_path: Pat
     expected = []
     if name.startswith("z0"):  # names of the numbered states, which DeepSpeed leaves out and ignores
         expected = ["mp_rank_00_model_states.pt/param_shapes: NoneType and list"]
-    if "excluded" in name:  # no frozen parameters, written as a stage-2 run without any
-        both = ("frozen_param_shapes", "frozen_param_fragments")
-        expected = [f"mp_rank_00_model_states.pt/{key}: NoneType and OrderedDict" for key in both]
     assert differing == expected
 
 
@@ -112,13 +109,19 @@ def test_model_parallel_ranks_stay_and_their_optimizers_are_cut_anew(
 
 
 def test_there_and_back_is_the_genuine_file_again(tmp_path: Path) -> None:
-    """Stage 2 → 3 on three ranks → 0 → 2: in the end every file is as DeepSpeed wrote it."""
+    """Stage 2 → 3 on three ranks → 0 → 2: in the end every file is as DeepSpeed wrote it.
+
+    But for one thing: stage 0 does not say whether the model has frozen parameters that were left out, and None is right for
+    both, where an empty dictionary is not.
+    """
     name, path = "z2_bf16_ac_dp2", tag("z2_bf16_ac_dp2")
     for number, (stage, dp) in enumerate([(3, 3), (0, 1), (2, 2)]):
         convert(path, tmp_path / str(number), _to_deepspeed(zero_stage=stage, dp=dp))
         path = tmp_path / str(number) / "step3"
     for file in sorted(item.name for item in path.iterdir()):
-        assert same(plain_load(tag(name) / file), plain_load(path / file), file) == []
+        both = ("frozen_param_shapes", "frozen_param_fragments") if "model_states" in file else ()
+        unsaid = [f"{file}/{key}: OrderedDict and NoneType" for key in both]
+        assert same(plain_load(tag(name) / file), plain_load(path / file), file) == unsaid
 
 
 def test_every_step_is_an_object_of_its_own(tmp_path: Path) -> None:
@@ -167,7 +170,7 @@ def test_the_report_says_what_became_of_what() -> None:
     assert lines["ZeRO 3 on DP 2 becomes ZeRO 2 on DP 4"] is Fate.CHANGED
     assert any("rounded from their fp32 masters" in text for text in lines)
     lost = FORMAT.target(opened("z2_bf16_ac_dp2"), WriteOptions(no_optimizer=True)).report.lost
-    assert lost == ["the optimizer, as --no-optimizer asks"]
+    assert lost == ["the optimizer: left out, as --no-optimizer asks"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,6 @@ def test_the_report_says_what_became_of_what() -> None:
     [
         ("z2_bf16_ac_dp2", {"tp": 2}, Unsupported, "--tp 2"),
         ("z2_bf16_ac_dp2", {"pp": 2}, Unsupported, "--to universal"),
-        ("z2_bf16_ac_dp2", {"optimizer": "plain"}, UsageError, "--optimizer"),
         ("z2_bf16_ac_dp2", {"zero_stage": 3, "no_optimizer": True}, Unsupported, "stage 3 keeps the weights"),
         ("pp2_z1_fp32_dp2", {"zero_stage": 2}, Unsupported, "PipelineModule"),
         ("pp2_z1_fp32_dp2", {"zero_stage": 0}, Unsupported, "PipelineModule"),

@@ -92,6 +92,81 @@ def test_a_config_of_a_model_with_images_has_a_section_for_the_text(tmp_path: Pa
         opened(write(tmp_path / "b", llama(), {"text_config": {**CONFIG, "vocab_size": 5}}))
 
 
+def test_a_config_of_a_tensor_more_or_less(tmp_path: Path) -> None:
+    """Whatever class of the table the config names, it must be able to hold these tensors, and want no others."""
+    wrong = {
+        "intermediate_size": (16, "gate_proj.weight is [12, 8], but its sizes make [16, 8]"),
+        "num_key_value_heads": (2, "k_proj.weight is [4, 8], but its sizes make [8, 8]"),
+        "head_dim": (8, "q_proj.weight is [8, 8], but its sizes make [16, 8]"),
+        "model_type": ("qwen2", "Qwen2ForCausalLM lacks model.layers.0.self_attn.q_proj.bias"),
+    }
+    for key, (value, text) in wrong.items():
+        refused(write(tmp_path / key / "hf", llama(), {**CONFIG, key: value}), LayoutMismatch, text)
+    norms = {f"model.layers.{i}.self_attn.{part}_norm.weight": torch.ones(4) for i in (0, 1) for part in "qk"}
+    refused(
+        write(tmp_path / "a" / "hf", llama() | norms, CONFIG),
+        LayoutMismatch,
+        "LlamaForCausalLM has no place for",
+        "q_norm",
+    )
+    opened(
+        write(tmp_path / "b", llama() | norms, {**CONFIG, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
+    )
+    biases = {
+        f"model.layers.{i}.self_attn.{p}_proj.bias": torch.ones(n)
+        for i in (0, 1)
+        for p, n in (("q", 8), ("k", 4), ("v", 4))
+    }
+    refused(
+        write(tmp_path / "c" / "hf", llama() | biases, CONFIG),
+        LayoutMismatch,
+        "attention_bias is not true",
+        "q_proj.bias",
+    )
+    opened(write(tmp_path / "d", llama() | biases, {**CONFIG, "attention_bias": True}))
+
+
+def test_a_fine_tuners_own_tensors_are_no_contradiction(tmp_path: Path) -> None:
+    opened(
+        write(tmp_path / "a", {**llama(), "model.layers.0.mine.weight": torch.ones(3), "mine": torch.ones(2)}, CONFIG)
+    )
+    opened(
+        write(
+            tmp_path / "b",
+            llama(),
+            {**CONFIG, "model_type": "mine", "architectures": ["Mine"], "intermediate_size": 99},
+        )
+    )
+
+
+OTHER_FILES = {
+    "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096},
+    "generation_config": {"_from_model_config": True, "bos_token_id": 1, "transformers_version": "5.23.0"},
+    "tokenizer": {"version": "1.0", "added_tokens": [], "model": {"vocab": {}}},
+    "index": {"metadata": {}, "weight_map": {"a": "b"}},
+    "adapter_config": {"peft_type": "LORA", "r": 8},
+    "special_tokens_map": {"bos_token": "<s>"},
+    "deepspeed": {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_a_config_that_is_another_files_content(name: str, tmp_path: Path) -> None:
+    refused(write(tmp_path / "hf", llama(), OTHER_FILES[name]), LayoutMismatch, "config.json: describes no model")
+    with pytest.raises(LayoutMismatch, match="describes no model"):
+        convert(
+            write(tmp_path / "plain", llama()),
+            tmp_path / "out",
+            replace(options(reference_config=str(tmp_path / "hf")), to="hf"),
+        )
+
+
+def test_a_config_without_a_model_type_is_told(tmp_path: Path) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    source = opened(write(tmp_path / "hf", llama(), config))
+    assert any("names no model_type" in text for _, text in source.notes.lines)
+
+
 def test_a_config_that_is_no_json(tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", llama(), CONFIG)
     (folder / "config.json").write_text("{]")
@@ -120,8 +195,9 @@ class TestVerify:
         assert "whole file" in verify(tmp_path / "out", ReadOptions()).problems.describe()
         refused(tmp_path / "out", Corrupt, "model.safetensors: whole file", "damaged")
 
-    def test_a_folder_that_was_changed_afterwards_is_not_held_against_the_manifest(self, tmp_path: Path) -> None:
+    def test_a_folder_that_was_changed_afterwards_needs_its_manifest_removed(self, tmp_path: Path) -> None:
         convert(write(tmp_path / "hf", llama(), CONFIG), tmp_path / "out", replace(options(), to="hf"))
         (tmp_path / "out" / "config.json").write_text(json.dumps({**CONFIG, "use_cache": False}))
-        source = opened(tmp_path / "out")
-        assert any("config.json: was changed after" in text for _, text in source.notes.lines)
+        refused(tmp_path / "out", Corrupt, "config.json: has", "remove", "mcore_rlhf.json")
+        (tmp_path / "out" / "mcore_rlhf.json").unlink()
+        assert opened(tmp_path / "out").model.params

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -18,12 +17,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.formats.base import ReadOptions, WriteOptions
 from mcore_rlhf.formats.hf.exact_json import MAX_ARRAY_NBYTES, Encoder, decode
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.report import Fate
-from mcore_rlhf.storage.stubs import new_stub, stub_class
+from mcore_rlhf.storage.stubs import Namespace, new_stub, stub_class
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import golden
 from tests.helpers.independent_reader import read
@@ -129,6 +128,7 @@ def edit(folder: Path, **values: Any) -> None:
     path = folder / "optimizer" / "state.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, **values}))
+    (folder / "mcore_rlhf.json").unlink(missing_ok=True)  # which vouches for what was there
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ class TestExactJson:
         value = {
             "plain": [1, 2.5, "ä\ud800", None, True, -0.0, 10**40], "floats": [math.inf, -math.inf, 5e-324],
             "tuple": (1, (2, [3])), "sets": [{1, 2}, frozenset(["a"])], "bytes": b"\0\xff", 3: "number", "$x": "dollar",
-            "ordered": OrderedDict([("b", 1), ("a", 2)]), "space": argparse.Namespace(x=1), "stub": stub,
+            "ordered": OrderedDict([("b", 1), ("a", 2)]), "space": Namespace({"x": 1}), "stub": stub,
             "class": stub_class("megatron.core.enums.ModelType"), "size": torch.Size([2, 3]), "dtype": torch.bfloat16,
             "scalar": np.float32(0.1), "empty": {}, "true": np.bool_(True),
         }  # fmt: skip

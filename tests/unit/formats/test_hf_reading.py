@@ -24,7 +24,6 @@ from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.catalog_values import tensor_of
 from tests.unit.formats.hf_by_hand import CONFIG, LAYERS, WORDS, Tensors, index_of, llama, write, write_index
-from tests.unit.formats.refusal import refused
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "huggingface" / "llama_tied_bf16_sharded"
 TIED = {**CONFIG, "tie_word_embeddings": True}
@@ -150,8 +149,8 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "text"),
     [
-        ("{", Corrupt, "is no JSON"), ("[]", Corrupt, "expected a JSON object"), ("{}", Corrupt, "expected a weight_map"),
-        ('{"weight_map": {"w": 3}}', Corrupt, "expected a weight_map"),
+        ("{", Corrupt, "is no JSON"), ("[]", Unsupported, "expected a JSON object"), ("{}", Unsupported, "expected a weight_map"),
+        ('{"weight_map": {"w": 3}}', Unsupported, "expected a weight_map"),
         ('{"weight_map": {"w": "../outside.safetensors"}}', Untrusted, "plain path inside"),
         ('{"weight_map": {"w": "/etc/passwd"}}', Untrusted, "plain path inside"),
     ],
@@ -177,13 +176,6 @@ def test_damage_in_several_shards_is_said_at_once(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(Incomplete, match="2 problems"):
         opened(folder)
-
-
-def test_fp8_with_scales_is_refused_with_the_reason(tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    scaled = {**llama(), name: torch.zeros(12, 8, dtype=torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-    folder = write(tmp_path / "hf", scaled, CONFIG)
-    refused(folder, Unsupported, f"{name}_scale_inv", "scale per block", "Convert the folder to bf16 first")
 
 
 def test_integer_tensors_are_buffers(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class TestTokenizer:
     def test_code_is_carried_and_not_run(self, model: Path, tmp_path: Path) -> None:
         mine = Path(shutil.copytree(GOLDEN, tmp_path / "mine"))
         (mine / "tokenization_mine.py").write_text("raise SystemExit(3)\n")
-        (mine / "unrelated.py").write_text("raise SystemExit(3)\n")
+        (mine / "imported_by_it.py").write_text("raise SystemExit(3)\n")
         auto = {
             "AutoTokenizer": ["tokenization_mine.Slow", None],
             "AutoModel": "them/there--modeling.Model",
@@ -39,7 +39,7 @@ class TestTokenizer:
         }
         (mine / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto}))
         to_hf(model, tmp_path / "out", tokenizer=str(mine))
-        assert {path.name for path in (tmp_path / "out").glob("*.py")} == {"tokenization_mine.py"}
+        assert {path.name for path in (tmp_path / "out").glob("*.py")} == {"tokenization_mine.py", "imported_by_it.py"}
 
     def test_more_words_than_rows(self, tmp_path: Path) -> None:
         source = write(tmp_path / "hf", llama(), CONFIG)

@@ -44,7 +44,7 @@ def edit_args(root: Path, **values: object) -> None:
 
 MISSING = [
     (".metadata", Incomplete, ".metadata: missing"),
-    ("common.pt", Incomplete, "common.pt: missing"),
+    ("common.pt", Unsupported, "common.pt: is not there"),
     ("metadata.json", Incomplete, "the save was not finished"),
     ("__3_1.distcp", Incomplete, "__3_1.distcp: missing"),
 ]
@@ -142,7 +142,7 @@ def test_no_param_groups(tmp_path: Path) -> None:
     root = copied(FULLY, tmp_path)
     with edited(root / STEP / "common.pt") as tree:
         del tree["optimizer"]["optimizer"]
-    refused(root, Incomplete, "param groups", "--no-optimizer")
+    refused(root, Unsupported, "param groups", "--no-optimizer")
 
 
 def test_a_pickle_that_wants_to_run_code(tmp_path: Path) -> None:

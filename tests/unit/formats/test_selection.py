@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert, prepare
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.formats.base import ReadOptions, Source
 from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.report import Fate
 from mcore_rlhf.formats.selection import Selection, with_role
 from tests.helpers.conversions import GOLDENS as MEGATRON
 from tests.helpers.conversions import options

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Untrusted
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    LayoutMismatch,
+    NotACheckpoint,
+    Unsupported,
+    Untrusted,
+)
 from mcore_rlhf.formats.base import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.formats.universal import FORMAT
@@ -81,15 +89,15 @@ CASES: dict[str, tuple[Break, type[CheckpointError], tuple[str, ...]]] = {
     ),
     "other length": (_flat(9), LayoutMismatch, ("b.weight/fp32.pt", "the shape (3, 4)", "12 elements", "found (9,)")),
     "transposed": (_flat(4, 3), LayoutMismatch, ("b.weight/fp32.pt", "the shape (3, 4)", "found (4, 3)")),
-    "no tensor": (_put("zero/b.weight/exp_avg.pt", {"cat_dim": 0}), Corrupt, ("exp_avg.pt", "under 'param'", "a dictionary with cat_dim")),
-    "a number": (_put("zero/b.weight/exp_avg.pt", 3), Corrupt, ("exp_avg.pt", "found int")),
-    "no module": (_put("mp_rank_00_model_states.pt", {"global_steps": 3}), Corrupt, ("'module'", "found a dictionary with global_steps")),
-    "groups no list": (_put("zero/optimizer_state.pt", {"ds_version": "0"}), Corrupt, ("'param_groups'", "found none")),
+    "no tensor": (_put("zero/b.weight/exp_avg.pt", {"cat_dim": 0}), Unsupported, ("exp_avg.pt", "under 'param'", "with cat_dim")),
+    "a number": (_put("zero/b.weight/exp_avg.pt", 3), Unsupported, ("exp_avg.pt", "found int")),
+    "no module": (_put("mp_rank_00_model_states.pt", {"global_steps": 3}), Unsupported, ("'module'", "a dictionary with global_steps")),
+    "groups no list": (_put("zero/optimizer_state.pt", {"ds_version": "0"}), Unsupported, ("'param_groups'", "found none")),
     "other step": (_put("zero/b.weight/step.pt", torch.tensor(8.0)), LayoutMismatch, ("at step 7.0", "b.weight at 8.0")),
-    "step of words": (_put("zero/b.weight/step.pt", "seven"), Corrupt, ("b.weight/step.pt", "expected a number", "'seven'")),
-    "step of many": (_put("zero/b.weight/step.pt", torch.ones(3)), Corrupt, ("b.weight/step.pt", "one element")),
-    "shape of words": (_top(param_shapes=[{"a.weight": "x"}]), Corrupt, ("mp_rank_00", "the shape of a.weight, found 'x'")),
-    "frozen shape": (_top(frozen_param_shapes={"f": 3}), Corrupt, ("mp_rank_00", "the shape of f, found 3")),
+    "step of words": (_put("zero/b.weight/step.pt", "seven"), Unsupported, ("b.weight/step.pt", "expected a number", "'seven'")),
+    "step of many": (_put("zero/b.weight/step.pt", torch.ones(3)), Unsupported, ("b.weight/step.pt", "one element")),
+    "shape of words": (_top(param_shapes=[{"a.weight": "x"}]), Unsupported, ("mp_rank_00", "the shape of a.weight, found 'x'")),
+    "frozen shape": (_top(frozen_param_shapes={"f": 3}), Unsupported, ("mp_rank_00", "the shape of f, found 3")),
     "cut off": (lambda folder: truncate(folder / "zero/b.weight/exp_avg.pt", 0.6), Incomplete, ("b.weight/exp_avg.pt", "cut off")),
     "empty": (_text("zero/b.weight/exp_avg.pt", ""), Incomplete, ("exp_avg.pt", "the file is empty")),
     "no zip": (_text("zero/b.weight/exp_avg.pt", "hello world"), Corrupt, ("exp_avg.pt", "not a file of torch.save")),

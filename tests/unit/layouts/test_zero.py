@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.layouts.zero import (
+    BorderGroup,
     FlatGroup,
     Group,
     Run,
@@ -80,6 +81,29 @@ def test_a_rank_is_asked_only_for_what_it_holds(numels: list[int], dp: int, slic
     if not sliced:
         held = {(i, rank) for rank in range(dp) for i in group.indices(rank)}
         assert held == {(i, run.rank) for i in range(len(numels)) for run in group.runs(i)}
+
+
+@settings(max_examples=60)
+@given(NUMELS, DP, st.integers(1, 8))
+def test_momenta_lie_whole_on_every_rank_that_has_a_part(numels: list[int], dp: int, multiple: int) -> None:
+    """Against DeepSpeed's own loop (``get_partition_info``), written down here again."""
+    gaps = alignment_gaps(numels, multiple)
+    flat = FlatGroup(tuple(numels), dp, gaps)
+    group = BorderGroup(flat)
+    for rank in range(dp):
+        start, end, current, held = flat.length() * rank, flat.length() * (rank + 1), 0, []
+        for index, (numel, gap) in enumerate(zip(numels, gaps, strict=True)):
+            if start <= current < end or current < start < current + numel:
+                held.append(index)
+            current += numel + gap
+        assert list(group.held(rank)) == held
+        assert group.length_of(rank) == sum(numels[index] for index in held)
+        runs = [group.run(index, rank) for index in range(len(numels))]
+        at = 0
+        for index in held:
+            assert runs[index] == Run(rank, 0, at, numels[index])
+            at += numels[index]
+        assert [index for index, run in enumerate(runs) if run is not None] == held
 
 
 def test_numbers_from_deepspeed() -> None:

@@ -105,7 +105,7 @@ def test_random_states_are_kept_where_a_role_goes_or_comes(tmp_path: Path, caplo
     ],
 )
 def test_which_layouts_have_the_same_ranks(saved: str, live: str, same: bool) -> None:
-    from mcore_rlhf.formats.report import Fate, Report
+    from mcore_rlhf.core.account import Fate, Report
     from mcore_rlhf.manager.rng import RngKeeper, captured
 
     report = Report()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from mcore_rlhf.errors import NotACheckpoint, StorageError, Unsupported, UsageEr
 from mcore_rlhf.manager import steps
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.retention import KeepLast, Retention
+from mcore_rlhf.manager.root import LOCK, RootLock
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -110,6 +112,45 @@ def test_a_lock_of_a_run_that_wrote_nonsense(tmp_path: Path) -> None:
     (tmp_path / ".mcore_rlhf.lock").write_text("nonsense")
     saved(tmp_path, 1)
     assert json.loads((tmp_path / ".mcore_rlhf.lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, there: bool) -> None:
+    """Emptying it and writing our name into it would destroy whatever file of the user's it leads to."""
+    other, root = tmp_path / "thesis.txt", tmp_path / "root"
+    if there:
+        other.write_text("years of work")
+    root.mkdir()
+    (root / LOCK).symlink_to(other)
+    with pytest.raises(StorageError, match="a symbolic link, which is not followed"):
+        RootLock(root)
+    assert other.exists() is there
+    assert not there or other.read_text() == "years of work"
+
+
+def test_a_root_that_was_removed_under_a_run_is_locked_anew(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root, model(), options=QUIET) as manager:
+        manager.save(1)
+        shutil.rmtree(root)
+        manager.save(2)
+        with pytest.raises(StorageError, match="another run saves here"):
+            CheckpointManager(root, model(), options=QUIET)
+        manager.save(3)
+    assert [step.step for step in steps.committed(root)] == [2, 3]
+    CheckpointManager(root, model(), options=QUIET).close()
+
+
+def test_another_run_that_came_into_a_removed_root_keeps_it(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root, model(), options=QUIET) as manager:
+        shutil.rmtree(root)
+        with CheckpointManager(root, model(), options=QUIET) as other:
+            for _ in range(2):
+                with pytest.raises(StorageError, match="another run saves here"):
+                    manager.save(1)
+            other.save(2)
+        assert [step.step for step in steps.committed(root)] == [2]
 
 
 def test_a_clock_that_goes_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

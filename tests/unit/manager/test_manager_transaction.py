@@ -16,6 +16,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
 from mcore_rlhf.manager import steps
 from mcore_rlhf.manager.mailbox import Mailbox, Stopped
 from mcore_rlhf.manager.transaction import Part, Transaction
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 
 
@@ -32,11 +33,11 @@ def late(action: Callable[[], object], seconds: float = 0.05) -> None:
 def refusing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """No file can be given any content, as on a full disk; empty ones can be made."""
 
-    def write_bytes(path: Path, data: bytes) -> int:
+    def write_new(path: Path, data: bytes) -> None:
         path.touch()
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(regular, "write_new", write_new)
 
 
 # ---- the mailbox
@@ -55,7 +56,7 @@ def test_a_message_that_does_not_come(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(Incomplete) as failure:
         Mailbox(tmp_path, 0.1).take("part-3", "rank 3")
-    assert 0.1 <= time.monotonic() - started < 2
+    assert 0.1 <= time.monotonic() - started < 30
     assert str(failure.value).startswith("rank 3 did not deliver its part (part-3) within 0.1 s\n")
     assert "look at its log" in str(failure.value)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch
-from mcore_rlhf.formats.report import Fate, Report
 from mcore_rlhf.manager.rng import RngKeeper, RngState, captured, derived, file_tree, put_back
 
 

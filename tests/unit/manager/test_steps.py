@@ -135,7 +135,7 @@ DAMAGES = [
     (_without_number, "is of step None"),
     (_half_a_manifest, "not valid JSON"),
     (_of_the_future, "version 99"),
-    (_deeply_nested, "recursion"),
+    (_deeply_nested, "nested too deeply"),
     (_huge_metric, "too large"),
     (_manifest_is_a_folder, "is a folder"),
     (_leads_out, "not a plain path"),
@@ -214,7 +214,7 @@ def test_steps_of_other_trainers_are_foreign(tmp_path: Path, make: object) -> No
     make(folder)
     (step,) = steps.listed(tmp_path)
     assert step.state == "foreign"
-    assert f"adopt {folder}" in step.why
+    assert step.why == "has no manifest.json: another trainer's step"
     assert steps.newest(tmp_path) is None
 
 

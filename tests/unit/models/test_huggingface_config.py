@@ -18,6 +18,8 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 500000.0, "hidden_act": "silu",
 }  # fmt: skip
 
+TRAINED = {"original_max_position_embeddings": 8192}
+
 
 def args(**more: Any) -> dict[str, object]:
     return args_of({**CONFIG, **more}, LLAMA, Build())
@@ -57,12 +59,12 @@ def test_arguments_under_megatrons_names() -> None:
         "layernorm_epsilon": 1e-6, "untie_embeddings_and_output_weights": True, "rotary_base": 500000, "rotary_percent": 1.0,
         "add_bias_linear": False, "add_qkv_bias": False, "use_rope_scaling": False, "swiglu": True, "normalization": "RMSNorm",
         "position_embedding_type": "rope", "add_position_embedding": True, "layernorm_zero_centered_gamma": False,
-        "rotary_interleaved": False, "qk_layernorm": False,
+        "rotary_interleaved": False, "qk_layernorm": False, "attention_dropout": 0.0, "init_method_std": 0.02,
     }  # fmt: skip
 
 
 def test_rotary_embeddings_as_transformers_5_writes_them() -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0, **TRAINED}
     found = args(rope_parameters=rope, rope_theta=None)
     assert (found["rotary_base"], found["use_rope_scaling"], found["rope_scaling_factor"]) == (10000, True, 32.0)
 
@@ -70,8 +72,9 @@ def test_rotary_embeddings_as_transformers_5_writes_them() -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "high_freq_factor": 2.0}}, "high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "original_max_position_embeddings is 512"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_theta": 10000.5}, "whole number"),
     ],
@@ -86,7 +89,11 @@ def test_what_megatron_cannot_compute_is_refused(more: dict[str, Any], named: st
 def test_there_and_back(known: Any, tied: bool) -> None:
     biased = known is QWEN2
     build = Build(tied=tied, biased=biased)
-    config = {**CONFIG, "model_type": known.model_type, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    config = {
+        **CONFIG,
+        "model_type": known.model_type,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **TRAINED},
+    }
     theirs = args_of(config, known, build)
     back = config_of(theirs, sizes_of_args(theirs, 131), known, build)
     assert {key: back[key] for key in CONFIG} == {**CONFIG, "model_type": known.model_type}

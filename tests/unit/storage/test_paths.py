@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.errors import NotACheckpoint, StorageError, Untrusted
-from mcore_rlhf.storage.paths import cannot_open, human, inside, storage_error
+from mcore_rlhf.errors import NotACheckpoint, StorageError, Untrusted, UsageError
+from mcore_rlhf.storage.paths import cannot_open, human, inside, local_path, storage_error
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a/..", "a\0b", "..\\x"])
@@ -30,6 +30,23 @@ def test_links_are_followed_only_where_the_user_made_them(tmp_path: Path) -> Non
     assert inside(root, "near/x", follow_links=False) == root / "near" / "x"
     with pytest.raises(Untrusted, match="symbolic link"):
         inside(root, "rank/x", follow_links=False)
+    (root / "loop").symlink_to("loop")
+    assert inside(root, "loop", follow_links=False) == root / "loop"
+
+
+@pytest.mark.parametrize("url", ["s3://b/x", "gs://b", "hf://org/model", "abfs+ssl://c@a/x", "HTTPS://host/x"])
+def test_a_url_is_no_path_not_even_once_it_was_made_one(url: str) -> None:
+    for given in (url, Path(url)):
+        with pytest.raises(UsageError, match="is a URL") as caught:
+            local_path(given)
+        assert str(caught.value).startswith(url.rstrip("/"))
+    with pytest.raises(UsageError, match="Leave out the file://"):
+        local_path("file:///data/run")
+
+
+@pytest.mark.parametrize("path", ["C:/run", "runs/a:b/c", "/data/s3:/run", "~/run", "step:3", "x"])
+def test_what_is_no_url_stays_as_it_is(path: str) -> None:
+    assert local_path(path) == Path(path)
 
 
 def test_errors_of_the_file_system_say_what_helps(tmp_path: Path) -> None:

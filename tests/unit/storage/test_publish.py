@@ -48,7 +48,7 @@ def test_a_folder_appears_as_a_whole(tmp_path: Path, fsync: bool) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_without_commit_nothing_is_left(tmp_path: Path, error: type[BaseException]) -> None:
     def interrupted() -> None:
-        with Publication(tmp_path / "out") as publication:
+        with Publication(tmp_path / "made" / "for it" / "out") as publication:
             (publication.staging / "a").write_text("abc")
             raise error
 

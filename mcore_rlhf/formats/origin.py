@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_rlhf.formats.base import Source
 from mcore_rlhf.models.huggingface.kinds import GROUPED, LOCAL, MTP_LAYER, SEQUENTIAL, TRANSFORMER_ENGINE
 from mcore_rlhf.models.huggingface.table import Spelling
 
-from .reference_config import plain
+from .base import Source
 
 ORIGIN = "mcore_rlhf_origin"
 """The key of client state under which it lies."""
@@ -78,3 +77,16 @@ def origin_of(source: Source, config: Mapping[str, object], spelling: Spelling) 
         "iteration": old.iteration, "config": dict(config), "args": plain(old.args), "spelling": spelling.implementation,
         "experts": spelling.experts, "mtp": spelling.mtp, "scheduler": dict(old.scheduler or {}), "other": plain(old.other),
     }  # fmt: skip
+
+
+def plain(values: Mapping[str, object]) -> dict[str, object]:
+    """Those of the values that any reader understands: numbers, texts, lists and dictionaries of them."""
+    return {key: value for key, value in values.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)

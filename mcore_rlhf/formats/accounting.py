@@ -1,0 +1,125 @@
+"""From an opened source to a described target: what became of every item, see :mod:`mcore_rlhf.core.account`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Said, Stage
+from mcore_rlhf.core.catalog import Traced
+from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.storage.leftovers import Leftover
+
+from .base import Source, Target
+from .carried import CONFIG, unopened
+from .inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, OPAQUE, inventory_of
+from .module_state import ModuleState
+
+_ITEMIZED = (CONFIG, "adapter_config.json")
+"""Files whose fields are items of their own."""
+_OF_RANKS = ("metadata.json", "fsdp_config.json")
+"""Files that say how Megatron-core and verl have stored the rest."""
+_COPIES = ("model_state_dict/full_weights.pt",)
+"""RLinf's: the same weights once more, for other programs. Source: RLinf, ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py``."""
+
+
+def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, without_optimizer: bool) -> Account:
+    """The account of a planned conversion.
+
+    Args:
+        opened: The source as it was read.
+        seen: The same as the target's family of formats sees it; the same object where nothing had to be done.
+        target: What is described.
+        traced: The opened source's catalogue, after everything was planned.
+        without_optimizer: Whether the user asked for that.
+    """
+    final = dict(target.report.said)
+    if without_optimizer:
+        final = {**{item: Said(Fate.LOST, LEFT_OUT) for item in OF_OPTIMIZER}, **final}
+    crossed = Stage(inventory_of(seen), {**_homeless(opened, target), **seen.notes.said}, seen.moved)
+    stages = [crossed, Stage(target.holds, final)]
+    account = Account.of(inventory_of(opened), stages, target.report.lost)
+    told = tensors_of(traced, {**_unused(opened), **seen.notes.said, **final}) | dict(
+        _files(opened, target, without_optimizer)
+    )
+    forgotten = tuple(item for item, said in told.items() if said is None)
+    entries = {item: said for item, said in told.items() if said is not None} | dict(_unplaced(opened))
+    return replace(account, entries={**account.entries, **entries}, unaccounted=(*account.unaccounted, *forgotten))
+
+
+def _homeless(opened: Source, target: Target) -> dict[Item, Said]:
+    """Values that only the files of one format have a place for."""
+    if not isinstance(opened.native, ModuleState) or opened.format == target.format:
+        return {}
+    return {
+        OPAQUE: Said(Fate.LOST, "values of the state dict that are no tensors: only DeepSpeed's own files hold them")
+    }
+
+
+def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:
+    for name in opened.unplaced:
+        yield Item(Kind.VALUE, name), Said(Fate.LOST, f"{name}: not known, and not carried")
+
+
+def _unused(opened: Source) -> dict[Item, Said]:
+    said = Said(Fate.DERIVED, "the framework stores it in some layouts only, and never uses it")
+    return {Item(Kind.TENSOR, name): said for name in opened.model.unused}
+
+
+def tensors_of(traced: Traced, said: Mapping[Item, Said]) -> dict[Item, Said | None]:
+    """The tensors by state, and one by one those that are in no target file; of None nobody speaks."""
+    found: dict[Item, Said | None] = {ELEMENTS: Said(Fate.KEPT, "") if traced.complete else said.get(ELEMENTS)}
+    left_out = traced.unplanned()
+    for state, missing in left_out.items():
+        whole, every = Item(Kind.TENSOR, state), said.get(Item(Kind.TENSOR))
+        if state == PARAM and every is not None and every.fate is Fate.LOST:
+            every = None  # which is said of an optimizer, and an optimizer has no parameters
+        why = said.get(whole) or every
+        alone = {param: said.get(Item(Kind.TENSOR, param)) for param in missing}
+        if state == PARAM and missing and alone.keys() <= _kept_masters(traced, left_out):
+            why = Said(Fate.DERIVED, "rounded from the fp32 masters, which are kept")
+        if not missing:
+            found[whole] = Said(Fate.KEPT, "")
+        elif why is not None:
+            found[whole] = why
+        else:
+            found.update((Item(Kind.TENSOR, f"{param} ({state})"), fate) for param, fate in alone.items())
+    return found
+
+
+def _kept_masters(traced: Traced, left_out: Mapping[str, list[str]]) -> set[str]:
+    """Parameters whose fp32 masters are in the target: frozen ones have none."""
+    return {name.param for name in traced if name.state == MASTER}.difference(left_out.get(MASTER, ()))
+
+
+def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[tuple[Item, Said]]:
+    """Files that no reader opened: carried along, or left behind by name; state that nobody read is lost.
+
+    A model's folder often has its weights twice; what lies in a step beside the files of its format is nowhere else.
+    """
+    why, lost = LEFT_OUT if without_optimizer else "", (Reason.TRAINER, Reason.WEIGHTS)
+    for file in unopened(opened):
+        yield Item(Kind.FILE, file.path), _fate(file, lost, why)
+    if opened.carried is None:
+        return
+    taken = set(target.carried.values())
+    for file in opened.carried.found:
+        item = Item(Kind.FILE, file.path)
+        if opened.carried.folder / file.path in taken:
+            yield item, Said(Fate.KEPT, "")
+        elif file.path in _ITEMIZED or file.path in target.texts:
+            yield item, Said(Fate.DERIVED, "written anew, from what it says")
+        else:
+            yield item, _fate(file, lost[:1], why)
+
+
+def _fate(file: Leftover, lost: Collection[Reason], why: str) -> Said:
+    """What becomes of a file that stays where it is."""
+    if file.path in _COPIES:
+        return Said(Fate.LEFT, "the same weights once more", Reason.WEIGHTS)
+    if file.path in _OF_RANKS:
+        return Said(Fate.LEFT, Reason.OF_LAYOUT.value, Reason.OF_LAYOUT)
+    reason = file.reason or Reason.NO_PLACE
+    if reason in lost:
+        return Said(Fate.LOST, why or f"{file.path}: {reason.value}")
+    return Said(Fate.LEFT, reason.value, reason)

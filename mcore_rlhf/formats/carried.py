@@ -1,0 +1,143 @@
+"""Files that go along byte for byte: what a model's folder has besides its weights, in whatever format those are.
+
+A Hugging Face folder has them at its top: the config, the tokenizer, code, a licence. Any other format gets them in
+:data:`FOLDER`, beside the step's own files, where no loader looks; whoever reads the step finds them there. So a model that went
+through another format is a model that ``from_pretrained`` takes again. Runs of verl keep the same files in ``huggingface``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
+
+from .base import Source, Target
+from .module_state import ModuleState
+from .origin import Origin
+
+FOLDER = "mcore_rlhf/carried"
+"""Where they lie in a format that has no place for them."""
+CONFIG = "config.json"
+AT_THE_TOP = ("hf", "peft")
+"""Formats whose folders hold such files themselves."""
+_OF_THE_MODEL = (CONFIG, "generation_config.json")
+"""They describe a whole model, which an adapter is none of."""
+_VERL = "huggingface"
+"""Source: verl v0.7, ``verl/utils/checkpoint/fsdp_checkpoint_manager.py``, ``megatron_checkpoint_manager.py``."""
+_VERL_INNER = "dist_ckpt"
+"""Megatron's files in a role's folder of verl's, beside :data:`_VERL`. Source: as above."""
+_WITH_TAGS = ("deepspeed", "universal")
+_TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py")
+"""Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``, ``_copy_recovery_script``)."""
+_SHOWN = 20
+
+
+def config_in(carried: Carried) -> dict[str, object]:
+    """The model's description among the files; empty where there is none, or where it is none."""
+    path, text = carried.files.get(CONFIG), carried.texts.get(CONFIG)
+    try:
+        found = regular.parse_json(text or (regular.read_bytes(path) if path is not None else "{}"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def with_carried(source: Source) -> Source:
+    """A source with the files that go along; its model is described by the config among them where nothing else does it.
+
+    Args:
+        source: As its reader opened it.
+    """
+    if source.format in AT_THE_TOP:
+        opened = {file.path for file in source.files} - {CONFIG}
+        return replace(source, carried=Carried(source.root, leftovers(source.root, opened)))
+    folder, native = _folder_of(source), source.native
+    carried = _beside_the_tag(source) if folder is None else Carried(folder, leftovers(folder, ()))
+    if isinstance(native, ModuleState) and not native.config:
+        described = {} if carried is None else config_in(carried)
+        native = replace(native, config=described or Origin.of(source).config)
+    return replace(source, carried=carried, native=native)
+
+
+def unopened(source: Source) -> tuple[Leftover, ...]:
+    """Every file of the step that was opened which no reader looked into, by path relative to the step's folder.
+
+    Args:
+        source: As it was opened; what it has in :attr:`~.base.Source.carried` is not among them.
+    """
+    if source.format in AT_THE_TOP:
+        return ()
+    step = PurePosixPath(_step_folder(file.path for file in source.files))
+    opened = {str(PurePosixPath(file.path).relative_to(step)) for file in source.files}
+    return tuple(item for item in leftovers(source.root / step, opened) if not item.path.startswith(f"{FOLDER}/"))
+
+
+def bring_along(source: Source, target: Target) -> None:
+    """Let a target that does not look at files itself take those of its source, and say what stays behind.
+
+    Args:
+        source: What the target is made of.
+        target: The target.
+    """
+    files = {} if source.carried is None else source.carried.files
+    if target.format == "peft":
+        taken = {*target.texts, *(file.path for file in target.files), *_OF_THE_MODEL}
+        target.carried = {name: path for name, path in files.items() if name not in taken}
+        tell_kept(target.carried, target.report)
+    elif target.format not in AT_THE_TOP:
+        place = PurePosixPath(_step_folder(file.path for file in target.files), FOLDER)
+        described = source.native.config if isinstance(source.native, ModuleState) else {}
+        texts = {} if source.carried is None else dict(source.carried.texts)
+        known = Origin.of(source).config if source.carried is None else config_in(source.carried)
+        if described and described != known:  # what the user gave, or what the run says now
+            files.pop(CONFIG, None)
+            texts[CONFIG] = json.dumps(described, indent=2) + "\n"
+        target.texts.update({str(place / name): text for name, text in texts.items()})
+        target.carried = {str(place / name): path for name, path in files.items()}
+        tell_kept(files, target.report)
+
+
+def tell_kept(files: Mapping[str, Path], report: Report) -> None:
+    """Say which files go along."""
+    if files:
+        report.add(Fate.KEPT, f"{_listed(list(files))}: byte for byte")
+
+
+def _listed(paths: list[str]) -> str:
+    more = len(paths) - _SHOWN
+    return ", ".join(paths[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def _folder_of(source: Source) -> Path | None:
+    """Where the files of a source that is no model's folder lie: beside the step's own, or above them."""
+    inner = [PurePosixPath(file.path).parents for file in source.files[:1]]
+    for place in (*(str(parent) for parents in inner for parent in parents), "."):
+        for name in (FOLDER, _VERL):
+            folder = source.root / place / name
+            if folder.is_dir():
+                return folder
+    beside = source.root.parent / _VERL
+    return beside if source.root.name == _VERL_INNER and beside.is_dir() else None
+
+
+def _beside_the_tag(source: Source) -> Carried | None:
+    """What transformers' Trainer leaves beside the tag of a DeepSpeed run: config, tokenizer, states of its own.
+
+    Source: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``).
+    """
+    if source.format not in _WITH_TAGS or not (source.root / CONFIG).is_file():
+        return None
+    tags = {path.parent.name for path in source.root.glob("*/*_states.pt")}
+    found = leftovers(source.root, _TRACKERS)
+    return Carried(source.root, tuple(item for item in found if PurePosixPath(item.path).parts[0] not in tags))
+
+
+def _step_folder(paths: Iterable[str]) -> str:
+    """The folder that all files of a target have in common: ``iter_0000050``, a tag's; empty where they lie at the top."""
+    first = {PurePosixPath(path).parts[0] if "/" in path else "" for path in paths}
+    return first.pop() if len(first) == 1 else ""

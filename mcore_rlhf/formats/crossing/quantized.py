@@ -1,0 +1,276 @@
+"""Quantized weights: what is stored is not the value, so it is never converted as if it were.
+
+Elements of fp8 with scales are values times scales, and become plain weights on request (``--dequantize``). Everything else that
+quantizes (GPTQ, AWQ, bitsandbytes, MXFP4, …) goes from one Hugging Face folder to another as it is, and is refused elsewhere.
+
+Sources: transformers 5.23.0, ``integrations/finegrained_fp8.py`` (``Fp8Dequantize``), ``quantizers/``; deepseek-ai/DeepSeek-V3,
+``inference/kernel.py`` (``weight_dequant``); vllm-project/compressed-tensors 0.12, ``quantization/lifecycle/forward.py`` (``dequantize``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from mcore_rlhf.core.account import Fate, Reason
+from mcore_rlhf.core.box import Box, Shape, row_major
+from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
+from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.scaled import Scaled
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.formats.base import Source, WriteOptions
+from mcore_rlhf.formats.carried import CONFIG
+from mcore_rlhf.formats.computed import Computed
+from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.models.spec import ParamSpec
+from mcore_rlhf.storage.leftovers import Carried
+
+Config = Mapping[str, object]
+
+_KEYS = ("quantization_config", "compression_config")
+"""Where a ``config.json`` says how its weights are quantized; compressed-tensors once had a key of its own."""
+_FP8 = frozenset(map(dtype_of, ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")))
+_SCALE = re.compile(r"(.*)(_scale_inv|(?<=weight)_scale)")
+_ACTIVATION = re.compile(r".*[._](input|output|activation|[qkv]|kv|k_proj\.output|v_proj\.output)_scales?(_inv|_ub)?")
+_OTHER = re.compile(
+    r".*(\.qweight|\.qzeros|\.g_idx|weight_packed|weight_zero_point|weight_g_idx|weight_global_scale|weight_scale_2|\.absmax"
+    r"|\.quant_map|\.quant_state\..*|\.SCB|\.W_q|_blocks)"
+)
+"""Names that stand for other ways to quantize: GPTQ, AWQ, compressed-tensors, ModelOpt, bitsandbytes, HQQ, MXFP4."""
+_BESIDE = frozenset(
+    {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json", "recipe.yaml"}
+)
+"""Files that describe how weights are quantized."""
+_BLOCK = (128, 128)
+
+
+def is_quantized(specs: Iterable[ParamSpec]) -> bool:
+    """Whether some of a model's tensors are no values by themselves."""
+    return next((True for spec in specs if _is_marked(spec)), False)
+
+
+def without_quantization(config: Config) -> dict[str, object]:
+    """A model's description that does not say how its weights are quantized."""
+    found = {key: value for key, value in config.items() if key not in _KEYS}
+    text = found.get("text_config")
+    if isinstance(text, Mapping):
+        found["text_config"] = without_quantization(text)
+    return found
+
+
+def method_of(config: Config) -> str:
+    """How a description says that the weights are quantized: ``fp8``, ``gptq``, …; empty where it does not."""
+    said = _said(config)
+    return str(said.get("quant_method") or said.get("format") or "some method") if said else ""
+
+
+def refuse_quantized(source: Source, to: str, options: WriteOptions) -> None:
+    """Refuse to convert quantized weights as if they were plain ones.
+
+    Args:
+        source: What is to be converted.
+        to: The target's format.
+        options: What the target is to be.
+
+    Raises:
+        Unsupported: They are quantized, and would not stay as they are.
+    """
+    native = source.native
+    if not isinstance(native, ModuleState):
+        return
+    marked = [spec.name for spec in source.model.params if _is_marked(spec)]
+    method = method_of(native.config) if source.format == "hf" and source.computed is None and to != "peft" else ""
+    stays = to == "hf" and options.dtype is None and not options.masters
+    if stays or not (marked or method):
+        return
+    what = f"{marked[0]} and {len(marked) - 1} more tensors" if marked else f"{CONFIG}"
+    by = f", by {method}" if method else ""
+    raise Unsupported(
+        f"{source.root}: {what} say that the weights are quantized{by}: a stored element is not its value, and would be converted wrongly\n"
+        + _advice(marked)
+    )
+
+
+def _advice(marked: list[str]) -> str:
+    if not marked:
+        return f"If they are plain weights, take {_KEYS[0]} out of {CONFIG}; otherwise take the model as it was before it was quantized."
+    if any(map(_OTHER.fullmatch, marked)):
+        return (
+            "Take the model as it was before it was quantized, or make it plain with the tool that quantized it. "
+            "--to hf without --dtype keeps it as it is."
+        )
+    return "Give --dequantize: elements of fp8 become their values, times their scales. --to hf without --dtype keeps them as they are."
+
+
+def dequantized(source: Source, options: WriteOptions) -> Source:
+    """The source with plain weights, which are computed when they are looked at.
+
+    Args:
+        source: A Hugging Face folder with weights of fp8 and their scales.
+        options: ``dtype``, where another one than the description's is wanted.
+
+    Raises:
+        UsageError: Nothing is quantized.
+        Unsupported: Something else than fp8 with scales is among the tensors.
+        LayoutMismatch: Weights have no scales, or ones of other shapes.
+    """
+    native = source.native
+    if not isinstance(native, ModuleState) or not is_quantized(source.model.params):
+        raise UsageError(f"--dequantize: no weight of {source.root} is quantized\nLeave it out.")
+    return _Dequantizing(source, native, _dtype(native.config, options)).source_of_values()
+
+
+@dataclass
+class _Dequantizing:
+    source: Source
+    native: ModuleState
+    dtype: DType
+    problems: Problems = field(default_factory=Problems)
+
+    def source_of_values(self) -> Source:
+        source, specs = self.source, {spec.name: spec for spec in self.source.model.params}
+        scales = {
+            match[1]: name for name in specs if (match := _SCALE.fullmatch(name)) and not _ACTIVATION.fullmatch(name)
+        }
+        self._refuse_others(specs, scales)
+        made = {
+            name: found
+            for name, scale in scales.items()
+            if (found := self._scaled(specs[name], specs[scale])) is not None
+        }
+        self.problems.raise_if_any()
+        activations = [name for name in specs if _ACTIVATION.fullmatch(name)]
+        gone = {*scales.values(), *activations}
+        kept = [
+            replace(spec, dtype=self.dtype) if name in made else spec
+            for name, spec in specs.items()
+            if name not in gone
+        ]
+        config = without_quantization(self.native.config)
+        native = replace(
+            self.native, config=config, order=tuple(name for name in self.native.order if name not in gone)
+        )
+        self._report(list(made), activations)
+        return replace(
+            source, model=source.model.having(kept), catalog=self._catalog(made, gone), native=native,
+            computed=Computed(source.root, {found.record.file: found for found in made.values()}),
+            carried=None if source.carried is None else _updated(source.carried, config),
+        )  # fmt: skip
+
+    def _refuse_others(self, specs: Mapping[str, ParamSpec], scales: Mapping[str, str]) -> None:
+        others = [name for name in specs if _OTHER.fullmatch(name)]
+        if others:
+            text = f"{others[0]} and {len(others) - 1} more tensors are not fp8 with scales, which is all that --dequantize knows"
+            self.problems.add(Unsupported, f"{self.source.root}: {text}", _advice(others))
+        for name, spec in specs.items():
+            if spec.dtype in _FP8 and name not in scales and name not in others:
+                self.problems.add(
+                    LayoutMismatch, f"{self.source.root}: {name} is {spec.dtype}, but has no scale beside it"
+                )
+        for name, scale in scales.items():
+            if name not in specs:
+                self.problems.add(LayoutMismatch, f"{self.source.root}: {scale} is there, but {name} is not")
+            elif specs[name].dtype not in _FP8 or len(specs[name].global_shape) != 2:
+                text = f"{name} is {specs[name].dtype} {list(specs[name].global_shape)}, expected a matrix of fp8 beside {scale}"
+                self.problems.add(Unsupported, f"{self.source.root}: {text}")
+        self.problems.raise_if_any()
+
+    def _scaled(self, weight: ParamSpec, scale: ParamSpec) -> Scaled | None:
+        entries = [self.source.catalog.get(TensorName(self.source.role, spec.name, PARAM)) for spec in (weight, scale)]
+        block = _block(weight.global_shape, scale.global_shape, self.native.config)
+        if block is None or scale.dtype.name.startswith(("int", "uint")):
+            text = f"{scale.name} is {scale.dtype} {list(scale.global_shape)}, which fits no blocks of {list(weight.global_shape)}"
+            self.problems.add(LayoutMismatch, f"{self.source.root}: {text}")
+            return None
+        stored = [entry for entry in entries if entry is not None]  # a Hugging Face folder stores every tensor it names
+        return Scaled(stored[0], stored[1], block, self.dtype)
+
+    def _catalog(self, made: Mapping[str, Scaled], gone: set[str]) -> FixedCatalog:
+        entries: dict[TensorName, TensorEntry] = {}
+        for name in self.source.catalog:
+            stored = self.source.catalog.get(name)
+            found = made.get(name.param) if name.state == PARAM else None
+            if found is not None:
+                shape = found.weight.global_shape
+                chunk = Chunk(Box.whole(shape), found.record, 0, row_major(shape))
+                entries[name] = TensorEntry(name, shape, self.dtype, (chunk,))
+            elif stored is not None and name.param not in gone:
+                entries[name] = stored
+        return FixedCatalog(entries)
+
+    def _report(self, made: list[str], activations: list[str]) -> None:
+        notes = self.source.notes
+        text = f"{len(made)} weights become fp8 element · scale, computed in fp32 and rounded once to {self.dtype}"
+        notes.add(Fate.CHANGED, f"--dequantize: {text}")
+        notes.add(
+            Fate.LOST, f"the fp8 elements and scales by themselves: they cannot be had back exactly from {self.dtype}"
+        )
+        if activations:
+            notes.add(
+                Fate.LOST,
+                f"{len(activations)} scales of activations, such as {activations[0]}: plain weights have none",
+            )
+
+
+def _block(weight: Shape, scale: Shape, config: Config) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None where the shapes do not fit.
+
+    One scale is the whole matrix's, one for each row is a channel's. Otherwise the blocks are those that the description
+    says, DeepSeek's 128 × 128 (the last ones may be cut off), or what divides the matrix evenly, as transformers has it.
+    """
+    rows, columns = weight
+    if prod(scale) == 1:
+        return rows, columns
+    if scale in ((rows,), (rows, 1)):
+        return 1, columns
+    if len(scale) != 2:
+        return None
+    for high, wide in (*_said_block(config), _BLOCK):
+        if (-(-rows // high), -(-columns // wide)) == scale:
+            return high, wide
+    return None if rows % scale[0] or columns % scale[1] else (rows // scale[0], columns // scale[1])
+
+
+def _said_block(config: Config) -> Iterable[tuple[int, int]]:
+    said = _said(config).get("weight_block_size")
+    if isinstance(said, list) and len(said) == 2 and all(type(number) is int and number > 0 for number in said):
+        yield said[0], said[1]
+
+
+def _said(config: Config) -> Config:
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, Mapping) else {}):
+        for key in _KEYS:
+            found = section.get(key)
+            if isinstance(found, Mapping) and found:
+                return found
+    return {}
+
+
+def _is_marked(spec: ParamSpec) -> bool:
+    return spec.dtype in _FP8 or _SCALE.fullmatch(spec.name) is not None or _OTHER.fullmatch(spec.name) is not None
+
+
+def _dtype(config: Config, options: WriteOptions) -> DType:
+    """What the values are rounded to: what is asked for, otherwise what the model computes in."""
+    if options.dtype is not None:
+        return dtype_of(options.dtype)
+    for said in (config.get("dtype"), config.get("torch_dtype")):
+        try:
+            found = dtype_of(said)
+        except ValueError:
+            continue
+        return found if found not in _FP8 else BFLOAT16
+    return BFLOAT16
+
+
+def _updated(carried: Carried, config: Config) -> Carried:
+    """The files beside the weights, which are not quantized any more."""
+    found = tuple(
+        replace(item, reason=item.reason or Reason.OUTDATED) if item.path in _BESIDE else item for item in carried.found
+    )
+    return replace(carried, found=found, texts={**carried.texts, CONFIG: json.dumps(dict(config), indent=2) + "\n"})

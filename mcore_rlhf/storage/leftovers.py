@@ -1,0 +1,201 @@
+"""Files of a checkpoint's folder that no reader opens: which go along byte for byte, and why the others may not.
+
+There is no list of names that are carried: a tokenizer has other files every year. There is a list of what is *not* carried
+instead, and each file that stays behind has one of its reasons.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from mcore_rlhf.core.account import Reason
+
+from . import regular
+from .checksum import crc32
+from .manifest import FileEntry
+from .paths import storage_error
+from .staging import MANIFEST_NAME
+
+MAX_CARRIED = 64 << 20
+"""Bytes of the largest file that is carried: tokenizers have up to 35 MB, weights seldom less than this."""
+_PIECE_NBYTES = 1 << 20
+MAX_FILES = 10_000
+"""Files that are carried at most: a folder with more is no checkpoint's, but somebody's home."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file that no reader opened.
+
+    Args:
+        path: Relative to the folder, with ``/``.
+        nbytes: Its length; 0 where it is no regular file.
+        reason: Why it stays behind; None where it is carried.
+    """
+
+    path: str
+    nbytes: int
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The files of one folder that belong to a checkpoint and are none of its tensors.
+
+    Args:
+        folder: The folder.
+        found: All of them, and those that stay behind.
+        texts: What takes the place of some, by path.
+    """
+
+    folder: Path
+    found: tuple[Leftover, ...]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Those that go along byte for byte, by path relative to the folder."""
+        there = (item.path for item in self.found if item.reason is None)
+        return {path: self.folder / path for path in there if path not in self.texts}
+
+
+_WEIGHTS = frozenset(
+    {
+        ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data",
+        ".npz", ".npy", ".tflite", ".pdparams", ".nemo", ".ot", ".mlpackage", ".engine", ".metadata",
+    }
+)  # fmt: skip
+"""Endings of files with tensors in them."""
+_NO_WEIGHTS = re.compile(r"(training_args|tokenizer.*|vocab.*)\.bin")
+"""Names with such an ending that hold none. Source: transformers 5.23.0, ``trainer.py`` (``TRAINING_ARGS_NAME``)."""
+_INDEX = re.compile(r".*\.(safetensors|bin|h5|msgpack)\.index(\..+)?\.json")
+_TRAINER = re.compile(
+    r"(optimizer|optim|scheduler|scaler|rng_state|random_states)([_.-].*)?\.(pt|pth|bin|pkl|safetensors)"
+)
+"""Source: transformers 5.23.0, ``trainer.py`` (``OPTIMIZER_NAME``, …); accelerate 1.12, ``utils/constants.py``."""
+_TRAINER_FOLDER = re.compile(r"(optimizer|optim)(_\d+)?")
+_FOREIGN_FOLDERS = frozenset(
+    {".git", ".hg", ".svn", ".dvc", ".cache", ".huggingface", ".locks", "__pycache__", ".ipynb_checkpoints"}
+)
+_FOREIGN_FILES = frozenset({".gitattributes", ".gitignore", ".gitmodules", ".lfsconfig", ".dvcignore", ".DS_Store"})
+
+
+def leftovers(folder: Path, opened: Collection[str]) -> tuple[Leftover, ...]:
+    """Every file of a folder that no reader opened, in order of path; nothing is read of any of them.
+
+    Our own manifest counts as opened: it is about the folder, and is written anew.
+
+    Args:
+        folder: The checkpoint's folder, with all that lies below it. Links to files are followed, those to folders are not.
+        opened: Paths of the files that were opened, relative to the folder, with ``/``.
+    """
+    known, found, carried = {*opened, MANIFEST_NAME}, list[Leftover](), 0
+    for path in sorted(_paths(folder, PurePosixPath())):
+        if path in known:
+            continue
+        reason, nbytes = _judged(folder / path, path)
+        if reason is None and carried == MAX_FILES:
+            reason = Reason.TOO_MANY
+        carried += reason is None
+        found.append(Leftover(path, nbytes, reason))
+    return tuple(found)
+
+
+def reason_of_name(path: str) -> Reason | None:
+    """Why a file of that name stays behind, whatever is in it; None where nothing is to be said against the name.
+
+    Args:
+        path: Relative to the checkpoint's folder, with ``/``.
+    """
+    *folders, name = PurePosixPath(path).parts
+    if not _is_plain(path):
+        return Reason.ODD_NAME
+    if name in _FOREIGN_FILES or not _FOREIGN_FOLDERS.isdisjoint((*folders, name)):
+        return Reason.VERSION_CONTROL
+    if _TRAINER.fullmatch(name) or any(map(_TRAINER_FOLDER.fullmatch, folders)):
+        return Reason.TRAINER
+    ending = PurePosixPath(name).suffix or name  # ``.metadata`` is all ending
+    if _INDEX.fullmatch(name) or (ending in _WEIGHTS and not _NO_WEIGHTS.fullmatch(name)):
+        return Reason.WEIGHTS
+    return None
+
+
+def _paths(folder: Path, inner: PurePosixPath) -> Iterator[str]:
+    """All files below, and folders that are not entered: links, version control, those that cannot be listed."""
+    try:
+        with os.scandir(folder / inner) as entries:
+            listed = list(entries)
+    except OSError:
+        yield str(inner)
+        return
+    for entry in listed:
+        path = inner / entry.name
+        if entry.is_dir(follow_symlinks=False) and entry.name not in _FOREIGN_FOLDERS:
+            yield from _paths(folder, path)
+        else:
+            yield str(path)
+
+
+def _judged(file: Path, path: str) -> tuple[Reason | None, int]:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return Reason.DANGLING, 0
+    except OSError:
+        return Reason.UNREADABLE, 0
+    if stat.S_ISDIR(found.st_mode):
+        return _of_folder(file), 0
+    if not stat.S_ISREG(found.st_mode):
+        return Reason.NOT_REGULAR, 0
+    reason = reason_of_name(path) or (Reason.TOO_LARGE if found.st_size > MAX_CARRIED else None)
+    if reason is None and not os.access(file, os.R_OK):
+        reason = Reason.UNREADABLE
+    return reason, found.st_size
+
+
+def _of_folder(path: Path) -> Reason:
+    """Why a folder was not entered."""
+    if path.name in _FOREIGN_FOLDERS:
+        return Reason.VERSION_CONTROL
+    return Reason.LINKED_FOLDER if path.is_symlink() else Reason.UNREADABLE
+
+
+def _is_plain(path: str) -> bool:
+    """Whether it can be written anywhere, and stand in a manifest and a message."""
+    return path.isprintable() and "\\" not in path  # bytes that are no UTF-8 are not printable, either
+
+
+def carry(file: Path, target: Path) -> FileEntry:
+    """Copy a file, with the folders above it.
+
+    Args:
+        file: A regular file, or a link to one.
+        target: What it becomes; must not exist.
+
+    Returns:
+        What was written.
+
+    Raises:
+        StorageError: It cannot be read, is no regular file any more, or cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with regular.opened(file) as there, target.open("xb") as here:
+            return _copied(there, here)
+    except OSError as error:
+        raise storage_error(error, target, f"copy {file} to it") from error
+
+
+def _copied(there: FileIO, here: BinaryIO) -> FileEntry:
+    nbytes, crc = 0, 0
+    while piece := there.read(_PIECE_NBYTES):
+        here.write(piece)
+        nbytes, crc = nbytes + len(piece), crc32(memoryview(piece), crc)
+    return FileEntry(nbytes, crc)

@@ -1,0 +1,101 @@
+"""Until stores are supported, a URL is refused wherever a path is expected, and no folder called ``s3:`` appears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rlhf import CheckpointManager, ConvertOptions, WriteOptions, convert_checkpoint, open_checkpoint
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.adopt import adopt
+from mcore_rlhf.manager.config import load_run_config, parse_resume
+from mcore_rlhf.manager.resume import Resume
+from mcore_rlhf.manager.whole_step import whole_step
+from mcore_rlhf.verify.checkpoint import verify
+
+from .conftest import Cli
+
+URL = "s3://bucket/run"
+COMMANDS: tuple[list[object], ...] = (
+    ["inspect", URL],
+    ["verify", URL],
+    ["diff", URL, "TP1"],
+    ["diff", "TP1", URL],
+    ["plan", URL],
+    ["convert", URL, "out"],
+    ["convert", "TP1", URL],
+    ["convert", "TP1", "gs://bucket/out", "--to", "universal"],
+    ["plan", "TP1", "--to", "hf", "--tokenizer", "hf://org/model"],
+    ["plan", "TP1", "--to", "hf", "--reference-config", "hf://org/model"],
+    ["steps", URL],
+    ["prune", URL, "--keep-last", 1],
+    ["interval", "--root", URL],
+    ["adopt", f"{URL}/global_step_1"],
+    ["resume-check", "--environment", "--dir", URL, "--", "true"],
+    ["resume-check", "--compare", URL, "TP1"],
+    ["resume-check", "--make-control", "TP1", URL],
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, in which nothing may appear."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(map(str, command)))
+def test_every_command_refuses_urls(cli: Cli, tp1: Path, here: Path, command: list[object]) -> None:
+    outcome = cli(*(tp1 if word == "TP1" else word for word in command))
+    assert (outcome.code, "is a URL" in outcome.stderr) == (2, True), outcome
+    assert not any(here.iterdir())
+
+
+@pytest.mark.parametrize("key", ["source", "target", "tokenizer"])
+def test_jobs_in_yaml_refuse_urls(cli: Cli, tp1: Path, here: Path, key: str) -> None:
+    job = {"to": "hf", "source": str(tp1), "target": "out", key: URL}
+    (here / "job.yaml").write_text("".join(f"{name}: {value}\n" for name, value in job.items()))
+    outcome = cli("convert", "--config", here / "job.yaml")
+    assert (outcome.code, "is a URL" in outcome.stderr) == (2, True), outcome
+    assert sorted(path.name for path in here.iterdir()) == ["job.yaml"]
+
+
+def _config(output_dir: str) -> object:
+    return load_run_config({"runner": {"output_dir": output_dir}})
+
+
+CALLS: dict[str, Callable[[Path, Path], object]] = {
+    "open": lambda url, there: open_checkpoint(url, ReadOptions()),
+    "source": lambda url, there: convert_checkpoint(url, Path("out"), ConvertOptions()),
+    "target": lambda url, there: convert_checkpoint(there, url, ConvertOptions()),
+    "universal": lambda url, there: convert_checkpoint(there, url, ConvertOptions(to="universal")),
+    "tokenizer": lambda url, there: WriteOptions(tokenizer=str(url)),
+    "verify": lambda url, there: verify(url, ReadOptions()),
+    "step": lambda url, there: whole_step(url),
+    "steps": lambda url, there: steps.listed(url),
+    "adopt": lambda url, there: adopt(url / "global_step_1"),
+    "manager": lambda url, there: CheckpointManager(url, torch.nn.Linear(1, 1)),
+    "resume": lambda url, there: Resume.parse(url),
+    "resume in YAML": lambda url, there: parse_resume(str(url)),
+    "config": lambda url, there: _config(str(url)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_python_refuses_urls_even_as_paths(tp1: Path, here: Path, call: Callable[[Path, Path], object]) -> None:
+    with pytest.raises(UsageError, match="is a URL"):
+        call(Path(URL), tp1)
+    assert not any(here.iterdir())
+
+
+def test_datasets_may_lie_anywhere() -> None:
+    """They are read by the run's own code."""
+    with pytest.raises(UsageError) as missing:
+        load_run_config({"data": {"train_data_paths": "s3://bucket/prompts.jsonl"}})
+    assert "is missing" in str(missing.value)
+    assert "is a URL" not in str(missing.value)

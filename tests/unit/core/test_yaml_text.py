@@ -1,0 +1,34 @@
+"""YAML that would recurse for ever or stand for billions of values is refused before it is loaded."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from mcore_rlhf.core.yaml_text import MAX_DEPTH, check_yaml
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 10)}]\n" for n in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("rules: " + "[" * 20_000, "levels deep"), ("[" * 20_000 + "]" * 20_000, "levels deep"),
+        ("{a: " * 20_000, "levels deep"), ("- " * 20_000 + "a", "levels deep"), (BOMB, "aliases"),
+        ("a: &a [*a, *b]", None),
+    ],
+)  # fmt: skip
+def test_what_costs_too_much_is_refused(text: str, why: str | None) -> None:
+    if why is None:
+        check_yaml(text)
+        return
+    with pytest.raises(yaml.YAMLError, match=why):
+        check_yaml(text)
+
+
+def test_honest_files_pass() -> None:
+    check_yaml("base: &base {lr: 1.0e-5}\nactor:\n  <<: *base\n  layers: [1, 2, {x: y}]\n")
+    check_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    check_yaml("")

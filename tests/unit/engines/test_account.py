@@ -1,0 +1,177 @@
+"""The live account: what is alive is counted from the objects themselves, and what no file has is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rlhf.engines.account import HeldTensor, RankAccount, account_of, as_json, compare
+from mcore_rlhf.engines.base import LiveFile, LiveState, Segment
+from mcore_rlhf.engines.inventory import Alive, Memory, makes_its_state, of_module, of_optimizer
+from mcore_rlhf.engines.live import LiveTree
+from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.errors import Incomplete, Problems, Unsupported
+from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.steps import read_manifest
+
+OPTIONS = ManagerOptions(asynchronous=False, fsync=False, catch_signals=False)
+
+
+def held(
+    name: str, *, here: bool = True, among: str | None = None, state: str = "exp_avg", nbytes: int = 8
+) -> HeldTensor:
+    return HeldTensor(name, state, "float32 (2,)", nbytes, here, among)
+
+
+def accounts(*ranks: list[HeldTensor]) -> list[RankAccount]:
+    problems = Problems()
+    found = [account_of(rank, "actor", problems) for rank in ranks]
+    problems.raise_if_any()
+    return found
+
+
+def test_what_several_ranks_hold_alike_counts_once() -> None:
+    ranks = accounts(
+        [held("a", among="all"), held("b", among="all"), held("shard 0", state="master")],
+        [held("b", among="all", here=False), held("a", among="all", here=False), held("shard 1", state="master")],
+    )
+    problems = Problems()
+    total = compare(ranks, "actor", problems)
+    assert not problems
+    assert as_json(total) == {"tensors": 4, "bytes": 32, "states": {"exp_avg": [2, 16], "master": [2, 16]}}
+
+
+@pytest.mark.parametrize(("other", "told"), [
+    ([held("a", among="all", here=False)], r"rank 1 holds 1 × exp_avg .*rank 0 writes 2 × exp_avg"),
+    ([held("a", among="all", here=False), held("c", among="all", here=False)], "rank 1 holds 2 × exp_avg"),
+    ([held("a", among="none", here=False)], "no rank writes it"),
+])  # fmt: skip
+def test_a_copy_of_what_nobody_writes_is_told(other: list[HeldTensor], told: str) -> None:
+    ranks = accounts([held("a", among="all"), held("b", among="all")], other)
+    problems = Problems()
+    compare(ranks, "actor", problems)
+    with pytest.raises(Incomplete, match=told):
+        problems.raise_if_any()
+
+
+@pytest.mark.parametrize("among", [None, "all"])
+def test_what_a_rank_alone_has_and_does_not_write_is_named(among: str | None) -> None:
+    with pytest.raises(Unsupported, match="exp_avg of lost"):
+        accounts([held("a", among=among), held("lost", here=False, among=among)])
+
+
+def test_memory_is_what_segments_and_trees_are_made_of() -> None:
+    big, small, other = torch.zeros(40_000), torch.zeros(6), torch.zeros(6)
+    tree = LiveTree("f.pt")
+    tree.placed({"big": big[:10], "small": small.view(2, 3).T})
+    memory = Memory.of(
+        [LiveFile("f.pt", (0,), [*tree.segments, Segment("x", 0, other[:3]), Segment("y", 0, other[3:5])])], [tree]
+    )
+    assert memory.has(big)
+    assert memory.has(small)
+    assert memory.has(other[1:5]), "two segments that touch"
+    assert not memory.has(other)
+    assert not memory.has(torch.zeros(6))
+    assert memory.has(torch.zeros(0))
+
+
+def test_a_module_is_counted_each_tensor_once() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    module[0].register_buffer("transient", torch.ones(1), persistent=False)
+    module.append(module[0])
+    names = [(alive.name, alive.state) for alive in of_module(module, "model.")]
+    assert names == [
+        ("model.0.weight", "param"), ("model.0.bias", "param"), ("model.1.weight", "param"), ("model.1.bias", "param"),
+        ("model.1.running_mean", "buffer"), ("model.1.running_var", "buffer"), ("model.1.num_batches_tracked", "buffer"),
+    ]  # fmt: skip
+    assert not makes_its_state(module)
+
+
+def test_states_at_any_depth_are_counted_and_objects_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param] = {"factors": [torch.ones(2), {"q": torch.ones(3)}], "step": 3}
+    found = list(of_optimizer(optimizer, lambda held: "w"))
+    assert [(one.name, one.state) for one in found] == [("w", "factors[0]"), ("w", "factors[1].q")]
+    optimizer.state[param]["quantized"] = object()
+    with pytest.raises(Unsupported, match="SGD: quantized of w is a object"):
+        list(of_optimizer(optimizer, lambda held: "w"))
+
+
+class Forgetful(TorchEngine):
+    """An engine that does not know a state of its optimizer."""
+
+    def _parts(self) -> dict[str, object]:
+        parts = super()._parts()
+        state: Any = parts["optimizer"]
+        kept = {number: {"exp_avg": one["exp_avg"]} for number, one in state["state"].items()}
+        return {**parts, "optimizer": {**state, "state": kept}}
+
+
+def stepped(kind: type[TorchEngine]) -> TorchEngine:
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return kind(module, optimizer)
+
+
+def test_a_step_that_lacks_a_state_is_not_committed(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, stepped(Forgetful), options=OPTIONS) as manager:
+        with pytest.raises(Unsupported, match=r"not 4 of its live tensors .*exp_avg_sq of weight"):
+            manager.save(1)
+        assert not list(tmp_path.glob("global_step_*"))
+
+
+def test_the_manifest_says_how_much_is_alive(tmp_path: Path) -> None:
+    with CheckpointManager(
+        tmp_path, {"actor": stepped(TorchEngine), "reward": torch.nn.Linear(1, 1)}, options=OPTIONS
+    ) as manager:
+        manager.save(1)
+    live = read_manifest(tmp_path / "global_step_1").report["live"]
+    assert live["actor"]["states"] == {"exp_avg": [2, 32], "exp_avg_sq": [2, 32], "param": [2, 32], "step": [2, 8]}
+    assert live["reward"] == {"tensors": 2, "bytes": 8, "states": {"param": [2, 8]}}
+
+
+class Lion(torch.optim.SGD):
+    """Somebody's optimizer."""
+
+
+def test_what_is_not_known_is_said_when_the_engine_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    TorchEngine(model, torch.optim.SGD(model.parameters()))
+    assert not caplog.records
+    TorchEngine(model, Lion([*model.parameters(), other.weight]))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert "Lion is not known" in texts[0]
+    assert "trains 1 tensors that are not the model's (the first: (3, 3))" in texts[1]
+
+
+class Uncounted:
+    """Somebody's engine that does not count."""
+
+    def __init__(self) -> None:
+        self.engine = TorchEngine(torch.nn.Linear(1, 1))
+        self.ranks, self.layout, self.prepare_load = (0,), "DP1", self.engine.prepare_load
+
+    def live(self, step: int) -> LiveState:
+        state = self.engine.live(step)
+        return LiveState(state.format, state.parallel, state.files)
+
+
+def test_an_engine_that_does_not_count_can_be_saved(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, {"actor": Uncounted()}, options=OPTIONS) as manager:  # type: ignore[dict-item]
+        manager.save(1)
+    assert read_manifest(tmp_path / "global_step_1").report["live"] == {}
+
+
+def test_a_lazy_account_is_one_pass() -> None:
+    def alive() -> Iterator[Alive]:
+        yield Alive("w", "param", torch.zeros(2))
+
+    assert [one.here for one in Memory().held(alive())] == [False]

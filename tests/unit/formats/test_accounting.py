@@ -1,0 +1,41 @@
+"""Tensors in the account: what is said of an optimizer, and masters, excuse nothing that they have no part in."""
+
+from __future__ import annotations
+
+from mcore_rlhf.core.account import Fate, Item, Kind, Said
+from mcore_rlhf.core.catalog import FixedCatalog, TensorEntry, Traced
+from mcore_rlhf.core.dtype import FLOAT32
+from mcore_rlhf.core.names import EXP_AVG, MASTER, PARAM, TensorName
+from mcore_rlhf.formats.accounting import tensors_of
+
+TRAINED, FROZEN = "layers.0.weight", "embed.weight"
+
+
+def traced(*planned: tuple[str, str]) -> Traced:
+    """Two parameters, of which one is trained, and a plan of some of their tensors."""
+    stored = [(TRAINED, PARAM), (TRAINED, MASTER), (TRAINED, EXP_AVG), (FROZEN, PARAM)]
+    names = [TensorName("actor", param, state) for param, state in stored]
+    found = Traced(FixedCatalog({name: TensorEntry(name, (4,), FLOAT32, ()) for name in names}))
+    with found:
+        entries = [found.get(TensorName("actor", *name)) for name in planned]
+    found.plan([entry for entry in entries if entry is not None])
+    return found
+
+
+def test_a_parameter_is_rounded_from_a_master_that_is_kept() -> None:
+    told = tensors_of(traced((TRAINED, MASTER), (TRAINED, EXP_AVG), (FROZEN, PARAM)), {})
+    said = told[Item(Kind.TENSOR, PARAM)]
+    assert said is not None
+    assert said.fate is Fate.DERIVED
+
+
+def test_a_frozen_parameter_has_no_master_to_be_rounded_from() -> None:
+    told = tensors_of(traced((TRAINED, MASTER), (TRAINED, EXP_AVG)), {})
+    assert told[Item(Kind.TENSOR, f"{FROZEN} (param)")] is None
+
+
+def test_an_optimizer_that_is_lost_does_not_excuse_a_parameter() -> None:
+    lost = {Item(Kind.TENSOR): Said(Fate.LOST, "the optimizer")}
+    told = tensors_of(traced((TRAINED, PARAM)), lost)
+    assert told[Item(Kind.TENSOR, EXP_AVG)] == lost[Item(Kind.TENSOR)]
+    assert told[Item(Kind.TENSOR, f"{FROZEN} (param)")] is None

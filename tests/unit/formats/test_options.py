@@ -1,0 +1,128 @@
+"""The table of options against everything that is made of it: the formats, the library's options, the pages."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.cli.job import make_job
+from mcore_rlhf.convert import ConvertOptions, prepare
+from mcore_rlhf.errors import NotACheckpoint, UsageError
+from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.formats.options import EVERY, OPTIONS, Option
+from mcore_rlhf.formats.registry import FORMATS
+
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+INTERNAL = {"read.optimizer", "run.read", "run.write"}
+"""Fields that follow from others."""
+SAMPLES: dict[str, Any] = {
+    "to": "hf", "dtype": "bf16", "optimizer": "plain", "rng": "drop", "transformer_impl": "local", "pipeline_layout": "3,5",
+    "eos_token_ids": (1, 2), "stub": ("a.B",), "ignore_field": ("a",), "max_memory": 1 << 20, "rules": None,
+}  # fmt: skip
+
+
+def sample(row: Option) -> Any:
+    """A value that is not the default, as the library takes it."""
+    if row.name in SAMPLES:
+        return SAMPLES[row.name]
+    return (
+        True
+        if row.kind.word is bool
+        else 2
+        if row.kind.least is not None
+        else 3
+        if row.kind.metavar == "SIZE"
+        else "text"
+    )
+
+
+def refused() -> Iterator[Any]:
+    """Every option with every target for which it means nothing."""
+    for row in OPTIONS:
+        for to in EVERY:
+            if to not in row.targets:
+                yield pytest.param(row, to, id=f"{row.name}-{to}")
+
+
+def test_the_formats_are_those_of_the_registry() -> None:
+    assert sorted(EVERY) == sorted(known.name for known in FORMATS)
+    assert set().union(*(row.targets for row in OPTIONS)) == set(EVERY)
+
+
+def test_every_field_of_the_library_has_one_row() -> None:
+    kinds = {"read": ReadOptions, "write": WriteOptions, "run": ConvertOptions}
+    known = {f"{section}.{field.name}" for section, kind in kinds.items() for field in fields(kind)}  # type: ignore[arg-type]
+    counts = Counter(place for row in OPTIONS for place in row.at)
+    assert set(counts) == (known - INTERNAL) | {"job.verify", "job.newest_intact"}
+    assert max(counts.values()) == 1
+    assert max(Counter(row.name for row in OPTIONS).values()) == 1
+
+
+@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: row.name)
+def test_a_value_that_was_read_is_read_as_itself(row: Option) -> None:
+    if row.name != "rules":
+        assert row.kind.read(row.kind.read(sample(row))) == sample(row)
+
+
+@pytest.mark.parametrize(("row", "to"), list(refused()))
+def test_python_refuses_what_the_command_line_refuses(row: Option, to: str) -> None:
+    """Before anything is opened: there is no such source."""
+    (place,) = row.at
+    write = WriteOptions(**{place.removeprefix("write."): sample(row)})
+    meant = " or ".join(f"--to {name}" for name in row.targets)
+    with pytest.raises(UsageError) as error:
+        prepare(Path("nowhere"), ConvertOptions(to=to, write=write))
+    assert str(error.value).startswith(f"{row.flag}: means nothing with --to {to}; it is for {meant}\n")
+    if row.commands:
+        with pytest.raises(UsageError) as said:
+            make_job({"to": to, row.name: sample(row)})
+        assert str(said.value) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (ConvertOptions(write=WriteOptions(tp=0, rng="keeep")), "- --rng: should be 'keep', 'derive' or 'drop', found 'keeep'"),
+        (ConvertOptions(write=WriteOptions(zero_stage=4), to="deepspeed"), "--zero-stage: should be less than or equal to 3"),
+        (ConvertOptions(write=WriteOptions(dtype="int8")), "--dtype: should be a floating-point type, found 'int8'"),
+        (ConvertOptions(read=ReadOptions(step=-1)), "--step: should be greater than or equal to 0, found -1"),
+        (ConvertOptions(workers=0), "--workers: should be greater than or equal to 1, found 0"),
+        (ConvertOptions(fsync=3), "--no-fsync: should be true or false, found 3"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_python_refuses_impossible_values(options: ConvertOptions, text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        prepare(Path("nowhere"), options)
+    assert text in str(error.value)
+    with pytest.raises(NotACheckpoint, match="nowhere"):  # with the defaults, it gets as far as the source
+        prepare(Path("nowhere"), replace(ConvertOptions(), to=options.to))
+
+
+def test_the_page_has_every_option() -> None:
+    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `--")]
+    said = {flag for cell in cells for flag in re.findall(r"`(--[a-z-]+)", cell)}
+    known = {row.flag for row in OPTIONS if row.commands}
+    prose = {"--to", "--role", "--step", "--rules", "--stub", "--strict"}
+    assert known - said <= prose
+    assert all(f"`{flag}" in PAGE for flag in known)
+    assert said <= known
+
+
+def test_the_page_says_for_which_targets_an_option_is() -> None:
+    section = PAGE.partition("## Which option is for which target\n")[2].partition("\n## ")[0]
+    head, _, *lines = [line for line in section.splitlines() if line.startswith("|")]
+    columns = [cell.strip() for cell in head.strip("|").split("|")][1:]
+    written = {}
+    for line in lines:
+        flags, *marks = [cell.strip() for cell in line.strip("|").split("|")]
+        targets = {
+            name for column, mark in zip(columns, marks, strict=True) if mark for name in re.findall(r"[a-z-]+", column)
+        }
+        written |= dict.fromkeys(re.findall(r"--[a-z-]+", flags), targets)
+    assert written == {row.flag: set(row.targets) for row in OPTIONS if row.commands and row.targets != EVERY}

@@ -1,0 +1,120 @@
+"""Files that no reader opens: each is carried, or stays behind for one reason of a closed list."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.errors import StorageError
+from mcore_rlhf.storage.leftovers import MAX_CARRIED, Reason, carry, leftovers
+from mcore_rlhf.storage.manifest import crc_of_file
+
+CARRIED = (
+    "tokenizer.json", "tiktoken.model", "tekken.json", "tokenizer.model.v3", "sentencepiece.model", "chat_templates/tool.jinja",
+    "video_preprocessor_config.json", "tokenization_own.py", "configuration_own.py", "modeling_own.py", "README.md", "LICENSE",
+    "training_args.bin", "trainer_state.json", "original/params.json", "a b/ü.txt", "vocab.bpe", "params.json", ".env.example",
+)  # fmt: skip
+BEHIND = {
+    "consolidated.safetensors": Reason.WEIGHTS,
+    "pytorch_model.bin": Reason.WEIGHTS,
+    "pytorch_model.bin.index.json": Reason.WEIGHTS,
+    "model.safetensors.index.fp32.json": Reason.WEIGHTS,
+    "original/consolidated.00.pth": Reason.WEIGHTS,
+    "model-q4.gguf": Reason.WEIGHTS,
+    "dcp/.metadata": Reason.WEIGHTS,
+    "dcp/__0_0.distcp": Reason.WEIGHTS,
+    "optimizer.pt": Reason.TRAINER,
+    "scheduler.pt": Reason.TRAINER,
+    "checkpoint-5/rng_state_0.pth": Reason.TRAINER,
+    "optimizer/state.json": Reason.TRAINER,
+    "optimizer_0/part.json": Reason.TRAINER,
+    ".gitattributes": Reason.VERSION_CONTROL,
+    "back\\slash": Reason.ODD_NAME,
+    "bell\x07": Reason.ODD_NAME,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    for name in (*CARRIED, *BEHIND, "model.safetensors", "config.json", "mcore_rlhf.json"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return folder
+
+
+def reasons(folder: Path, *opened: str) -> dict[str, Reason | None]:
+    return {item.path: item.reason for item in leftovers(folder, opened)}
+
+
+def test_everything_that_nobody_opened_is_in_it_once(folder: Path) -> None:
+    found = leftovers(folder, {"model.safetensors", "config.json"})
+    assert [item.path for item in found] == sorted({*CARRIED, *BEHIND})
+    assert {item.path: item.reason for item in found} == {**dict.fromkeys(CARRIED), **BEHIND}
+    assert all(item.nbytes == len(item.path.encode()) for item in found)
+
+
+def test_version_control_is_not_entered(folder: Path) -> None:
+    (folder / ".git" / "objects").mkdir(parents=True)
+    (folder / ".git" / "objects" / "pack").write_text("")
+    (folder / "code" / "__pycache__").mkdir(parents=True)
+    (folder / "code" / "__pycache__" / "x.pyc").write_text("")
+    found = reasons(folder)
+    assert (found[".git"], found["code/__pycache__"]) == (Reason.VERSION_CONTROL, Reason.VERSION_CONTROL)
+    assert not any("/objects" in name or name.endswith(".pyc") for name in found)
+
+
+def test_a_large_file_stays_behind(folder: Path) -> None:
+    for name, nbytes in (("fits.json", MAX_CARRIED), ("large.json", MAX_CARRIED + 1)):
+        with (folder / name).open("wb") as file:
+            file.truncate(nbytes)
+    found = reasons(folder)
+    assert (found["fits.json"], found["large.json"]) == (None, Reason.TOO_LARGE)
+
+
+def test_links_to_files_are_followed_and_nothing_else_is(folder: Path, tmp_path: Path) -> None:
+    """Hugging Face's cache is all links: ``snapshots/<revision>/config.json`` to ``blobs/<hash>``."""
+    (tmp_path / "blob").write_text("content")
+    (folder / "linked.json").symlink_to(tmp_path / "blob")
+    (folder / "dangling.json").symlink_to(tmp_path / "nothing")
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "zero").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe.json")
+    found = reasons(folder)
+    assert found["linked.json"] is None
+    assert next(item.nbytes for item in leftovers(folder, ()) if item.path == "linked.json") == 7
+    assert found["dangling.json"] == Reason.DANGLING
+    assert found["up"] == Reason.LINKED_FOLDER
+    assert found["zero"] == found["pipe.json"] == Reason.NOT_REGULAR
+
+
+def test_a_name_that_is_no_text(folder: Path) -> None:
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.json")).write_text("")
+    assert Reason.ODD_NAME in {reason for name, reason in reasons(folder).items() if not name.isprintable()}
+
+
+def test_a_home_folder_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_rlhf.storage.leftovers.MAX_FILES", 2)
+    for name in "abc":
+        (tmp_path / name).write_text("")
+    assert reasons(tmp_path) == {"a": None, "b": None, "c": Reason.TOO_MANY}
+
+
+def test_carrying_is_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    (folder / "tokenizer.json").write_bytes(content)
+    entry = carry(folder / "tokenizer.json", tmp_path / "out" / "deep" / "tokenizer.json")
+    written = tmp_path / "out" / "deep" / "tokenizer.json"
+    assert written.read_bytes() == content
+    assert (entry.nbytes, entry.crc32) == (len(content), crc_of_file(written))
+
+
+def test_a_file_that_became_a_pipe_does_not_hang(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(StorageError, match="a regular file was expected"):
+        carry(folder / "pipe", tmp_path / "out" / "pipe")
+    with pytest.raises(StorageError, match=r"missing.*cannot copy|cannot copy.*missing"):
+        carry(folder / "missing", tmp_path / "out" / "missing")
