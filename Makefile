@@ -5,6 +5,8 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+# As many tests at a time as there are cores, four at most; tests that share resident processes or conversions stay together.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup_venv.sh
 
 .DEFAULT_GOAL := help
@@ -23,13 +25,13 @@ demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on th
 	$(BIN)/mcore-rlhf demo $(ARGS)
 
 test: setup  ## All tests that need neither a GPU nor a long time
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 
 test-unit: setup  ## The pure parts only, in seconds
-	$(BIN)/python -m pytest -m 'not slow and not gpu' tests/unit tests/contract $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu' tests/unit tests/contract $(ARGS)
 
 test-all: setup  ## All tests; those that need a GPU are skipped where there is none
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: setup  ## Lint, format and types
 	$(BIN)/ruff check

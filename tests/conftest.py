@@ -14,6 +14,8 @@ settings.load_profile("default")
 
 TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
+POOLS = {"pool", "lab", "zoo"}
+"""Fixtures of a whole session that cost more than what runs on them."""
 SEED = pytest.StashKey[int]()
 
 
@@ -22,8 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    given = config.getoption("--seed")
-    config.stash[SEED] = random.SystemRandom().getrandbits(32) if given is None else given
+    if config.getoption("--seed") is None:  # set as an option, which the worker processes are given
+        config.option.seed = random.SystemRandom().getrandbits(32)
+    config.stash[SEED] = config.getoption("--seed")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -31,11 +34,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test in ``tests/gpu`` and ``tests/reference`` by its folder's name."""
+    """Mark every test in ``tests/gpu`` and ``tests/reference`` by its folder's name, and keep together what shares a fixture.
+
+    Tests run in several processes. A file's tests share its conversions; those with a pool of resident workers share that.
+    """
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
+        pooled = isinstance(item, pytest.Function) and not POOLS.isdisjoint(item.fixturenames)
+        item.add_marker(pytest.mark.xdist_group(folder if pooled else str(item.path)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -48,7 +56,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed of this test's own, derived from the run's printed seed."""
-    return random.Random(f"{request.config.stash[SEED]}:{request.node.nodeid}").getrandbits(32)
+    where = request.path.relative_to(TESTS).as_posix()
+    return random.Random(f"{request.config.stash[SEED]}:{where}:{request.node.name}").getrandbits(32)
 
 
 @pytest.fixture
