@@ -17,6 +17,7 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.box import Box, Shape
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.formats.base import Source, WriteOptions
 from mcore_rlhf.formats.crossing.reference_config import read_config
@@ -29,7 +30,6 @@ from mcore_rlhf.formats.peft.names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, P
 from mcore_rlhf.formats.renaming import renamed
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
-from mcore_rlhf.models.huggingface.correspondence import Share
 from mcore_rlhf.models.huggingface.expand import Filled, filled
 from mcore_rlhf.models.huggingface.relation import spelling_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec

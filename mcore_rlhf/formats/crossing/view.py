@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog, Chunk, TensorEntry
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.layouts.padding import with_rows
-from mcore_rlhf.models.huggingface.correspondence import Share, Shares
+from mcore_rlhf.core.views import Share, Shares, with_rows
 
 
 @dataclass(slots=True)

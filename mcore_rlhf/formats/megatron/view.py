@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.layouts.padding import with_rows
+from mcore_rlhf.core.views import with_rows
 from mcore_rlhf.models.spec import ModelSpec
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems
 
-from .correspondence import Link, Share, shares_of_huggingface, shares_of_others
+from .correspondence import Link, shares_of_huggingface, shares_of_others
 from .kinds import EXPERT, LAYER
 from .table import Packed
 

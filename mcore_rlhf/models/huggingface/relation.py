@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 
 from . import ARCHITECTURES
-from .correspondence import Link, Share, shares_of_huggingface, shares_of_others
+from .correspondence import Link, shares_of_huggingface, shares_of_others
 from .expand import Filled, filled, in_order
 from .kinds import GROUPED, LOCAL, MTP_LAYER, MTP_MODEL_LAYER, SEQUENTIAL, STACKED, TRANSFORMER_ENGINE
 from .sizes import Sizes

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.models.huggingface import ARCHITECTURES
 from mcore_rlhf.models.huggingface.config import (
@@ -24,7 +25,6 @@ from mcore_rlhf.models.huggingface.config import (
     sizes_of_args,
     sizes_of_config,
 )
-from mcore_rlhf.models.huggingface.correspondence import Share
 from mcore_rlhf.models.huggingface.expand import filled
 from mcore_rlhf.models.huggingface.kinds import GROUPED, LOCAL, MTP_MODEL_LAYER, SEQUENTIAL, STACKED, TRANSFORMER_ENGINE
 from mcore_rlhf.models.huggingface.packing import Packing, from_files, from_modules

@@ -1,0 +1,322 @@
+"""The law of each view: what it answers, told from what lies below by doing to whole arrays what it does to chunks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mcore_rlhf.core.box import Box
+from mcore_rlhf.core.catalog import Catalog, FixedCatalog, TensorEntry
+from mcore_rlhf.core.dtype import FLOAT32, dtype_of
+from mcore_rlhf.core.names import EXP_AVG, MASTER, PARAM, TensorName
+from mcore_rlhf.core.plan import check_tiles
+from mcore_rlhf.core.views import (
+    EITHER,
+    FROM_MASTERS,
+    Below,
+    Cast,
+    Joined,
+    OfStates,
+    Recut,
+    Remembered,
+    Renamed,
+    Rows,
+    Share,
+    StateOrder,
+    with_rows,
+)
+from tests.unit.core.layouts import INT32, cut, random_tensor, stored, view
+
+ROLE = "actor"
+BF16 = dtype_of("bfloat16")
+STATES = (PARAM, MASTER, EXP_AVG)
+randoms = st.randoms(use_true_random=False)
+
+
+@dataclass
+class Known:
+    """A small catalogue, and the arrays that it describes."""
+
+    arrays: dict[TensorName, np.ndarray] = field(default_factory=dict)
+    contents: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    entries: dict[TensorName, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def catalog(self) -> FixedCatalog:
+        return FixedCatalog(self.entries)
+
+    def add(self, rng: random.Random, name: TensorName, tensor: np.ndarray) -> None:
+        made = stored(rng, tensor, f"file {len(self.entries)}", rng.randrange(1, 5), transposed=True)
+        self.arrays[name] = tensor
+        self.entries[name] = replace(made.entry, name=name)
+        self.contents.update({(f"file {len(self.entries) - 1}", key): data for key, data in made.contents.items()})
+
+    def read(self, entry: TensorEntry | None) -> np.ndarray:
+        assert entry is not None
+        got = np.full(entry.global_shape, -2, np.int32)
+        for chunk in entry.primary():
+            box = chunk.box.intersect(Box.whole(entry.global_shape))
+            if box is not None:
+                part = chunk.narrow(box)
+                to = tuple(slice(a, b) for a, b in zip(box.offset, box.stop, strict=True))
+                data = self.contents[chunk.record.file.removeprefix("up/"), chunk.record.key]
+                got[to] = view(data, part.start, box.shape, part.strides)
+        return got
+
+
+def known(rng: random.Random, params: str = "abcd") -> Known:
+    """Some parameters, each in some states: every state of a parameter has its shape."""
+    made = Known()
+    for param in params:
+        shape = random_tensor(rng).shape
+        for state in STATES:
+            if rng.random() < 0.7:
+                made.add(
+                    rng,
+                    TensorName(ROLE, param, state),
+                    rng.randrange(99) + np.arange(np.prod(shape), dtype=np.int32).reshape(shape),
+                )
+    return made
+
+
+def keeps_the_law(catalog: Catalog) -> None:
+    """Of every catalogue: it has what it says, under the name that it says, and is as long as it says."""
+    names = list(catalog)
+    assert len(catalog) == len(names) == len(set(names))
+    for name in names:
+        entry = catalog.get(name)
+        assert entry is not None
+        assert entry.name == name
+    assert catalog.get(TensorName("critic", "a")) is None
+    assert catalog.get(TensorName(ROLE, "nowhere")) is None
+
+
+@settings(max_examples=50)
+@given(randoms)
+def test_renamed(rng: random.Random) -> None:
+    below = known(rng)
+    names = {new: rng.choice("abcd") for new in ("x", "y", "z", "a") if rng.random() < 0.8}
+    seen = Renamed(below.catalog, ROLE, names)
+    keeps_the_law(seen)
+    expected = {
+        TensorName(ROLE, new, state)
+        for new, old in names.items()
+        for state in STATES
+        if (ROLE, old, state) in below.arrays
+    }
+    assert set(seen) == expected
+    for name in seen:
+        np.testing.assert_array_equal(below.read(seen.get(name)), below.arrays[name._replace(param=names[name.param])])
+    assert names.keys() >= {"b"} or seen.get(TensorName(ROLE, "b")) is None
+
+
+def test_renaming_there_and_back_is_nothing(rng: random.Random) -> None:
+    below = known(rng)
+    back = Renamed(
+        Renamed(below.catalog, ROLE, dict(zip("wxyz", "abcd", strict=True))),
+        ROLE,
+        dict(zip("abcd", "wxyz", strict=True)),
+    )
+    assert {name: back.get(name) for name in back} == below.entries
+
+
+@settings(max_examples=50)
+@given(randoms, st.integers(1, 12))
+def test_rows(rng: random.Random, rows: int) -> None:
+    below = known(rng)
+    seen = Rows(below.catalog, {"a": rows, "b": rows})
+    keeps_the_law(seen)
+    for name, array in below.arrays.items():
+        expected = array
+        if name.param in "ab":
+            expected = np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), 0)])[:rows]
+        np.testing.assert_array_equal(below.read(seen.get(name)), expected)
+
+
+@settings(max_examples=50)
+@given(randoms)
+def test_recut(rng: random.Random) -> None:
+    """Pieces of one tensor, each a tensor with its dimensions in another order, and put together again from those."""
+    tensor = random_tensor(rng)
+    below = Known()
+    below.add(rng, TensorName(ROLE, "a"), tensor)
+    below.add(rng, TensorName(ROLE, "a", EXP_AVG), tensor + 1000)
+    shares, shapes = {}, {}
+    for number, box in enumerate(cut(rng, Box.whole(tensor.shape), rng.randrange(1, 5))):
+        axes = tuple(rng.sample(range(tensor.ndim), tensor.ndim)) if rng.random() < 0.7 else None
+        shape = box.shape if axes is None else tuple(box.shape[axis] for axis in axes)
+        shares[f"piece {number}"], shapes[f"piece {number}"] = (Share(Box.whole(shape), "a", box, axes),), shape
+    pieces = Recut(below.catalog, ROLE, shares, shapes)
+    keeps_the_law(pieces)
+    for name in pieces:
+        share = shares[name.param][0]
+        part = below.arrays[name._replace(param="a")][
+            tuple(slice(a, b) for a, b in zip(share.other.offset, share.other.stop, strict=True))
+        ]
+        np.testing.assert_array_equal(
+            below.read(pieces.get(name)), part if share.axes is None else part.transpose(share.axes)
+        )
+    back = Recut(
+        pieces, ROLE, {"a": tuple(share.inverse(name) for name, (share,) in shares.items())}, {"a": tensor.shape}
+    )
+    keeps_the_law(back)
+    for name, array in below.arrays.items():
+        np.testing.assert_array_equal(below.read(back.get(name)), array)
+
+
+def test_what_recut_lacks_is_missing(rng: random.Random) -> None:
+    below = Known()
+    below.add(rng, TensorName(ROLE, "a"), np.ones((2, 3), np.int32))
+    whole = Box.whole((2, 3))
+    shares = {
+        "x": (Share(whole, "a", whole), Share(Box((2, 0), (2, 3)), "gone", whole)),
+        "y": (Share(whole, "gone", whole),),
+    }
+    seen = Recut(below.catalog, ROLE, shares, {"x": (4, 3), "y": (2, 3)})
+    keeps_the_law(seen)
+    entry = seen.get(TensorName(ROLE, "x"))
+    assert entry is not None
+    assert check_tiles(entry) == "6 of 12 elements are stored nowhere"
+
+
+def test_a_dimension_that_the_other_tensor_lacks(rng: random.Random) -> None:
+    below, tensor = Known(), np.arange(6, dtype=np.int32).reshape(2, 3)
+    below.add(rng, TensorName(ROLE, "a"), tensor)
+    share = Share(Box((0, 0, 0), (1, 2, 3)), "a", Box.whole((2, 3)), (-1, 0, 1))
+    seen = Recut(below.catalog, ROLE, {"x": (share,)}, {"x": (1, 2, 3)})
+    np.testing.assert_array_equal(below.read(seen.get(TensorName(ROLE, "x"))), tensor[None])
+
+
+@pytest.mark.parametrize("order", [EITHER, FROM_MASTERS, {MASTER: (MASTER, PARAM)}])
+def test_states_in_order(rng: random.Random, order: dict[str, tuple[str, ...]]) -> None:
+    below = known(rng)
+    seen = StateOrder(below.catalog, order)
+    keeps_the_law(seen)
+    assert list(seen) == list(below.entries)
+    for param in "abcd":
+        for state in STATES:
+            name = TensorName(ROLE, param, state)
+            there = [s for s in order.get(state, (state,)) if name._replace(state=s) in below.arrays]
+            entry = seen.get(name)
+            assert (entry is None) == (not there)
+            if entry is not None:
+                assert entry.name == name
+                np.testing.assert_array_equal(below.read(entry), below.arrays[name._replace(state=there[0])])
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "master", "wanted", "taken"),
+    [
+        (BF16, True, None, PARAM), (BF16, True, BF16, PARAM), (BF16, True, INT32, MASTER), (BF16, False, INT32, PARAM),
+        (None, True, BF16, MASTER), (None, True, None, MASTER), (None, False, BF16, None),
+    ],
+)  # fmt: skip
+def test_cast(stored_as: object, master: bool, wanted: object, taken: str | None) -> None:
+    param, copy = TensorName(ROLE, "a"), TensorName(ROLE, "a", MASTER)
+    entries = {param: TensorEntry(param, (3,), stored_as, ())} if stored_as else {}  # type: ignore[arg-type]
+    entries |= {copy: TensorEntry(copy, (3,), FLOAT32, ())} if master else {}
+    seen = Cast(FixedCatalog(entries), wanted)  # type: ignore[arg-type]
+    assert seen.get(copy) == entries.get(copy)
+    assert seen.get(param) == (None if taken is None else replace(entries[param._replace(state=taken)], name=param))
+
+
+@settings(max_examples=50)
+@given(randoms)
+def test_joined(rng: random.Random) -> None:
+    first, second = known(rng, "abc"), known(rng, "bcd")
+    seen = Joined((first.catalog, second.catalog))
+    keeps_the_law(seen)
+    assert {name: seen.get(name) for name in seen} == {**second.entries, **first.entries}
+
+
+def test_below(rng: random.Random) -> None:
+    below = known(rng)
+    seen = Below(below.catalog, "up/")
+    keeps_the_law(seen)
+    for name, array in below.arrays.items():
+        entry = seen.get(name)
+        assert entry is not None
+        assert all(chunk.record.file.startswith("up/") for chunk in entry.chunks)
+        np.testing.assert_array_equal(below.read(entry), array)
+    assert Below(below.catalog, "").get(next(iter(below.entries))) is next(iter(below.entries.values()))
+
+
+def test_some_states(rng: random.Random) -> None:
+    below = known(rng)
+    seen = OfStates(below.catalog, (PARAM, MASTER))
+    keeps_the_law(seen)
+    assert {name: seen.get(name) for name in seen} == {n: e for n, e in below.entries.items() if n.state != EXP_AVG}
+    assert seen.get(TensorName(ROLE, "a", EXP_AVG)) is None
+
+
+@dataclass
+class Counting:
+    """A catalogue that counts who is looked up."""
+
+    catalog: Catalog
+    asked: list[TensorName] = field(default_factory=list)
+
+    def __iter__(self):
+        return iter(self.catalog)
+
+    def __len__(self) -> int:
+        return len(self.catalog)
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        self.asked.append(name)
+        return self.catalog.get(name)
+
+
+def test_remembered(rng: random.Random) -> None:
+    below = known(rng)
+    counting = Counting(below.catalog)
+    seen = Remembered(counting)
+    keeps_the_law(seen)
+    for _ in range(3):
+        assert {name: seen.get(name) for name in seen} == below.entries
+    assert len(counting.asked) == len(set(counting.asked))
+    counting.asked.clear()
+    forgetful = Remembered(counting, most_chunks=1)
+    for _ in range(3):
+        assert {name: forgetful.get(name) for name in forgetful} == below.entries
+    assert len(counting.asked) > len(below.entries)
+
+
+def test_views_combine(rng: random.Random) -> None:
+    below = Known()
+    below.add(rng, TensorName(ROLE, "a", MASTER), np.arange(6, dtype=np.int32).reshape(2, 3))
+    seen = Remembered(Rows(StateOrder(Renamed(below.catalog, ROLE, {"b": "a"}), EITHER), {"b": 4}))
+    np.testing.assert_array_equal(
+        below.read(seen.get(TensorName(ROLE, "b"))), [[0, 1, 2], [3, 4, 5], [3, 4, 5], [3, 4, 5]]
+    )
+
+
+@settings(max_examples=50)
+@given(st.randoms(use_true_random=False), st.integers(1, 12))
+def test_rows_are_kept_cut_or_repeated(rng: random.Random, rows: int) -> None:
+    have, width = rng.randrange(1, 9), rng.randrange(1, 6)
+    tensor = np.arange(1, have * width + 1, dtype=np.int32).reshape(have, width)
+    made = stored(rng, tensor, "a", rng.randrange(1, 5))
+    entry = with_rows(made.entry, rows)
+    assert entry.global_shape == (rows, width)
+    got = np.zeros((max(rows, have), width), np.int32)
+    for chunk in entry.primary():
+        to = tuple(slice(a, b) for a, b in zip(chunk.box.offset, chunk.box.stop, strict=True))
+        assert not got[to].any(), "rows come from one place"
+        got[to] = view(made.contents[chunk.record.key], chunk.start, chunk.box.shape, chunk.strides)
+    expected = np.concatenate([tensor, np.repeat(tensor[-1:], max(0, rows - have), 0)])
+    np.testing.assert_array_equal(got[:rows], expected[:rows])
+
+
+@settings(max_examples=50)
+@given(st.randoms(use_true_random=False))
+def test_more_rows_still_tile(rng: random.Random) -> None:
+    tensor = np.zeros((4, 3), np.int32)
+    entry = with_rows(stored(rng, tensor, "a", 4).entry, 9)
+    assume(len(entry.chunks) > 1)
+    assert check_tiles(entry) is None
