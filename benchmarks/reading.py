@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.core.execute import FileRun
-from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.formats.base import WriteOptions
+from mcore_rlhf.families.source import WriteOptions
 
 from .checkpoints import Checkpoint, make
 from .measure import Contest, flush, warm

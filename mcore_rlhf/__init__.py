@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+
     from .consolidate.memory import load_fp32_state_dict
     from .convert import ConvertOptions, Job
     from .convert import convert as convert_checkpoint
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from .engines.megatron import MegatronEngine
     from .engines.plain import TorchEngine
     from .errors import CheckpointError
-    from .formats.base import ReadOptions, Source, WriteOptions
     from .formats.registry import open_checkpoint
     from .manager.checkpoint_manager import CheckpointManager, Resumed
     from .manager.config import RunConfig, load_run_config
@@ -74,13 +75,13 @@ _HOMES = {
     "ManagerOptions": "manager.settings:ManagerOptions",
     "MegatronEngine": "engines.megatron:MegatronEngine",
     "PromptSampler": "manager.sampler:PromptSampler",
-    "ReadOptions": "formats.base:ReadOptions",
+    "ReadOptions": "families.source:ReadOptions",
     "Resumed": "manager.checkpoint_manager:Resumed",
     "RlhfState": "manager.state:RlhfState",
     "RunConfig": "manager.config:RunConfig",
-    "Source": "formats.base:Source",
+    "Source": "families.source:Source",
     "TorchEngine": "engines.plain:TorchEngine",
-    "WriteOptions": "formats.base:WriteOptions",
+    "WriteOptions": "families.source:WriteOptions",
     "convert_checkpoint": "convert:convert",
     "load_fp32_state_dict": "consolidate.memory:load_fp32_state_dict",
     "load_run_config": "manager.config:load_run_config",

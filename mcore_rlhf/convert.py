@@ -11,6 +11,9 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.base import Target, TargetFile
+
 from .core.account import Account, Report
 from .core.catalog import Traced
 from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
@@ -18,7 +21,6 @@ from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Unsupported
 from .formats.accounting import account_of
 from .formats.adapters.merging import bytes_of, seen_by
-from .formats.base import ReadOptions, Source, Target, TargetFile, WriteOptions
 from .formats.carried import bring_along
 from .formats.options import refuse
 from .formats.registry import FORMATS, format_named, open_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.manager import steps
 from mcore_rlhf.manager.adopt import Adoption, adopt
 from mcore_rlhf.storage.manifest import Manifest

@@ -12,7 +12,7 @@ from mcore_rlhf.core.names import PARAM, TensorName
 from .output import Facts
 
 if TYPE_CHECKING:
-    from mcore_rlhf.formats.base import Source
+    from mcore_rlhf.families.source import Source
     from mcore_rlhf.layouts.parallel import ParallelConfig
     from mcore_rlhf.models.spec import ModelSpec
 

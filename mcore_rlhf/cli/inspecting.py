@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest

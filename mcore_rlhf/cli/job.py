@@ -97,7 +97,7 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
         UsageError: Something is unknown, impossible, or of no meaning for the target's format; all of it is named.
     """
     from mcore_rlhf.convert import ConvertOptions
-    from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+    from mcore_rlhf.families.source import ReadOptions, WriteOptions
 
     said = {name: value for name, value in given.items() if value not in (None, [], ())}
     from_file = read_job_file(config) if config is not None else {}

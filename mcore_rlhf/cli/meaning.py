@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.formats.base import ReadOptions
-from mcore_rlhf.formats.selection import with_role
+from mcore_rlhf.families.selection import with_role
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.manager.chosen_step import ChosenStep
 from mcore_rlhf.manager.whole_step import WholeStep, chosen_step, whole_step
 

@@ -15,7 +15,7 @@ from mcore_rlhf.formats.options import OPTIONS, Option, of_command, placed, wron
 from .guard import DEBUG, JSON
 
 if TYPE_CHECKING:
-    from mcore_rlhf.formats.base import ReadOptions
+    from mcore_rlhf.families.source import ReadOptions
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -121,7 +121,7 @@ def values_read(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_options(given: Mapping[str, Any]) -> ReadOptions:
     """How the commands that only read open a checkpoint."""
-    from mcore_rlhf.formats.base import ReadOptions
+    from mcore_rlhf.families.source import ReadOptions
 
     return ReadOptions(**placed(values_read(given))["read"])
 

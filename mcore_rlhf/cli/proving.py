@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mcore_rlhf.convert import Job
 from mcore_rlhf.core.names import PARAM
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance

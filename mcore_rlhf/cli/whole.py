@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from mcore_rlhf.errors import CheckpointError, Problem
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
 from mcore_rlhf.manager.step_names import MANIFEST
 from mcore_rlhf.manager.step_values import check_values

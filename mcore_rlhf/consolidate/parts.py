@@ -12,9 +12,10 @@ from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
-from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, Target, TargetFile, WriteOptions
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, WriteOptions
+from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.hf.shards import Part
-from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import inside, local_path

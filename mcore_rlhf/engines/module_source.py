@@ -10,9 +10,9 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING, DType
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.base import Source
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.deepspeed.view import TargetView
-from mcore_rlhf.formats.module_state import ModuleState
 
 _ADVICE = "Build the model that the checkpoint holds, or load another checkpoint."
 _MOST = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 
 
 def matched_groups(live: Sequence[Sequence[str]], stored: Sequence[ParamGroup], problems: Problems) -> list[ParamGroup]:

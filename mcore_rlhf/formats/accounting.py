@@ -8,12 +8,14 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Said, Stage
 from mcore_rlhf.core.catalog import Traced
 from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.families.crossing.reference_config import CONFIG
+from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, OPAQUE, inventory_of
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Leftover
 
-from .base import Source, Target
-from .carried import CONFIG, unopened
-from .inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, OPAQUE, inventory_of
-from .module_state import ModuleState
+from .base import Target
+from .carried import unopened
 
 _ITEMIZED = (CONFIG, "adapter_config.json")
 """Files whose fields are items of their own."""

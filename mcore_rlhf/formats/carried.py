@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.storage import regular
+from mcore_rlhf.families.crossing.reference_config import CONFIG, config_in
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.origin import Origin
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
 
-from .base import Source, Target
-from .module_state import ModuleState
-from .origin import Origin
+from .base import Target
 
 FOLDER = "mcore_rlhf/carried"
 """Where they lie in a format that has no place for them."""
-CONFIG = "config.json"
 AT_THE_TOP = ("hf", "peft")
 """Formats whose folders hold such files themselves."""
 _OF_THE_MODEL = (CONFIG, "generation_config.json")
@@ -35,16 +35,6 @@ _WITH_TAGS = ("deepspeed", "universal")
 _TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py")
 """Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``, ``_copy_recovery_script``)."""
 _SHOWN = 20
-
-
-def config_in(carried: Carried) -> dict[str, object]:
-    """The model's description among the files; empty where there is none, or where it is none."""
-    path, text = carried.files.get(CONFIG), carried.texts.get(CONFIG)
-    try:
-        found = regular.parse_json(text or (regular.read_bytes(path) if path is not None else "{}"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def with_carried(source: Source) -> Source:
@@ -68,7 +58,7 @@ def unopened(source: Source) -> tuple[Leftover, ...]:
     """Every file of the step that was opened which no reader looked into, by path relative to the step's folder.
 
     Args:
-        source: As it was opened; what it has in :attr:`~.base.Source.carried` is not among them.
+        source: As it was opened; what it has in :attr:`~mcore_rlhf.families.source.Source.carried` is not among them.
     """
     if source.format in AT_THE_TOP:
         return ()

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems
+from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
 from mcore_rlhf.storage.manifest import FORMAT, FileEntry, Manifest, check
 from mcore_rlhf.storage.staging import MANIFEST_NAME
-
-from .base import Source, StoredFile
 
 _STEP_MANIFEST = "manifest.json"
 """The manifest of a whole step, whose roles are folders in it."""

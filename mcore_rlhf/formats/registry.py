@@ -8,9 +8,11 @@ from pathlib import Path
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import Traced
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError, headline
+from mcore_rlhf.families.selection import selected, with_role
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.storage.paths import local_path
 
-from .base import Format, ReadOptions, Source
+from .base import Format
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
 from .dcp import FORMAT as DCP
@@ -19,7 +21,6 @@ from .hf import FORMAT as HF
 from .megatron import FORMAT as MEGATRON
 from .megatron_dist import FORMAT as MEGATRON_DIST
 from .peft import FORMAT as PEFT
-from .selection import selected, with_role
 from .universal import FORMAT as UNIVERSAL
 
 FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF, PEFT)

@@ -21,7 +21,7 @@ from mcore_rlhf.errors import (
     UsageError,
     headline,
 )
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
 from mcore_rlhf.storage.paths import cannot_open, inside, local_path

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.base import WriteOptions
+from mcore_rlhf.families.source import WriteOptions
 from mcore_rlhf.formats.options import given
 
 from .config import RunConfig, config_hash

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named
 
 from .deletion import exports_of

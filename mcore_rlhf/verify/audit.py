@@ -34,7 +34,7 @@ class Audit:
         ledger: Hears of contiguous ranges that the audit is the first to read, so that they are not read again.
         problems: Told of everything that is wrong.
         progress: Called with the number of bytes just read.
-        distrust: Why masters may disagree with parameters though no byte is damaged; see :class:`~..formats.base.Source`.
+        distrust: Why masters may disagree with parameters though no byte is damaged; see :class:`~..families.source.Source`.
         unlike: Names of the parameters that are not their masters, rounded, as far as they were compared.
     """
 

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
-from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
+from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.mapped import MappedFiles

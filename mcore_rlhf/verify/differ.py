@@ -15,7 +15,7 @@ from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import coalesced
-from mcore_rlhf.formats.base import Source
+from mcore_rlhf.families.source import Source
 
 from .reading import bands, values
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.execute import WINDOW_BYTES, SourceBytes
 from mcore_rlhf.errors import Corrupt, Problems
-from mcore_rlhf.formats.base import StoredFile
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import combine, crc32
 
 Span = tuple[int, int, int]

@@ -12,11 +12,11 @@ from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage, same
 from mcore_rlhf.core.names import EXP_AVG
 from mcore_rlhf.errors import CheckpointError, Lossy
-from mcore_rlhf.formats.base import WriteOptions
-from mcore_rlhf.formats.crossing import to_huggingface
+from mcore_rlhf.families.crossing import to_huggingface
+from mcore_rlhf.families.inventory import ELEMENTS, inventory_of, state_dict_of
+from mcore_rlhf.families.megatron.new_run import NewRun
+from mcore_rlhf.families.source import WriteOptions
 from mcore_rlhf.formats.hf.weights import Weights
-from mcore_rlhf.formats.inventory import ELEMENTS, inventory_of, state_dict_of
-from mcore_rlhf.formats.megatron.new_run import NewRun
 from mcore_rlhf.formats.registry import FORMATS
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.six_formats import MODEL, PAIRS, Zoo, opened

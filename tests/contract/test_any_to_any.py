@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rlhf.formats.crossing import alike
+from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.differ import Differ

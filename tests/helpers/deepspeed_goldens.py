@@ -10,7 +10,7 @@ import torch
 
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.deepspeed import FORMAT
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "deepspeed"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.registry import FORMATS, open_checkpoint
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.differ import Comparison, Differ

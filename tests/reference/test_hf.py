@@ -24,7 +24,7 @@ from transformers import (
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.formats.base import WriteOptions
+from mcore_rlhf.families.source import WriteOptions
 from tests.reference import hf_jobs
 from tests.reference.lab import Lab
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.deepspeed.files import LATEST, TagFiles, is_tag_folder, locate
 from mcore_rlhf.formats.registry import detect, open_checkpoint

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.plan import FilePlan
-from mcore_rlhf.formats.base import TrainingState
+from mcore_rlhf.families.source import TrainingState
 
 States = Mapping[int, tuple[str, ...]]
 

@@ -14,7 +14,7 @@ import torch
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.stubs import Stub
 

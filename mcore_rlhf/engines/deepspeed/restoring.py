@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.deepspeed.scaler import is_dynamic, loose_values
+from mcore_rlhf.families.scaler import is_dynamic, loose_values
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stubs import Stub
 
 from ..undoing import Undo

@@ -15,10 +15,10 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import Corrupt, Incomplete
-from mcore_rlhf.formats.base import TrainingState
+from mcore_rlhf.families.module import LAYOUT_KEYS
+from mcore_rlhf.families.scaler import scaler_of
+from mcore_rlhf.families.source import TrainingState
 from mcore_rlhf.formats.deepspeed.files import TagFiles
-from mcore_rlhf.formats.deepspeed.scaler import scaler_of
-from mcore_rlhf.formats.module_state import LAYOUT_KEYS
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 

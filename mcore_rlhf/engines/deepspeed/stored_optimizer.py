@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
 from .origin import States

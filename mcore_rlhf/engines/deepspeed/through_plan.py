@@ -14,8 +14,8 @@ from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.core.plan import FilePlan, plan_file
-from mcore_rlhf.formats.base import Source
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source
 
 from ..module_source import LiveParam, ModuleSource
 from .optimizers import LiveOptimizer

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import Problems
-from mcore_rlhf.formats.base import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.crossing import crossed
+from mcore_rlhf.families.crossing import crossed
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.dcp import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import METADATA_FILE

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 
 from ..optimizer_load import install_state
 from ..optimizer_match import needed_keys, unlike

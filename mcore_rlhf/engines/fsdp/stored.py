@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from mcore_rlhf.formats.base import Source
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp.native import DcpState
 from mcore_rlhf.formats.dcp.rest import SCHEDULER, SCHEDULERS, VERSION
 

@@ -15,7 +15,7 @@ from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import FilePlan, plan_file
 from mcore_rlhf.errors import Problems
-from mcore_rlhf.formats.base import Source
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.deepspeed.view import TargetView
 
 from ..module_source import LiveParam, ModuleSource

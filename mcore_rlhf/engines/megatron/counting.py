@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 
 from ..account import HeldTensor
 from ..inventory import Alive, Memory, of_module, of_optimizer

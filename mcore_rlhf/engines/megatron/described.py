@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.models.meaning.arguments import ROWS
 
 from .chunks import LiveModel

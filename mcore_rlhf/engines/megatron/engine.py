@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.megatron.folders import TRACKER, locate
+from mcore_rlhf.families.megatron.rng import RngMaker
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.megatron import FORMAT
-from mcore_rlhf.formats.megatron.folders import TRACKER, locate
-from mcore_rlhf.formats.megatron.rng import RngMaker
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub
 

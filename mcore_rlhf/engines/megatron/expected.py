@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from mcore_rlhf.errors import LayoutMismatch, Problem
-from mcore_rlhf.formats.megatron.arguments import Arguments
-from mcore_rlhf.formats.megatron.buffers import OUTPUT
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.buffers import OUTPUT
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of
 from mcore_rlhf.models.spec import ModelSpec
 

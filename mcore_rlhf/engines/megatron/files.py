@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
-from mcore_rlhf.formats.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, iteration_folder_name
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
+from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, iteration_folder_name
 from mcore_rlhf.storage.stored import StoredTensor
 
 from ..base import LiveFile, Segment

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 
 _IDENTIFIERS = (("wd_mult", 1.0), ("lr_mult", 1.0), ("is_decoupled_lr", False))
 _LIMITS = ("max_lr", "min_lr")

@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import Problems, Unsupported
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED, PLAIN
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN
 
 from ..stateful import Stateful
 from .torch_state import counts_per_parameter, load_plain, with_zeros

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.megatron.folders import FileRank, file_ranks, folder_name
+from mcore_rlhf.families.megatron.folders import FileRank, file_ranks, folder_name
 from mcore_rlhf.layouts.parallel import Coordinates, ParallelConfig
 
 

@@ -18,8 +18,7 @@ from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ
 from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.formats.megatron.arguments import Arguments
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.storage.mapped import MappedFiles
 
 from ..memory import LiveMemory, Unchecked

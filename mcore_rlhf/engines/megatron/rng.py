@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mcore_rlhf.formats.megatron.folders import FileRank
-from mcore_rlhf.formats.megatron.rng import NAMES, RngMaker, RngState
+from mcore_rlhf.families.megatron.folders import FileRank
+from mcore_rlhf.families.megatron.rng import NAMES, RngMaker, RngState
 
 
 def tracker_states() -> dict[str, torch.Tensor]:

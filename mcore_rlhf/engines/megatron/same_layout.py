@@ -15,11 +15,11 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import CheckpointError, Incomplete
-from mcore_rlhf.formats.base import TrainingState
-from mcore_rlhf.formats.megatron.arguments import Arguments
-from mcore_rlhf.formats.megatron.folders import FileRank, Located, file_ranks, model_file
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
+from mcore_rlhf.families.megatron.rng import NAMES
+from mcore_rlhf.families.source import TrainingState
 from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
-from mcore_rlhf.formats.megatron.rng import NAMES
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.formats.megatron.state import training_state
 from mcore_rlhf.layouts.parallel import ParallelConfig

@@ -18,10 +18,10 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.core.plan import FilePlan, plan_file
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
-from mcore_rlhf.formats.base import Source
-from mcore_rlhf.formats.megatron.buffers import EMBEDDING, OUTPUT
-from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.megatron.view import TargetView
+from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
+from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.megatron.view import TargetView
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec

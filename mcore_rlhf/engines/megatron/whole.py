@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.formats.megatron.plain_state import inner_state, masters_of
+from mcore_rlhf.families.megatron.groups import inner_state
+from mcore_rlhf.formats.megatron.plain_state import masters_of
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 

@@ -19,15 +19,15 @@ from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.crossing.reference_config import read_config
-from mcore_rlhf.formats.crossing.to_huggingface import to_huggingface
-from mcore_rlhf.formats.crossing.view import CrossingView
-from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.crossing.reference_config import read_config
+from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
+from mcore_rlhf.families.crossing.view import CrossingView
+from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.renaming import renamed
+from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.formats.peft.config import model_reference
 from mcore_rlhf.formats.peft.names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, PREFIX, in_memory
-from mcore_rlhf.formats.renaming import renamed
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.expand import Filled, filled

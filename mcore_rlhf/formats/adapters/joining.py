@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.formats.base import Source
+from mcore_rlhf.families.source import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.lowrank import LowRank, LowRankSum
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.computed import Computed
-from mcore_rlhf.formats.inventory import OF_OPTIMIZER
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.inventory import OF_OPTIMIZER
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Computed, Source, WriteOptions
 from mcore_rlhf.formats.peft.config import AdapterConfig, completed
 from mcore_rlhf.formats.peft.names import LORA_A, LORA_B, PREFIX, SAVED_MODULE, AdapterTensor, in_base, in_memory
 from mcore_rlhf.formats.peft.parts import CARRIED, Adapter, adapter_in

@@ -16,11 +16,11 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.computed import ComputedBytes
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.base import Format, ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.computed import Computed
-from mcore_rlhf.formats.crossing import crossed
-from mcore_rlhf.formats.crossing.packing import in_memory
-from mcore_rlhf.formats.crossing.quantized import dequantized
+from mcore_rlhf.families.crossing import crossed
+from mcore_rlhf.families.crossing.packing import in_memory
+from mcore_rlhf.families.crossing.quantized import dequantized
+from mcore_rlhf.families.source import Computed, ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.formats.peft.config import model_reference

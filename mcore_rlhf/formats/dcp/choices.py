@@ -10,8 +10,8 @@ from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.refusal import module_state_of
+from mcore_rlhf.families.module import module_state_of
+from mcore_rlhf.families.source import Source, WriteOptions
 
 from .folders import RLINF_FOLDER
 from .keys import RLINF, KeyLayout

@@ -10,8 +10,8 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete
-from mcore_rlhf.formats.base import ParamGroup, Source
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import Path_, saved, wrapped
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
-from mcore_rlhf.formats.base import Source
+from mcore_rlhf.families.source import Source
 
 from .choices import Choices
 from .groups import completed

@@ -12,8 +12,8 @@ from typing import Any
 
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.base import ParamGroup, Source, TrainingState
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 
 ITEM = "mcore_rlhf"
 _VERSION = 1

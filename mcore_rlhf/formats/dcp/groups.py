@@ -10,7 +10,7 @@ from typing import Any, cast
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 
 from .keys import PARAMS
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Inventory
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.inventory import value_items
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.inventory import value_items
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup
 
 from .keys import KeyLayout
 

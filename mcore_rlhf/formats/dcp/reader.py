@@ -12,8 +12,8 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported
-from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import DcpFolder, Path_, load_tensor, unwrap

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 
 from .folders import Located
 from .groups import STEP

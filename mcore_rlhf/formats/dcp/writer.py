@@ -12,9 +12,10 @@ from mcore_rlhf.core.box import Box, Shape, row_major
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, TensorName
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
-from mcore_rlhf.formats.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,

@@ -1,7 +1,7 @@
 """Native DeepSpeed checkpoints: ``<tag>/…model_states.pt`` and ``…optim_states.pt`` of ZeRO stages 0 to 3, ``latest``.
 
-What a :class:`~mcore_rlhf.formats.base.Source` of the DeepSpeed family looks like, whichever format read it
-(:mod:`mcore_rlhf.formats.module_state` says what both keep besides tensors, as ``Source.native``):
+What a :class:`~mcore_rlhf.families.source.Source` of the DeepSpeed family looks like, whichever format read it
+(:mod:`mcore_rlhf.families.module` says what both keep besides tensors, as ``Source.native``):
 
 * Names are the module's own (``model.layers.0.mlp.up_proj.weight``; ``1.mlp.up_proj.weight`` and
   ``tied_modules.embed.…`` in a ``PipelineModule``). A parameter that is tied has one name, its owner's; the others are in
@@ -22,7 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.base import Target
 
 from .files import is_tag_folder, looks_like_root
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING, DType
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.formats.module_state import USE_MUON
+from mcore_rlhf.families.module import USE_MUON
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor

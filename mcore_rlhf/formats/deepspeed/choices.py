@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source, WriteOptions
 
 from .groups import momentum_is_flat
 

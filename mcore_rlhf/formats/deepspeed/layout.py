@@ -10,8 +10,8 @@ from mcore_rlhf.core.box import Box, Shape, row_major
 from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, DType
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.tensor import LocalLayout, Piece
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec

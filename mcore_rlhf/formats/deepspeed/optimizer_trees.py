@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.formats.base import ParamGroup, TrainingState
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.scaler import is_dynamic, loose_values, static_scaler
+from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.storage.ptfile import StoredTensor
 from mcore_rlhf.storage.stubs import new_stub, stub_class
 
 from .choices import Choices
 from .layout import Blueprint, Member, NewGroup, Records, flat_part, whole_tensor
-from .scaler import is_dynamic, loose_values, static_scaler
 
 Tree = dict[str, Any]
 _ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"

@@ -10,9 +10,9 @@ from pathlib import Path
 from mcore_rlhf.core.account import Fate, Inventory, Report, same
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
-from mcore_rlhf.formats.inventory import OPAQUE
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.inventory import OPAQUE
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec

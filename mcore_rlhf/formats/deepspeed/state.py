@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from mcore_rlhf.core.account import Fate, Report, same
 from mcore_rlhf.errors import LayoutMismatch
-from mcore_rlhf.formats.base import ParamGroup, TrainingState
-from mcore_rlhf.formats.inventory import state_dict_of
-from mcore_rlhf.formats.module_state import LAYOUT_KEYS, SHARDED_KEYS, ModuleState
+from mcore_rlhf.families.inventory import state_dict_of
+from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState
+from mcore_rlhf.families.scaler import scaler_of
+from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .modules import ModuleReading
 from .opened import Opened
-from .scaler import scaler_of
 
 State = TypeVar("State", bound=ModuleState)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.names import PARAM
-from mcore_rlhf.formats.base import TrainingState
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import TrainingState
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .choices import Choices

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rlhf.formats.module_state import SHARDED_KEYS
-from mcore_rlhf.formats.unplaced import Known, Unplaced, of_torch
+from mcore_rlhf.families.module import SHARDED_KEYS
+from mcore_rlhf.families.unplaced import Known, Unplaced, of_torch
 from mcore_rlhf.storage.ptfile import PtFile
 
 from .opened import Opened

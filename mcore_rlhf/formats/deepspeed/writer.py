@@ -11,11 +11,11 @@ from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Re
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
+from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
 from mcore_rlhf.formats.carried import AT_THE_TOP
-from mcore_rlhf.formats.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
-from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.formats.refusal import module_state_of
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptwriter import PtWriter

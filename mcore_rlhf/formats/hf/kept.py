@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import Corrupt, Unsupported
-from mcore_rlhf.formats.base import ParamGroup, Source, TrainingState
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 
 from .exact_json import Encoder, decode
 from .names import OPTIMIZER, STATE
@@ -31,9 +31,9 @@ class Kept:
     Args:
         optimizer: What kind of optimizer wrote the states.
         states: Names of the optimizer's tensor states; each is a series of files.
-        iteration, release, args, groups, scheduler, grad_scaler, other: See :class:`~mcore_rlhf.formats.base.TrainingState`.
+        iteration, release, args, groups, scheduler, grad_scaler, other: See :class:`~mcore_rlhf.families.source.TrainingState`.
         tag, order, buffers, shared, values, keys, pipeline, without_frozen: See
-            :class:`~mcore_rlhf.formats.module_state.ModuleState`, whose ``optimizer`` is ``values`` here.
+            :class:`~mcore_rlhf.families.module.ModuleState`, whose ``optimizer`` is ``values`` here.
         frozen: Parameters that are not trained.
     """
 

@@ -11,10 +11,10 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
-from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.crossing.quantized import is_quantized, method_of
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.formats.checksums import listed_at
-from mcore_rlhf.formats.crossing.quantized import is_quantized, method_of
-from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.stored import StoredTensor

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
-from mcore_rlhf.formats.base import StoredFile
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import cannot_open, inside
 from mcore_rlhf.storage.ptfile import PtFile, read_pt

@@ -10,8 +10,8 @@ from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.models.spec import ParamSpec
 
 from .config import LM_HEAD

@@ -12,13 +12,13 @@ from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Re
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported, UsageError
-from mcore_rlhf.formats.base import Source, Target, TargetFile, TrainingState, WriteOptions
-from mcore_rlhf.formats.carried import config_in, tell_kept
-from mcore_rlhf.formats.crossing.quantized import is_quantized, method_of, without_quantization
-from mcore_rlhf.formats.crossing.reference_config import read_config
-from mcore_rlhf.formats.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
-from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.refusal import module_state_of
+from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, without_quantization
+from mcore_rlhf.families.crossing.reference_config import config_in, read_config
+from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.module import ModuleState, module_state_of
+from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
+from mcore_rlhf.formats.base import Target, TargetFile
+from mcore_rlhf.formats.carried import tell_kept
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage import regular
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
-
-from .folders import is_iteration_folder, looks_like_root
+from mcore_rlhf.families.megatron.folders import is_iteration_folder, looks_like_root
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.base import Target
 
 
 @dataclass(frozen=True, slots=True)

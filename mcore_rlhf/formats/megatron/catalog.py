@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_rlhf.core.box import dot, row_major
 from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.families.megatron.folders import FileRank
+from mcore_rlhf.families.megatron.rank_layout import local_chunks
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import StoredTensor
-
-from .folders import FileRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +76,3 @@ class MegatronCatalog:
     def _layout(self, spec: ParamSpec, at: FileRank) -> LocalLayout:
         expert = is_routed_expert(spec.name)
         return local_layout(spec.partition, spec.global_shape, at.split(self.parallel, expert), at.stack(self.parallel))
-
-
-def local_chunks(spec: ParamSpec, stored: StoredTensor, layout: LocalLayout) -> Sequence[Chunk]:
-    """The chunks that a rank's local tensor contributes."""
-    strides = stored.strides if layout.view == stored.shape else row_major(layout.view)
-    return [Chunk(p.box, stored.record, stored.start + dot(p.offset, strides), strides) for p in layout.pieces]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
+from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, Located
 from mcore_rlhf.models.megatron import is_routed_expert, layer_of
 
-from .arguments import Arguments, stored_arguments
-from .folders import MODEL_FILES, OPTIMIZER_FILE, Located
 from .shards import RankShard
 
 _EVERY_LAYER = re.compile(

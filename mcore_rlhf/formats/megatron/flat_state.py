@@ -15,10 +15,9 @@ from itertools import accumulate
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.families.megatron.buffers import LocalBuffer, LocalParam, Member
 from mcore_rlhf.layouts.flat import Place
 from mcore_rlhf.storage.ptfile import StoredTensor
-
-from .buffers import LocalBuffer, LocalParam, Member
 
 States = dict[str, StoredTensor]
 Layout = Callable[[Sequence[LocalParam]], list[LocalBuffer]]

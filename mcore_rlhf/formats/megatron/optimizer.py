@@ -8,22 +8,19 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, Unsupported
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
+from mcore_rlhf.families.megatron.buffers import LocalParam, Member, buffers, is_shared_embedding, members
+from mcore_rlhf.families.megatron.groups import Membership, inner_state, merged_groups
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.ptfile import StoredTensor
 
-from .arguments import Arguments
-from .buffers import LocalParam, Member, buffers, is_shared_embedding, members
 from .flat_state import States, flat_states, member_contents
-from .groups import Membership, merged_groups
-from .plain_state import has_plain_state, inner_state, plain_states
+from .plain_state import has_plain_state, plain_states
 from .shards import RankShard
-
-DISTRIBUTED = "distributed"
-PLAIN = "plain"
 
 
 @dataclass(slots=True)

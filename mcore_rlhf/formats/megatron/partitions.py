@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.buffers import EMBEDDING
+from mcore_rlhf.families.megatron.checks import is_gated
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import global_shape_of
-from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of, second_matrix
+from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
 from mcore_rlhf.storage.ptfile import StoredTensor
 
-from .arguments import Arguments
-from .buffers import EMBEDDING
 from .catalog import Holder
 from .shards import RankShard
 
@@ -136,28 +137,3 @@ def _common_shape(name: str, holders: list[Holder]) -> Shape:
         found = ", ".join(f"{shape} in {tensor.record.file}" for shape, tensor in shapes.items())
         raise LayoutMismatch(f"{name}: ranks hold different shapes: {found}")
     return next(iter(shapes))
-
-
-def is_gated(shapes: Mapping[str, Shape], args: Arguments) -> bool:
-    """Whether feed-forwards are gated, as their own shapes say: the first matrix is then twice as wide.
-
-    Args:
-        shapes: Of all parameters; stacked experts as they are stored, or as (experts, rows, columns).
-        args: The run's arguments.
-
-    Raises:
-        LayoutMismatch: The arguments say otherwise: ``[gate; up]`` would be cut in the wrong places.
-    """
-    for name, first in shapes.items():
-        second = shapes.get(second_matrix(name) or "")
-        if second is None:
-            continue
-        width, inner = (first[-1], second[-2]) if name.endswith("weight1") else (first[0], second[1])
-        gated = width == 2 * inner
-        if "swiglu" in args.values and gated != args.gated:
-            raise LayoutMismatch(
-                f"{name} has shape {first} and {second_matrix(name)} {second}: the feed-forward is {'' if gated else 'not '}gated, "
-                f"but args.swiglu is {args.values['swiglu']}\nThe args are not those of this model."
-            )
-        return gated
-    return args.gated

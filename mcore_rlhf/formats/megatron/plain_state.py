@@ -14,23 +14,14 @@ from collections.abc import Mapping, Sequence
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import Lossy, Unsupported
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.megatron.buffers import LocalParam
+from mcore_rlhf.families.megatron.groups import Membership, inner_state
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .buffers import LocalParam
 from .flat_state import States
-from .groups import Membership
 
 Scalars = dict[str, object]
-
-
-def inner_state(member: Mapping[str, object]) -> Mapping[str, object]:
-    """The dictionary with ``param_groups``: mixed precision nests it once more than fp32."""
-    for key in ("optimizer", "optimizer_state_dict"):
-        inner = member.get(key)
-        if isinstance(inner, dict):
-            return inner
-    return member
 
 
 def masters_of(member: Mapping[str, object]) -> Sequence[Sequence[StoredTensor]] | None:

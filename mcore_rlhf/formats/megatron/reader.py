@@ -2,62 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.formats.base import ReadOptions, Source, StoredFile
-from mcore_rlhf.formats.inventory import OPAQUE
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
+from mcore_rlhf.families.megatron.checks import check_against_arguments, check_folders
+from mcore_rlhf.families.megatron.folders import file_ranks, locate, rank_folders
+from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import in_registration_order
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile
 
-from .arguments import Arguments
-from .buffers import EMBEDDING, OUTPUT
 from .catalog import Holder, MegatronCatalog
-from .checks import check_against_arguments, check_folders
 from .consistency import check_keys, check_ranks
-from .folders import Located, file_ranks, locate, rank_folders
 from .optimizer import OptimizerReading, read_optimizer
 from .partitions import PartitionFinder
-from .shards import RankFiles, RankShard, RankValues, globalize
-from .state import OF_RANKS, training_state
+from .shards import RankFiles, RankShard, globalize
+from .state import training_state
 from .unplaced import unplaced_of
-
-
-@dataclass(slots=True)
-class MegatronNative:
-    """What only a Megatron target needs of a Megatron source.
-
-    Args:
-        located: Where it is; None for a source of another family that is seen as Megatron's.
-        args: The stored arguments.
-        shards: All ranks: their opaque values and RNG states; none where Megatron did not write the files.
-        order: All names, opaque ones included, in registration order.
-        unknown: Parameters about which nothing is known, because there is one tensor-parallel rank only.
-        scalars: Values that the plain optimizer keeps per parameter and that are equal for all.
-    """
-
-    located: Located | None
-    args: Arguments
-    shards: Sequence[RankValues]
-    order: list[str]
-    unknown: list[str]
-    scalars: dict[str, object] = field(default_factory=dict)
-
-    def inventory(self) -> Inventory:
-        """What its ranks have, item by item, beside what all of them share."""
-        keys = dict.fromkeys(key for shard in self.shards for key in shard.top if key in OF_RANKS)
-        opaque = [v for shard in self.shards for part in shard.parts for v in part.opaque.values() if v is not None]
-        return {
-            **{OF_RANKS[key]: tuple(shard.top.get(key) for shard in self.shards) for key in keys},
-            **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.scalars.items()},
-            **({OPAQUE: tuple(opaque)} if opaque else {}),
-        }
 
 
 def read_megatron(path: Path, options: ReadOptions) -> Source:

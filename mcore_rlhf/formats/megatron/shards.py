@@ -3,60 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.megatron.arguments import stored_arguments
+from mcore_rlhf.families.megatron.folders import OPTIMIZER_FILE, FileRank, Located, model_file
+from mcore_rlhf.families.megatron.native import ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
-from .arguments import stored_arguments
-from .folders import OPTIMIZER_FILE, FileRank, Located, model_file
-
 MODEL_KEY = re.compile(r"model(\d*)")
-
-
-@dataclass(slots=True)
-class ModelPart:
-    """One model chunk in one rank's file.
-
-    Args:
-        vpp_rank: Its number on this rank.
-        tensors: Global name → where the local tensor lies, in registration order.
-        opaque: Global name → whatever else the state dict has there (``_extra_state``).
-        local_layers: Decoder layers found in it.
-    """
-
-    vpp_rank: int
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    opaque: dict[str, object] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    local_layers: int = 0
-
-
-class RankValues(Protocol):
-    """What a source has for one rank that belongs to it alone, whichever format stored it."""
-
-    @property
-    def at(self) -> FileRank:
-        """Which rank it is."""
-        ...
-
-    @property
-    def top(self) -> Mapping[str, object]:
-        """Values by the key that they have at the top of a legacy file: ``args``, ``rng_state``, counters."""
-        ...
-
-    @property
-    def parts(self) -> Sequence[ModelPart]:
-        """Its model chunks, as far as they have values that are no parameters."""
-        ...
-
-    def materialize(self, value: object) -> Any:
-        """A value of :attr:`top` or :attr:`parts` with real tensors in it."""
-        ...
 
 
 @dataclass(slots=True)

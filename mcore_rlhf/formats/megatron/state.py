@@ -8,24 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
-from mcore_rlhf.formats.base import ParamGroup, TrainingState
-from mcore_rlhf.formats.inventory import state_dict_of
+from mcore_rlhf.families.inventory import state_dict_of
+from mcore_rlhf.families.megatron.arguments import stored_arguments
+from mcore_rlhf.families.megatron.folders import Located
+from mcore_rlhf.families.megatron.native import COUNTER, OLD_RNG_KEYS, PER_RANK_KEYS, RNG_KEYS, SCHEDULER_KEYS
+from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.storage.ptfile import StoredTensor
 
-from .arguments import stored_arguments
-from .folders import Located
 from .shards import MODEL_KEY, RankShard
 
-SCHEDULER_KEYS = ("opt_param_scheduler", "lr_scheduler")
-RNG_KEYS = ("rng_state",)
-OLD_RNG_KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
-PER_RANK_KEYS = ("rerun_state_machine",)
-COUNTER = "num_floating_point_operations_so_far"
-OF_RANKS = {
-    **{key: Item(Kind.RNG, key) for key in (*RNG_KEYS, *OLD_RNG_KEYS)},
-    **{key: Item(Kind.VALUE, key) for key in PER_RANK_KEYS},
-}
-"""Keys of which every rank has a value of its own, and the items that these values are."""
 _SMALL = 16 << 20
 """Unknown values are carried along up to this size; they are read at once."""
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from mcore_rlhf.core.dtype import FLOAT32, DType
 from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.formats.base import ParamGroup, TrainingState
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
+from mcore_rlhf.families.megatron.buffers import LocalParam, Member
+from mcore_rlhf.families.megatron.groups import Membership, groups_for
+from mcore_rlhf.families.megatron.rank_layout import LocalItem, RankLayout
+from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.storage.stubs import Namespace
-
-from .buffers import LocalParam, Member
-from .groups import Membership, groups_for
-from .optimizer import DISTRIBUTED
-from .rank_layout import LocalItem, RankLayout
 
 Tree = dict[object, object]
 

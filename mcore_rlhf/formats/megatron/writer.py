@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
+from mcore_rlhf.families.megatron.blueprint import Blueprint
+from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
+from mcore_rlhf.families.megatron.native import COUNTER, PER_RANK_KEYS
+from mcore_rlhf.families.megatron.new_run import NewRun
+from mcore_rlhf.families.megatron.rank_layout import RankLayout, Records
+from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.storage.ptwriter import PtWriter
 
-from .arguments import Arguments
-from .blueprint import Blueprint
-from .folders import TRACKER, FileRank, file_ranks, iteration_folder_name
-from .new_run import NewRun
 from .opaque import OpaqueValues
-from .optimizer import DISTRIBUTED
-from .rank_layout import RankLayout, Records
-from .state import COUNTER, PER_RANK_KEYS
 from .trees import TreeMaker, needs_distrib_file
 
 

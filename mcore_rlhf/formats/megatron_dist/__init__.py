@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.base import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class MegatronDistFormat:
 
     def detect(self, path: Path) -> bool:
         """Whether a folder is an iteration, a root with iterations, or a role's of verl with one."""
-        from mcore_rlhf.formats.megatron.folders import looks_like_root
+        from mcore_rlhf.families.megatron.folders import looks_like_root
 
         from .folders import INNER, is_dist_folder
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rlhf.core.dtype import FLOAT32
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.megatron.arguments import Arguments
-from mcore_rlhf.formats.megatron.buffers import members
-from mcore_rlhf.formats.megatron.folders import FileRank
-from mcore_rlhf.formats.megatron.groups import groups_for
-from mcore_rlhf.formats.megatron.new_run import NewRun
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
+from mcore_rlhf.families.megatron.buffers import members
+from mcore_rlhf.families.megatron.folders import FileRank
+from mcore_rlhf.families.megatron.groups import groups_for
+from mcore_rlhf.families.megatron.new_run import NewRun
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stubs import Namespace
 
 from .optimizer import CONTENT, CONTENT_SHARDING, FULLY_RESHARDABLE, SHARDING

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete, Unsupported
-from mcore_rlhf.formats.megatron.folders import Located, locate
+from mcore_rlhf.families.megatron.folders import Located, locate
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.dcp import METADATA_FILE
 

@@ -13,8 +13,8 @@ from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, DType
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Problems
-from mcore_rlhf.formats.megatron.new_run import NewRun
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
+from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec

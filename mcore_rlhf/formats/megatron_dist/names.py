@@ -18,7 +18,7 @@ from enum import Enum
 from itertools import product
 
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.formats.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.models.megatron import expert_of, renumbered
 
 _NUMBER = "{n}"

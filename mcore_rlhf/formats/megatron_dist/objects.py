@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.formats.inventory import OPAQUE
-from mcore_rlhf.formats.megatron.new_run import NewRun
-from mcore_rlhf.formats.megatron.shards import RankValues
+from mcore_rlhf.families.inventory import OPAQUE
+from mcore_rlhf.families.megatron.native import RankValues
+from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.dcp import ObjectItem, saved
 

@@ -10,8 +10,8 @@ from typing import Any
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.base import StoredFile
-from mcore_rlhf.formats.megatron.folders import Located
+from mcore_rlhf.families.megatron.folders import Located
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.dcp import DcpFolder, DcpObject, DcpTensor
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 

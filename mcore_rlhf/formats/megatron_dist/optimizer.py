@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.megatron.groups import merged_groups
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED, PLAIN
-from mcore_rlhf.formats.megatron.plain_state import inner_state
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN
+from mcore_rlhf.families.megatron.groups import inner_state, merged_groups
+from mcore_rlhf.families.source import ParamGroup
 
 from .flat import states_in
 from .opened import DistFolder

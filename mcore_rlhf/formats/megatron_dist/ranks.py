@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.formats.megatron.folders import FileRank, folder_name
-from mcore_rlhf.formats.megatron.shards import ModelPart
-from mcore_rlhf.formats.megatron.state import COUNTER
+from mcore_rlhf.families.megatron.folders import FileRank, folder_name
+from mcore_rlhf.families.megatron.native import COUNTER, ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.dcp import DcpObject

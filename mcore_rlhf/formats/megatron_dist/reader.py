@@ -10,18 +10,16 @@ from typing import cast
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
-from mcore_rlhf.formats.base import ReadOptions, Source, TrainingState
-from mcore_rlhf.formats.inventory import state_dict_of
-from mcore_rlhf.formats.megatron.arguments import Arguments, stored_arguments
-from mcore_rlhf.formats.megatron.blueprint import Blueprint
-from mcore_rlhf.formats.megatron.buffers import EMBEDDING, OUTPUT
-from mcore_rlhf.formats.megatron.checks import check_against_arguments
-from mcore_rlhf.formats.megatron.choices import Choices
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
-from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.megatron.state import OF_RANKS, SCHEDULER_KEYS
-from mcore_rlhf.formats.megatron.unplaced import look_at_optimizer
-from mcore_rlhf.formats.unplaced import Unplaced
+from mcore_rlhf.families.inventory import state_dict_of
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, stored_arguments
+from mcore_rlhf.families.megatron.blueprint import Blueprint
+from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
+from mcore_rlhf.families.megatron.checks import check_against_arguments
+from mcore_rlhf.families.megatron.choices import Choices
+from mcore_rlhf.families.megatron.groups import look_at_optimizer
+from mcore_rlhf.families.megatron.native import OF_RANKS, SCHEDULER_KEYS, MegatronNative
+from mcore_rlhf.families.source import ReadOptions, Source, TrainingState
+from mcore_rlhf.families.unplaced import Unplaced
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.spec import ModelSpec

@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
-from mcore_rlhf.formats.megatron.folders import TRACKER, iteration_folder_name
-from mcore_rlhf.formats.megatron.new_run import NewRun
-from mcore_rlhf.formats.megatron.optimizer import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
+from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
+from mcore_rlhf.families.megatron.new_run import NewRun
+from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
 from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFileWriter, Item, ObjectItem, dcp_metadata, records
 from mcore_rlhf.storage.ptwriter import PtWriter
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.formats.base import ReadOptions, Source, Target, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.formats.base import Target
 
 from .names import CONFIG, WEIGHTS
 

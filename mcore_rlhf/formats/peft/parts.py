@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.formats.base import Source
-from mcore_rlhf.formats.renaming import renamed
+from mcore_rlhf.families.renaming import renamed
+from mcore_rlhf.families.source import Source
 
 from .config import AdapterConfig, given_config
 from .names import BASE_LAYER, LORA_A, PREFIX, SAVED_MODULE, AdapterTensor, in_file, in_memory, without_prefix

@@ -14,9 +14,10 @@ from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Source, Target, TargetFile, WriteOptions
-from mcore_rlhf.formats.inventory import OF_OPTIMIZER, inventory_of
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
 

@@ -8,8 +8,8 @@ from typing import cast
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.module_state import USE_MUON
+from mcore_rlhf.families.module import USE_MUON
+from mcore_rlhf.families.source import ParamGroup
 
 from .model_states import ModelStates
 from .names import STEP

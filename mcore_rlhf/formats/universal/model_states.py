@@ -9,7 +9,7 @@ from typing import cast
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, Unsupported
-from mcore_rlhf.formats.module_state import LAYOUT_KEYS
+from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 

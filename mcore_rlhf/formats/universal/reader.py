@@ -14,9 +14,9 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16, FLOAT32, DType
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
-from mcore_rlhf.formats.inventory import state_dict_of
-from mcore_rlhf.formats.module_state import SHARDED_KEYS, USE_MUON, ModuleState
+from mcore_rlhf.families.inventory import state_dict_of
+from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
+from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from mcore_rlhf.core.catalog import Record, TensorEntry
 from mcore_rlhf.core.names import PARAM, TensorName
-from mcore_rlhf.formats.base import FileLayout, ParamGroup, Source
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.formats.base import FileLayout
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.stored import StoredTensor
 

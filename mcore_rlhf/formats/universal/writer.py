@@ -10,10 +10,10 @@ from mcore_rlhf.core.account import ANY, Fate, Inventory, Report
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Problems
-from mcore_rlhf.formats.base import FileLayout, Source, Target, TargetFile, WriteOptions
-from mcore_rlhf.formats.inventory import OF_OPTIMIZER, inventory_of
-from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.formats.refusal import module_state_of
+from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
+from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.models.spec import ParamSpec
 
 from .names import INFO, LATEST, OPTIMIZER_FILE, SUFFIX, ZERO, model_file, stage3_model_file

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rlhf import CheckpointManager, ConvertOptions, WriteOptions, convert_checkpoint, open_checkpoint
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.manager import steps
 from mcore_rlhf.manager.adopt import adopt
 from mcore_rlhf.manager.config import load_run_config, parse_resume

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.formats.base import Source, TrainingState, WriteOptions
-from mcore_rlhf.formats.megatron.arguments import Arguments
-from mcore_rlhf.formats.megatron.choices import Choices, choose
-from mcore_rlhf.formats.megatron.folders import file_ranks
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.choices import Choices, choose
+from mcore_rlhf.families.megatron.folders import file_ranks
+from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks

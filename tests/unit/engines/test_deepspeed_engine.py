@@ -16,8 +16,8 @@ from mcore_rlhf.engines.deepspeed.restoring import client_state_of, load_groups,
 from mcore_rlhf.engines.deepspeed.stored_optimizer import StoredOptimizer
 from mcore_rlhf.engines.param_groups import matched_groups
 from mcore_rlhf.errors import Problems, Unsupported, UsageError
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.deepspeed.scaler import static_scaler
+from mcore_rlhf.families.scaler import static_scaler
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.manager.components import components
 from mcore_rlhf.storage.stubs import new_stub

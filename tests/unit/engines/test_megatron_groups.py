@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rlhf.engines.megatron.groups import continued, identity
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
 
 
 def live(wd_mult: float = 1.0, expert: bool = False, **more: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, Unsupported
-from mcore_rlhf.formats.base import ParamGroup, ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.crossing import alike, crossed
-from mcore_rlhf.formats.crossing.packing import in_memory
-from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.origin import Origin
+from mcore_rlhf.families.crossing import alike, crossed
+from mcore_rlhf.families.crossing.packing import in_memory
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.origin import Origin
+from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import GOLDENS

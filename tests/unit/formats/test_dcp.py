@@ -24,7 +24,7 @@ from mcore_rlhf.errors import (
     Unsupported,
     UsageError,
 )
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.dcp.keys import KeyLayout, Style, find_layout, guess_paths, joined
 from mcore_rlhf.formats.dcp.native import DcpState
 from mcore_rlhf.formats.dcp.nest import leaves, nest

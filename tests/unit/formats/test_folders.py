@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.megatron.folders import (
+from mcore_rlhf.families.megatron.folders import (
     file_ranks,
     folder_name,
     is_iteration_folder,

@@ -8,9 +8,9 @@ import pytest
 
 from mcore_rlhf.core.dtype import BFLOAT16
 from mcore_rlhf.errors import LayoutMismatch, Lossy
-from mcore_rlhf.formats.base import ParamGroup
-from mcore_rlhf.formats.megatron.arguments import Arguments
-from mcore_rlhf.formats.megatron.groups import Membership, groups_for, in_expert_optimizer, merged_groups
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.groups import Membership, groups_for, in_expert_optimizer, merged_groups
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.rules import Rule, Rules
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec
 from tests.helpers.conversions import GOLDENS, Conversions, golden

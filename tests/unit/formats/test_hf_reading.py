@@ -18,9 +18,9 @@ from mcore_rlhf.errors import (
     Unsupported,
     Untrusted,
 )
-from mcore_rlhf.formats.base import ReadOptions, Source
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.hf import FORMAT
-from mcore_rlhf.formats.module_state import ModuleState
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.catalog_values import tensor_of
 from tests.unit.formats.hf_by_hand import CONFIG, LAYERS, WORDS, Tensors, index_of, llama, write, write_index

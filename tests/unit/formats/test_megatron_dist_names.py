@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rlhf.formats.base import ReadOptions
-from mcore_rlhf.formats.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.megatron_dist.names import (
     Experts,
     Home,

@@ -14,7 +14,7 @@ import pytest
 from mcore_rlhf.cli.job import make_job
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.options import EVERY, OPTIONS, Option
 from mcore_rlhf.formats.registry import FORMATS
 

@@ -24,7 +24,7 @@ from mcore_rlhf.errors import (
     Untrusted,
     UsageError,
 )
-from mcore_rlhf.formats.base import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.peft.names import in_base, in_file, in_memory
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers import lora_by_hand as lora

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rlhf.formats.megatron.folders import file_ranks
-from mcore_rlhf.formats.megatron.rng import RngMaker
+from mcore_rlhf.families.megatron.folders import file_ranks
+from mcore_rlhf.families.megatron.rng import RngMaker
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from tests.helpers.conversions import GOLDENS, Conversions, golden
 from tests.helpers.plain_load import bits, same

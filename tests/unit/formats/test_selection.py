@@ -13,10 +13,10 @@ from mcore_rlhf.convert import convert, prepare
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.formats.base import ReadOptions, Source
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.selection import Selection, with_role
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.formats.selection import Selection, with_role
 from tests.helpers.conversions import GOLDENS as MEGATRON
 from tests.helpers.conversions import options
 from tests.helpers.plain_load import plain_load

@@ -9,8 +9,8 @@ import torch
 
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.base import ReadOptions, Source
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.universal_by_hand import FIELDS, adam, write

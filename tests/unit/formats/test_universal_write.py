@@ -15,8 +15,8 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.formats.base import ReadOptions, WriteOptions
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.formats.universal import FORMAT
 from mcore_rlhf.formats.universal.tp_keys import TensorParallelKeys

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from mcore_rlhf.errors import LayoutMismatch, StorageError, Unsupported, UsageError
-from mcore_rlhf.formats.base import WriteOptions
+from mcore_rlhf.families.source import WriteOptions
 from mcore_rlhf.manager.config import RunConfig, config_hash, load_run_config, parse_resume
 from mcore_rlhf.manager.config_errors import ELSEWHERE, _section, known_keys, text
 from mcore_rlhf.manager.config_options import manager_options, prompt_sampler

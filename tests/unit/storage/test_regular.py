@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.dcp.items import OpenFile

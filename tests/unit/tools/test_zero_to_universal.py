@@ -14,7 +14,7 @@ import torch
 import mcore_rlhf.into_run as into_run
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.damage import snapshot, truncate

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import UINT8
 from mcore_rlhf.errors import Corrupt, Problems
-from mcore_rlhf.formats.base import StoredFile
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.verify.ledger import Ledger
 
 

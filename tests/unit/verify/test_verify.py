@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, Problems
-from mcore_rlhf.formats.base import ReadOptions
+from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.audit import Audit

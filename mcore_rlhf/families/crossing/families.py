@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Item, Kind, Reason
-from mcore_rlhf.formats.base import Format, Source, WriteOptions
-from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Names, Source, WriteOptions
 
 from .description import EMBEDDING, known_description
 from .packing import in_memory, on_disk
@@ -24,7 +24,7 @@ _ON_DISK = "hf"
 _IN_MEMORY = ("deepspeed", "universal", "dcp")
 
 
-def crossed(source: Source, to: Format, options: WriteOptions) -> Source:
+def crossed(source: Source, to: Names, options: WriteOptions) -> Source:
     """The source as a target of the format wants it: itself where both have the same names.
 
     Args:
@@ -44,7 +44,7 @@ def crossed(source: Source, to: Format, options: WriteOptions) -> Source:
     return source
 
 
-def _from_module(source: Source, native: ModuleState, to: Format, options: WriteOptions) -> Source:
+def _from_module(source: Source, native: ModuleState, to: Names, options: WriteOptions) -> Source:
     if to.family == "megatron":
         return to_megatron(source, native, options)
     if to.name == _ON_DISK:
@@ -56,7 +56,7 @@ def _from_module(source: Source, native: ModuleState, to: Format, options: Write
     return _packed(source, to) if source.format == _ON_DISK else source
 
 
-def _released(source: Source, to: Format) -> Source:
+def _released(source: Source, to: Names) -> Source:
     """A release that becomes a folder has no run whose counters and arguments would be lost; its config says all."""
     if to.name == _ON_DISK and source.state.release:
         notes = source.notes.copy()
@@ -65,7 +65,7 @@ def _released(source: Source, to: Format) -> Source:
     return source
 
 
-def _packed(source: Source, to: Format) -> Source:
+def _packed(source: Source, to: Names) -> Source:
     native = source.native
     if to.name not in _IN_MEMORY or not isinstance(native, ModuleState):
         return source

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mcore_rlhf.core.account import Fate, Item, Reason, Report
 from mcore_rlhf.core.account import Kind as Of
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.formats.origin import ORIGIN, plain
+from mcore_rlhf.families.origin import ORIGIN, plain
 from mcore_rlhf.models.huggingface.table import Architecture
 from mcore_rlhf.models.meaning import Kind
 from mcore_rlhf.models.meaning.arguments import modern

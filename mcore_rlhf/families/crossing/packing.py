@@ -9,8 +9,8 @@ from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.views import Shares
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.formats.base import ParamGroup, Source
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.config import known_architecture
 from mcore_rlhf.models.huggingface.packing import Packing, from_files, from_modules
 from mcore_rlhf.models.huggingface.table import Packed

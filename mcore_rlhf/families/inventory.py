@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 
-from .base import Source, TrainingState
+from .source import Source, TrainingState
 
 _RNG = (
     "rng",
@@ -32,7 +32,7 @@ LEFT_OUT = "the optimizer: left out, as --no-optimizer asks"
 
 @runtime_checkable
 class Itemized(Protocol):
-    """A format's own view that has items of its own, beside tensors and the :class:`~.base.TrainingState`."""
+    """A format's own view that has items of its own, beside tensors and the :class:`~.source.TrainingState`."""
 
     def inventory(self) -> Inventory:
         """They and their values."""

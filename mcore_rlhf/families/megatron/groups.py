@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import LayoutMismatch, Lossy
-from mcore_rlhf.formats.base import ParamGroup
+from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.families.unplaced import Unplaced, of_torch
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import ParamSpec
@@ -21,6 +22,13 @@ _KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
 _IDENTIFIERS = (
     "wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr",
 )  # fmt: skip
+
+_MEMBER = (
+    "optimizer", "optimizer_state_dict", "param_groups", "state", "fp32_from_fp16_params", "fp32_from_fp16", "grad_scaler",
+    "param_state_sharding_type",
+)  # fmt: skip
+_COMMON_STEP = "common_step"
+"""One for all parameters. Source: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``sharded_state_dict``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +165,36 @@ def _without_counterpart(expert: ParamGroup, dense: Sequence[ParamGroup]) -> lis
                 + ", but share one param group at EP 1\nKeep --ep above 1."
             )
     return [] if twins else [_marked(expert, expert=False)]
+
+
+def inner_state(member: Mapping[str, object]) -> Mapping[str, object]:
+    """The dictionary with ``param_groups``: mixed precision nests it once more than fp32."""
+    for key in ("optimizer", "optimizer_state_dict"):
+        inner = member.get(key)
+        if isinstance(inner, dict):
+            return inner
+    return member
+
+
+def look_at_optimizer(found: Unplaced, file: str, stored: object) -> None:
+    """Look at the optimizers of ``model_optim_rng.pt`` and ``common.pt``: one dictionary, or several that are chained.
+
+    Args:
+        found: Told of everything that is not read.
+        file: The file.
+        stored: What it has under ``optimizer``.
+    """
+    numbered = isinstance(stored, Mapping) and bool(stored) and all(isinstance(key, int) for key in stored)
+    members = list(stored.values()) if isinstance(stored, Mapping) and numbered else stored
+    for member in members if isinstance(members, list) else [members]:
+        if isinstance(member, Mapping):
+            inner = inner_state(member)
+            known = of_torch(inner)
+            found.look(file, member, dict.fromkeys(_MEMBER), "optimizer")
+            states = {**(known["state"] or {}), _COMMON_STEP: None}
+            found.look(
+                file,
+                inner,
+                {**(dict.fromkeys(_MEMBER) if inner is member else known), "state": states},
+                "optimizer.optimizer",
+            )

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.formats.base import ParamGroup, Source, StoredFile
+from mcore_rlhf.families.megatron.native import MegatronNative
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 
-from .megatron.reader import MegatronNative
-from .module_state import ModuleState
+from .module import ModuleState
+from .source import ParamGroup, Source, StoredFile
 
 Rename = Callable[[str], "str | None"]
 """What a tensor is called from now on; None leaves it out."""

@@ -9,13 +9,12 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.base import ParamGroup, Source, TrainingState, WriteOptions
-from mcore_rlhf.formats.carried import CONFIG
-from mcore_rlhf.formats.megatron.arguments import Arguments
-from mcore_rlhf.formats.megatron.groups import Membership
-from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.module_state import MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.formats.origin import ORIGIN, Origin
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.groups import Membership
+from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
+from mcore_rlhf.families.origin import ORIGIN, Origin
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config
@@ -30,6 +29,7 @@ from .description import DIVISOR, EMBEDDING, LM_HEAD, VALUE_HEAD, arguments, des
 from .fields import config_to_arguments, note_fields, note_ignored
 from .groups import as_megatron
 from .packing import on_disk
+from .reference_config import CONFIG
 from .view import CrossingView
 
 _ENGINE_VALUES = ("skipped_steps", "ds_version")

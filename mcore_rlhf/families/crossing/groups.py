@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.formats.base import ParamGroup, Source
-from mcore_rlhf.formats.megatron.groups import Membership
+from mcore_rlhf.families.megatron.groups import Membership
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.relation import Relation
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mcore_rlhf.models.huggingface.kinds import GROUPED, LOCAL, MTP_LAYER, SEQUENTIAL, TRANSFORMER_ENGINE
 from mcore_rlhf.models.huggingface.table import Spelling
 
-from .base import Source
+from .source import Source
 
 ORIGIN = "mcore_rlhf_origin"
 """The key of client state under which it lies."""

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.formats.base import Source
-from mcore_rlhf.formats.carried import CONFIG, config_in
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.relation import from_megatron
+
+from .reference_config import CONFIG, config_in
 
 
 def travelled_config(source: Source, notes: Report) -> dict[str, object] | None:

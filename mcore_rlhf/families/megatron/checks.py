@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
+from mcore_rlhf.models.megatron import second_matrix
 from mcore_rlhf.models.spec import ModelSpec
 
 from .arguments import Arguments
@@ -141,3 +143,28 @@ def _check_chunks(
     said = [chunk.num_layers for chunk in expected]
     if found != said:
         problems.add(LayoutMismatch, f"layers per model chunk: found {found} in the files, args in {file} say {said}")
+
+
+def is_gated(shapes: Mapping[str, Shape], args: Arguments) -> bool:
+    """Whether feed-forwards are gated, as their own shapes say: the first matrix is then twice as wide.
+
+    Args:
+        shapes: Of all parameters; stacked experts as they are stored, or as (experts, rows, columns).
+        args: The run's arguments.
+
+    Raises:
+        LayoutMismatch: The arguments say otherwise: ``[gate; up]`` would be cut in the wrong places.
+    """
+    for name, first in shapes.items():
+        second = shapes.get(second_matrix(name) or "")
+        if second is None:
+            continue
+        width, inner = (first[-1], second[-2]) if name.endswith("weight1") else (first[0], second[1])
+        gated = width == 2 * inner
+        if "swiglu" in args.values and gated != args.gated:
+            raise LayoutMismatch(
+                f"{name} has shape {first} and {second_matrix(name)} {second}: the feed-forward is {'' if gated else 'not '}gated, "
+                f"but args.swiglu is {args.values['swiglu']}\nThe args are not those of this model."
+            )
+        return gated
+    return args.gated

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.inventory import LEFT_OUT, OF_OPTIMIZER
+from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER
+from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size, repadded
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, split_from_option

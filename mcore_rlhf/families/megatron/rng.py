@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .folders import FileRank
-from .shards import RankValues
-from .state import OLD_RNG_KEYS
+from .native import OLD_RNG_KEYS, RankValues
 
 if TYPE_CHECKING:
     import torch

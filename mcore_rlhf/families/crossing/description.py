@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.origin import Origin
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.origin import Origin
+from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.models.huggingface.config import (
     Build,
     absent_arguments,

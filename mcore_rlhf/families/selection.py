@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.families.megatron.native import MegatronNative
 
-from .base import ReadOptions, Source
-from .megatron.reader import MegatronNative
-from .module_state import ModuleState
+from .module import ModuleState
 from .renaming import renamed
+from .source import ReadOptions, Source
 
 _WILDCARDS = "*?["
 _NOT = "!"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.catalog import Record, TensorEntry
+from mcore_rlhf.core.box import dot, row_major
+from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, DType
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Problems
@@ -17,11 +17,10 @@ from mcore_rlhf.models.megatron import expert_of, is_buffer, is_routed_expert, r
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.ptfile import StoredTensor
 
+from .arguments import DISTRIBUTED, PLAIN
 from .blueprint import Blueprint, Item
 from .buffers import LocalBuffer, LocalParam, Member, buffers, is_shared_embedding, members
-from .catalog import local_chunks
 from .folders import FileRank
-from .optimizer import DISTRIBUTED, PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +204,9 @@ class RankLayout:
 
     def _name(self, item: LocalItem, state: str) -> TensorName:
         return TensorName(self.blueprint.role, item.item.stored_as, state)
+
+
+def local_chunks(spec: ParamSpec, stored: StoredTensor, layout: LocalLayout) -> Sequence[Chunk]:
+    """The chunks that a rank's local tensor contributes."""
+    strides = stored.strides if layout.view == stored.shape else row_major(layout.view)
+    return [Chunk(p.box, stored.record, stored.start + dot(p.offset, strides), strides) for p in layout.pieces]

@@ -12,19 +12,16 @@ from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, same
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.inventory import ELEMENTS, state_items
+from mcore_rlhf.families.inventory import ELEMENTS, state_items
+from mcore_rlhf.families.source import Source, WriteOptions
 
-from .arguments import arguments_for, stored_arguments
+from .arguments import DISTRIBUTED, arguments_for, stored_arguments
 from .buffers import OUTPUT
 from .choices import Choices, choose, same_coordinates
 from .folders import FileRank
 from .groups import Membership
-from .optimizer import DISTRIBUTED
-from .reader import MegatronNative
+from .native import OF_RANKS, PER_RANK_KEYS, MegatronNative, RankValues
 from .rng import RngMaker, saved_rng
-from .shards import RankValues
-from .state import OF_RANKS, PER_RANK_KEYS
 from .view import TargetView
 
 _FULLY = "dist_ckpt_optim_fully_reshardable"

@@ -1,4 +1,4 @@
-"""What formats under a torch module's own names keep besides tensors and the :class:`~.base.TrainingState`.
+"""What formats under a torch module's own names keep besides tensors and the :class:`~.source.TrainingState`.
 
 These are DeepSpeed's two, native and universal, torch's DCP, and Hugging Face's folders. DeepSpeed's two fill
 ``TrainingState`` alike: ``iteration`` is ``global_steps``, ``args`` the stored ``ds_config``, ``scheduler`` the
@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from mcore_rlhf.core.account import Inventory, Item, Kind
+from mcore_rlhf.errors import Unsupported
+
+from .source import Source
 
 LAYOUT_KEYS = frozenset(
     {
@@ -86,3 +89,18 @@ class ModuleState:
             **{Item(Kind.CONFIG, str(key)): value for key, value in self.config.items()},
             **{Item(Kind.MODEL, name): value for name, value in named.items() if value},
         }
+
+
+def module_state_of(source: Source, to: str) -> ModuleState:
+    """What a source keeps besides tensors.
+
+    Args:
+        source: An opened checkpoint.
+        to: Name of the target's format.
+
+    Raises:
+        Unsupported: The source's names are not a module's own.
+    """
+    if not isinstance(source.native, ModuleState):
+        raise Unsupported(f"from {source.format} to {to}: this pair of formats is not supported yet")
+    return source.native

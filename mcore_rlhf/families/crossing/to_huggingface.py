@@ -8,14 +8,13 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.base import ParamGroup, Source, TrainingState, WriteOptions
-from mcore_rlhf.formats.deepspeed.scaler import scaler_of, static_scaler
-from mcore_rlhf.formats.inventory import ELEMENTS, OPAQUE, value_items
-from mcore_rlhf.formats.megatron.groups import Membership
-from mcore_rlhf.formats.megatron.reader import MegatronNative
-from mcore_rlhf.formats.megatron.state import OF_RANKS, PER_RANK_KEYS
-from mcore_rlhf.formats.module_state import ModuleState
-from mcore_rlhf.formats.origin import ORIGIN, origin_of, plain
+from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, value_items
+from mcore_rlhf.families.megatron.groups import Membership
+from mcore_rlhf.families.megatron.native import OF_RANKS, PER_RANK_KEYS, MegatronNative
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.origin import ORIGIN, origin_of, plain
+from mcore_rlhf.families.scaler import scaler_of, static_scaler
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES
 from mcore_rlhf.models.huggingface.config import (

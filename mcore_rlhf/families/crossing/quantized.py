@@ -22,12 +22,12 @@ from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.core.scaled import Scaled
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.formats.base import Source, WriteOptions
-from mcore_rlhf.formats.carried import CONFIG
-from mcore_rlhf.formats.computed import Computed
-from mcore_rlhf.formats.module_state import ModuleState
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Computed, Source, WriteOptions
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.leftovers import Carried
+
+from .reference_config import CONFIG
 
 Config = Mapping[str, object]
 

@@ -9,6 +9,9 @@ from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit
 
+DISTRIBUTED, PLAIN = "distributed", "plain"
+"""Kinds of optimizer: one that is cut over data-parallel ranks, and one that every rank has whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.leftovers import Carried
+
+CONFIG = "config.json"
 
 
 def read_config(folder: str) -> dict[str, object]:
@@ -15,7 +18,7 @@ def read_config(folder: str) -> dict[str, object]:
         UsageError: There is none, or it is none.
     """
     path = Path(folder).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = path / CONFIG if path.is_dir() else path
     try:
         config = regular.read_json(path)
     except OSError as error:
@@ -27,3 +30,13 @@ def read_config(folder: str) -> dict[str, object]:
     if not isinstance(config, dict):
         raise UsageError(f'{path}: expected an object such as {{"hidden_size": 4096}}, found {type(config).__name__}')
     return config
+
+
+def config_in(carried: Carried) -> dict[str, object]:
+    """The model's description among the files; empty where there is none, or where it is none."""
+    path, text = carried.files.get(CONFIG), carried.texts.get(CONFIG)
+    try:
+        found = regular.parse_json(text or (regular.read_bytes(path) if path is not None else "{}"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
