@@ -16,8 +16,8 @@ from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.verify.audit import Ledger
 from mcore_rlhf.verify.checkpoint import Depth, verify
-from mcore_rlhf.verify.ledger import Ledger
 
 from .checkpoints import Checkpoint, make
 from .measure import Contest, Spread, cold, warm

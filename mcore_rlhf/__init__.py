@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 
-    from .consolidate.memory import load_fp32_state_dict
+    from .consolidate import load_fp32_state_dict
     from .convert import ConvertOptions, Job
     from .convert import convert as convert_checkpoint
     from .convert import prepare as prepare_conversion
@@ -83,7 +83,7 @@ _HOMES = {
     "TorchEngine": "engines.plain:TorchEngine",
     "WriteOptions": "families.source:WriteOptions",
     "convert_checkpoint": "convert:convert",
-    "load_fp32_state_dict": "consolidate.memory:load_fp32_state_dict",
+    "load_fp32_state_dict": "consolidate:load_fp32_state_dict",
     "load_run_config": "manager.config:load_run_config",
     "manager_options": "manager.config_options:manager_options",
     "open_checkpoint": "formats.registry:open_checkpoint",

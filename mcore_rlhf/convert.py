@@ -29,8 +29,7 @@ from .storage.manifest import FileEntry, Manifest, provenance
 from .storage.paths import local_path
 from .storage.publish import Publication, check_space, refuse_overlap
 from .storage.staging import MANIFEST_NAME
-from .verify.audit import Audit
-from .verify.ledger import Ledger, read_checksums
+from .verify.audit import Audit, Ledger, read_checksums
 
 _BUFFERS_PER_WORKER = 8
 """A worker's buffer, the window of the source behind it, and what numpy makes of both while it gathers."""

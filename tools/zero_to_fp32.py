@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
-from mcore_rlhf.consolidate.shards import Consolidation, consolidate
+from mcore_rlhf.consolidate import Consolidation, consolidate
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage.sizes import parse_size
 

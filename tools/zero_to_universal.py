@@ -23,7 +23,7 @@ from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
-from mcore_rlhf.formats.universal.names import SUFFIX
+from mcore_rlhf.formats.universal.files import SUFFIX
 from mcore_rlhf.into_run import TRACKER, add_to_run, name_latest, publish
 from mcore_rlhf.storage.paths import inside
 

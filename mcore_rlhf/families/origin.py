@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_rlhf.models.huggingface.kinds import GROUPED, LOCAL, MTP_LAYER, SEQUENTIAL, TRANSFORMER_ENGINE
-from mcore_rlhf.models.huggingface.table import Spelling
+from mcore_rlhf.models.huggingface.table import GROUPED, LOCAL, MTP_LAYER, SEQUENTIAL, TRANSFORMER_ENGINE, Spelling
 
 from .source import Source
 

@@ -17,8 +17,7 @@ from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 from mcore_rlhf.storage.torchzip import read_directory
 
-from .audit import Audit
-from .ledger import Ledger, read_checksums
+from .audit import Audit, Ledger, read_checksums
 
 
 class Depth(str, Enum):

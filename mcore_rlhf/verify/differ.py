@@ -17,7 +17,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import coalesced
 from mcore_rlhf.families.source import Source
 
-from .reading import bands, values
+from .audit import bands, values
 
 _Compare: TypeAlias = Callable[[Chunk, Chunk], tuple[int, float]]
 """Elements of two chunks that differ, and by how much at most."""

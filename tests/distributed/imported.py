@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import mcore_rlhf.consolidate.shards
+import mcore_rlhf.consolidate
 import mcore_rlhf.engines.adapter
 import mcore_rlhf.engines.plain
 import mcore_rlhf.into_run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rlhf.consolidate.memory import load_fp32_state_dict
+from mcore_rlhf.consolidate import load_fp32_state_dict
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Unsupported

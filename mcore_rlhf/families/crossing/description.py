@@ -20,10 +20,8 @@ from mcore_rlhf.models.huggingface.config import (
     config_of,
     refuse_inexpressible,
 )
-from mcore_rlhf.models.huggingface.kinds import SEQUENTIAL, STACKED
 from mcore_rlhf.models.huggingface.relation import Relation
-from mcore_rlhf.models.huggingface.sizes import Sizes
-from mcore_rlhf.models.huggingface.table import Architecture
+from mcore_rlhf.models.huggingface.table import SEQUENTIAL, STACKED, Architecture, Sizes
 
 from .fields import carried_args, differences, kept_spelling, note_ignored, waiting_args
 from .reference_config import read_config

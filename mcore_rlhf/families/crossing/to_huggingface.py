@@ -25,8 +25,7 @@ from mcore_rlhf.models.huggingface.config import (
     sizes_of_config,
 )
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
-from mcore_rlhf.models.huggingface.sizes import Sizes
-from mcore_rlhf.models.huggingface.table import Architecture
+from mcore_rlhf.models.huggingface.table import Architecture, Sizes
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 

@@ -18,10 +18,9 @@ from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteO
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config
-from mcore_rlhf.models.huggingface.kinds import EXPERTS, TRANSFORMER_ENGINE
 from mcore_rlhf.models.huggingface.mtp import COPIES
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface
-from mcore_rlhf.models.huggingface.sizes import Sizes
+from mcore_rlhf.models.huggingface.table import EXPERTS, TRANSFORMER_ENGINE, Sizes
 from mcore_rlhf.models.megatron import Traits, is_buffer, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 

@@ -30,8 +30,7 @@ from mcore_rlhf.formats.peft.config import model_reference
 from mcore_rlhf.formats.peft.names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, PREFIX, in_memory
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
-from mcore_rlhf.models.huggingface.expand import Filled, filled
-from mcore_rlhf.models.huggingface.relation import spelling_of
+from mcore_rlhf.models.huggingface.relation import Filled, filled, spelling_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
 from .joining import BothView

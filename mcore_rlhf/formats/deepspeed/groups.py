@@ -20,7 +20,7 @@ from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .opened import Opened
+from .tag import Opened
 
 _STEP = "step"
 _REDUCED_SINCE = (0, 19, 3)

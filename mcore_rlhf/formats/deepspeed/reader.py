@@ -1,4 +1,8 @@
-"""Opening a native DeepSpeed checkpoint: files, modules, flat groups and cuts become one Source."""
+"""Opening a native DeepSpeed checkpoint: files, modules, flat groups and cuts become one Source.
+
+Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_save_checkpoint``, ``_load_checkpoint``, ``_save_zero_checkpoint``),
+``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` (``state_dict``).
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,196 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from mcore_rlhf.core.account import Fate, Inventory, Report, same
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.inventory import OPAQUE
-from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
+from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
+from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState
+from mcore_rlhf.families.scaler import scaler_of
+from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.unplaced import Known, Unplaced, of_torch
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile
+from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .catalog import Cut, DeepSpeedCatalog, Holder
-from .cuts import TensorCuts
 from .files import locate
 from .groups import FlatReading, mappings, param_group_fields, read_groups
-from .modules import ModuleReading, read_module
-from .opened import Opened, open_tag
-from .plain import PlainReading, read_plain
-from .state import Members, native_state, training_state
-from .unplaced import unplaced_of
+from .modules import ModuleReading, TensorCuts, read_module
+from .stage0 import PlainReading, read_plain
+from .tag import Opened, open_tag
+
+State = TypeVar("State", bound=ModuleState)
+
+
+@dataclass(slots=True)
+class Members:
+    """The optimizer's param groups, on their way into a TrainingState.
+
+    Args:
+        fields: What each stores, without members.
+        names: Each one's parameters, in the optimizer's own order.
+        scalars: What the optimizer keeps once for each one's parameters.
+    """
+
+    fields: list[dict[str, object]] = field(default_factory=list)
+    names: list[tuple[str, ...]] = field(default_factory=list)
+    scalars: list[dict[str, object]] = field(default_factory=list)
+
+    def add_scalars(self, number: int, scalars: Mapping[str, object], where: Path) -> None:
+        """Note the scalars of one more part of a group.
+
+        Raises:
+            LayoutMismatch: They are not those of the others.
+        """
+        for key, value in scalars.items():
+            if not same(self.scalars[number].setdefault(key, value), value):
+                raise LayoutMismatch(f"{where}: {key} of param group {number} differs between parts of the group")
+
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The groups as every format takes them."""
+        return tuple(
+            ParamGroup({**fields, **scalars}, params=tuple(names), scalars=tuple(scalars))
+            for fields, names, scalars in zip(self.fields, self.names, self.scalars, strict=True)
+        )
+
+
+def other_values(opened: Opened, dp_rank: int, mp_rank: int) -> dict[str, object]:
+    """What a rank's model file has at the top that neither has a place of its own nor follows from the layout."""
+    pt = opened.model[dp_rank if opened.sliced else 0, mp_rank]
+    return {key: pt.materialize(value) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
+
+
+def _outline(opened: Opened, dp_rank: int, mp_rank: int) -> dict[str, object]:
+    """The same with every tensor's shape and checksum in its place: to compare hundreds of ranks without reading them."""
+    pt = opened.model[dp_rank, mp_rank]
+
+    def stand_in(stored: StoredTensor) -> object:
+        if not pt.directory.checksummed:
+            return pt.load(stored)
+        return stored.shape, stored.start, str(stored.record.dtype), pt.directory.members[stored.record.key].crc32
+
+    return {key: map_tensors(value, stand_in) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
+
+
+def differing_keys(opened: Opened) -> list[str]:
+    """Which of these values are not the same on all ranks."""
+    first = _outline(opened, 0, 0)
+    outlines = [_outline(opened, *at) for at in opened.model]
+    return sorted({key for outline in outlines for key, v in outline.items() if not same(v, first.get(key))})
+
+
+def training_state(opened: Opened, members: Members, notes: Report) -> TrainingState:
+    """The state that all ranks share, taken from the first.
+
+    Args:
+        opened: The files.
+        members: The optimizer's param groups.
+        notes: Told of values that differ between ranks.
+    """
+    top, pt = opened.first, opened.model[0, 0]
+    other = other_values(opened, 0, 0)
+    differing = differing_keys(opened)
+    if differing:
+        notes.add(
+            Fate.NOTE, f"differs between ranks, and goes with them only into the same layout: {', '.join(differing)}"
+        )
+    scheduler, config = state_dict_of(top.get("lr_scheduler"), "lr_scheduler", notes), top.get("ds_config")
+    return TrainingState(
+        iteration=int(top.get("global_steps") or 0),
+        args=pt.materialize(dict(config)) if isinstance(config, Mapping) else {},
+        groups=members.groups(),
+        scheduler=pt.materialize(dict(scheduler)) if scheduler is not None else None,
+        grad_scaler=scaler_of(_optimizer_values(opened)),
+        other=other,
+    )
+
+
+def _optimizer_values(opened: Opened) -> Mapping[str, Any]:
+    """The state dict of the optimizer of rank 0."""
+    if opened.optim:
+        return opened.optimizer(0, 0)
+    stored = opened.first.get("optimizer")
+    return stored if isinstance(stored, Mapping) else {}
+
+
+def native_state(opened: Opened, modules: list[ModuleReading], kind: type[State]) -> State:
+    """What DeepSpeed's two formats share beside the training state."""
+    values = _optimizer_values(opened)
+    pt = opened.optim[0, 0] if opened.optim else opened.model[0, 0]
+    plain = {key: pt.materialize(value) for key, value in values.items() if key not in SHARDED_KEYS and key != "state"}
+    plain.pop("fp32_groups_flat", None)
+    ranks = [other_values(opened, 0, mp_rank) for mp_rank in range(opened.mp)] if opened.mp > 1 else []
+    return kind(
+        tag=opened.files.tag,
+        order=tuple(dict.fromkeys(name for module in modules for name in module.order)),
+        buffers=tuple(dict.fromkeys(name for module in modules for name in module.buffers)),
+        shared={alias: owner for module in modules for alias, owner in module.shared.items()},
+        optimizer=plain,
+        per_rank=tuple(ranks),
+        pipeline=opened.first["module"] is None,
+        without_frozen=opened.first.get("frozen_param_shapes") is None and not any(module.frozen for module in modules),
+    )
+
+
+_TOP: Known = {"optimizer_state_dict": None, "ds_config": None, "ds_version": None}
+_WRAPPED = ("optimizer_state_dict", "base_optimizer_state")
+_OF_RANKS = SHARDED_KEYS - {"loss_scaler"} | {"state", "fp32_groups_flat"}
+"""Keys that each rank has its own value of, or that are compared where they are read."""
+
+
+def unplaced_of(opened: Opened, *, with_optimizer: bool) -> tuple[str, ...]:
+    """What is found in the files of all ranks.
+
+    Args:
+        opened: The files.
+        with_optimizer: Whether the optimizer is read at all.
+    """
+    found, first = Unplaced(), opened.model[0, 0]
+    for pt in opened.model.values():
+        found.compare(pt.file, _scheduler(pt), _scheduler(first))
+    if not with_optimizer:
+        return found.names
+    for pt in opened.optim.values():
+        found.look(pt.file, pt.tree, _TOP)
+    holders = [*opened.optim.values()] or [*opened.model.values()]
+    for pt in holders:
+        _look_inside(found, pt, holders[0], "optimizer_state_dict" if opened.optim else "optimizer")
+    return found.names
+
+
+def _scheduler(pt: PtFile) -> dict[str, object]:
+    return {"lr_scheduler": pt.materialize(pt.tree.get("lr_scheduler"))}
+
+
+def _look_inside(found: Unplaced, pt: PtFile, first: PtFile, key: str) -> None:
+    """The optimizer's own state dict: its settings are taken from the first rank, its states by the numbers of its groups."""
+    mine, others = (_mapping(file.tree.get(key)) for file in (pt, first))
+    found.compare(pt.file, _settings(pt, mine), _settings(first, others), key)
+    for name in _WRAPPED:
+        inner = _mapping(mine.get(name))
+        found.look(pt.file, inner, of_torch(inner), f"{key}.{name}")
+        groups = inner.get("param_groups") or []
+        _compare_groups(found, pt, groups, _mapping(others.get(name)).get("param_groups") or [], f"{key}.{name}")
+
+
+def _compare_groups(found: Unplaced, pt: PtFile, mine: list[Any], others: list[Any], inside: str) -> None:
+    for number, (group, other) in enumerate(zip(mine, others, strict=False)):
+        fields, known = ({k: v for k, v in of.items() if k != "params"} for of in (group, other))
+        found.compare(pt.file, fields, known, f"{inside}.param_groups.{number}")
+
+
+def _settings(pt: PtFile, state: Mapping[str, Any]) -> dict[str, object]:
+    return {key: pt.materialize(value) for key, value in state.items() if key not in _OF_RANKS}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 

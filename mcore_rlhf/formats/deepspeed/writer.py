@@ -20,14 +20,11 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptwriter import PtWriter
 
-from .choices import Choices, choose
-from .experts import expert_name
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
-from .layout import Blueprint, Records
-from .optimizer_trees import Tree
-from .reader import DeepSpeedNative
-from .state import differing_keys, other_values
-from .trees import Trees
+from .layout import Blueprint, Choices, Records, choose
+from .reader import DeepSpeedNative, differing_keys, other_values
+from .state_dicts import Tree, Trees
+from .tag import expert_name
 from .view import TargetView
 
 _Tree = Callable[[Records], Tree]

@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.models.huggingface.fitting import misfits
+from mcore_rlhf.models.huggingface.config import misfits
 
 from .series import read_json
 

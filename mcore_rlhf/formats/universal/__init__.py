@@ -1,8 +1,7 @@
 """DeepSpeed's universal checkpoints: ``<tag>_uni/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
 
-``reader`` opens one (``folders`` → ``model_states`` → ``param_files`` → ``groups`` → ``catalog``), ``writer`` describes one
-(``choices`` → ``state_files`` → ``trees``). ``names`` has the file names and keys of both, ``tp_keys`` what a loader with
-tensor parallelism wants to know of a parameter.
+``reader`` opens one (``files`` → ``opened``), ``writer`` describes one; ``tp_keys`` says what a loader with tensor parallelism
+wants to know of a parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Target
 
-from .folders import is_universal_folder, is_universal_root
+from .files import is_universal_folder, is_universal_root
 
 
 @dataclass(frozen=True, slots=True)

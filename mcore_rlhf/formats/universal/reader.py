@@ -1,31 +1,216 @@
-"""Opening a universal checkpoint: the model's files and the parameters' files become one Source."""
+"""Opening a universal checkpoint: the model's files, the parameters' files and the param groups become one Source."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import cast
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.box import Box, Shape, flat_boxes, row_major
+from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16, FLOAT32, DType
-from mcore_rlhf.core.names import MASTER
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
-from mcore_rlhf.storage.ptfile import PtFile
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .catalog import UniversalCatalog, Weights
-from .folders import Located, locate
-from .groups import param_groups
-from .model_states import ModelStates, read_model_states
-from .names import FP32, INFO, VOCAB_TENSOR, ZERO
-from .param_files import ParamFiles, ZeroFolder, common_states, read_zero_folder
+from .files import FP32, INFO, STEP, VOCAB_TENSOR, ZERO, Located, locate, state_key
+from .opened import ModelStates, ParamFiles, ZeroFolder, common_states, read_model_states, read_zero_folder
+
+Fields = dict[str, object]
+
+
+def param_groups(
+    optimizer: Mapping[str, object], states: ModelStates, params: Mapping[str, ParamFiles], notes: Report, folder: Path
+) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups.
+
+    Args:
+        optimizer: What is in ``optimizer_state.pt``.
+        states: The model's files, whose ``param_shapes`` name the members.
+        params: The parameters' files, which have the steps.
+        notes: Told where members are not known.
+        folder: The checkpoint, for messages.
+
+    Raises:
+        Unsupported: There are no groups.
+        LayoutMismatch: The parameters of a group are not at the same step.
+    """
+    listed = _listed(optimizer, folder)
+    members = _members(listed, states, [name for name, files in params.items() if files.step is not None])
+    if any(names is None for names in members):
+        notes.add(Fate.NOTE, "the files do not say which parameters are in which param group")
+    problems = Problems()
+    groups = []
+    for number, (fields, names) in enumerate(zip(listed, members, strict=True)):
+        step = _step(optimizer, fields, names, params, f"{folder}: param group {number}", problems)
+        kept = {key: value for key, value in fields.items() if key != "params"}
+        scalars = (STEP,) if step is not None else ()
+        groups.append(ParamGroup(kept | ({STEP: step} if scalars else {}), params=names or (), scalars=scalars))
+    problems.raise_if_any()
+    return tuple(groups)
+
+
+def _listed(optimizer: Mapping[str, object], folder: Path) -> list[Fields]:
+    inner = optimizer.get("optimizer_state_dict")
+    groups = optimizer.get("param_groups") or (inner.get("param_groups") if isinstance(inner, dict) else None)
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise Unsupported(
+            f"{folder}/zero/optimizer_state.pt: expected a list of param groups under 'param_groups', found none"
+        )
+    return cast(list[Fields], groups)
+
+
+def _members(listed: Sequence[Fields], states: ModelStates, stepping: list[str]) -> list[tuple[str, ...] | None]:
+    """Names per group: a group's ``params`` are numbers of flat groups, which ``param_shapes`` lists (stage 3: sub-groups)."""
+    shapes = states.group_shapes
+    if not shapes:
+        return [tuple(stepping)] if len(listed) == 1 else [None] * len(listed)
+    numbers = [_numbers(fields) for fields in listed]
+    if sorted(n for group in numbers for n in group) != list(range(len(shapes))):
+        numbers = [[n] for n in range(len(shapes))]
+    if len(numbers) != len(listed):
+        return [None] * len(listed)
+    return [tuple(name for n in group for name in shapes[n]) for group in numbers]
+
+
+def _step(
+    optimizer: Mapping[str, object], fields: Fields, names: tuple[str, ...] | None, params: Mapping[str, ParamFiles],
+    where: str, problems: Problems,
+) -> object | None:  # fmt: skip
+    """The step of a group: from its parameters' files, or, in the stage 3 flavour, from the state of its sub-groups."""
+    held = params if names is None else {name: params[name] for name in names if name in params}
+    steps = {name: files.step for name, files in held.items() if files.step is not None}
+    if not steps and fields.get(USE_MUON) is not True:  # which counts none
+        steps = _stage3_steps(optimizer, fields)
+    first = next(iter(steps.values()), None)
+    other = next((name for name, step in steps.items() if _number(step) != _number(first)), None)
+    if other is not None:
+        problems.add(
+            LayoutMismatch,
+            f"{where}: {next(iter(steps))} is at step {_number(first)}, {other} at {_number(steps[other])}",
+            "DeepSpeed has one step per group: the files are not of one checkpoint.",
+        )
+    return first
+
+
+def _stage3_steps(optimizer: Mapping[str, object], fields: Fields) -> dict[str, object]:
+    inner = optimizer.get("optimizer_state_dict")
+    states = inner.get("state") if isinstance(inner, dict) else None
+    if not isinstance(states, dict):
+        return {}
+    mine = [n for n in _numbers(fields) if n in states] or list(states)
+    return {f"sub-group {n}": states[n][STEP] for n in mine if states[n].get(STEP) is not None}
+
+
+def _numbers(fields: Fields) -> list[int]:
+    """The flat groups of a param group."""
+    params = fields.get("params")
+    return [n for n in params if type(n) is int] if isinstance(params, list) else []
+
+
+def _number(step: object) -> float:
+    return float(cast(float, step)) if step is not None else -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Where a parameter's own bytes lie, as the model computes with it.
+
+    Args:
+        whole: Copies of the whole tensor; empty where only the ``fp32`` file has its value.
+        slices: Flat slices of a frozen parameter, one per data-parallel rank (stage 3).
+    """
+
+    whole: tuple[StoredTensor, ...] = ()
+    slices: tuple[StoredTensor, ...] = ()
+
+
+@dataclass(slots=True)
+class UniversalCatalog:
+    """Lazy mapping from tensor names to where their elements lie.
+
+    Args:
+        role: Role of all its tensors.
+        model: Names and shapes.
+        weights: Where the parameters themselves lie.
+        params: The parameters' files.
+        states: Names of the optimizer's tensor states; empty where the optimizer was not asked for.
+    """
+
+    role: str
+    model: ModelSpec
+    weights: Mapping[str, Weights]
+    params: Mapping[str, ParamFiles]
+    states: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[TensorName]:
+        for spec in self.model.params:
+            for state in self._states_of(spec):
+                yield TensorName(self.role, spec.name, state)
+
+    def __len__(self) -> int:
+        return sum(len(self._states_of(spec)) for spec in self.model.params)
+
+    def _states_of(self, spec: ParamSpec) -> tuple[str, ...]:
+        """What of a parameter is stored: stage 3 and pipelines keep no weights but the masters of what they train."""
+        weights = self.weights.get(spec.name, Weights())
+        files = self.params.get(spec.name) if spec.trainable else None
+        states = tuple(s for s in self.states if s == MASTER or (files is not None and state_key(s) in files.tensors))
+        states = states if spec.trainable else ()
+        return (PARAM, *states) if weights.whole or weights.slices or not states else states
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """Compute one entry, or None where the checkpoint does not have it."""
+        spec = self.model.get(name.param)
+        if spec is None or name.role != self.role or name.state not in self._states_of(spec):
+            return None
+        if name.state == PARAM:
+            chunks = self._weights(name.param, spec.global_shape)
+        else:
+            chunks = self._state(name.param, name.state, spec.global_shape)
+        return TensorEntry(name, spec.global_shape, chunks[0].record.dtype, chunks) if chunks else None
+
+    def _state(self, param: str, state: str, shape: Shape) -> tuple[Chunk, ...]:
+        files = self.params.get(param)
+        stored = files.tensors.get(state_key(state)) if files is not None else None
+        return (whole_chunk(stored, shape),) if stored is not None else ()
+
+    def _weights(self, param: str, shape: Shape) -> tuple[Chunk, ...]:
+        weights = self.weights.get(param, Weights())
+        if weights.slices:
+            return tuple(_slice_chunks(weights.slices, shape))
+        if weights.whole:
+            return tuple(whole_chunk(stored, shape) for stored in weights.whole)
+        return self._state(param, MASTER, shape)
+
+
+def whole_chunk(stored: StoredTensor, shape: Shape) -> Chunk:
+    """A stored tensor as the whole of a logical one; a flat one is seen in the other's shape."""
+    strides = stored.strides if stored.shape == shape else row_major(shape)
+    return Chunk(Box.whole(shape), stored.record, stored.start, strides)
+
+
+def _slice_chunks(slices: tuple[StoredTensor, ...], shape: Shape) -> Iterator[Chunk]:
+    """Equal flat slices, the last ones padded.
+
+    Source: DeepSpeed 0.19.8, ``runtime/zero/partition_parameters.py``: ``ceil(numel / world)`` elements per rank.
+    """
+    numel, start, strides = Box.whole(shape).numel, 0, row_major(shape)
+    for stored in slices:
+        stop, at = min(numel, start + stored.shape[0]), stored.start
+        for box in flat_boxes(shape, start, stop):
+            yield Chunk(box, stored.record, at, strides)
+            at += box.numel
+        start += stored.shape[0]
+
 
 _LAYER = re.compile(r"(?:^|.*?\.)(?:layers|h|blocks|block)\.(\d+)\.|^(\d+)\.")
 

@@ -13,7 +13,7 @@ from typing import Any
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState
 
-from .names import CAT_DIM, N_SUB_PARAMS, VOCAB_TENSOR
+from .files import CAT_DIM, N_SUB_PARAMS, VOCAB_TENSOR
 
 _VOCABULARY = "vocabulary_parameter_patterns"
 _HALVES = "parameter_with_2_sub_params_cat_dim_0"

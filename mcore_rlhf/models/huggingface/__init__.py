@@ -17,3 +17,25 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )  # fmt: skip
 """Those that are known. Where nothing but the tensors tells, the first one that fits counts: the most particular ones
 come first, since Llama's rows are all but a subset of the others', and Mistral's are Llama's."""
+
+_ZERO_CENTRED = "its norms multiply by 1 + weight, and its embeddings by the root of the hidden size"
+_FOUR_NORMS = "its layers have four norms, after attention and feed-forward as well, for which Megatron has no place"
+
+REFUSED: dict[str, str] = {
+    "gemma": f"{_ZERO_CENTRED}, which Megatron's GPT does with options of its own that were not tried",
+    "gemma2": _FOUR_NORMS,
+    "gemma3": _FOUR_NORMS,
+    "gemma3_text": _FOUR_NORMS,
+    "olmo2": "it has no norm before attention and feed-forward, and norms all query and key heads together",
+    "olmo3": "it has no norm before attention and feed-forward, and norms all query and key heads together",
+    "gpt_oss": "its experts lie transposed with gate and up in turn, have biases, and its attention has sinks",
+    "phi3": "its matrices of queries, keys, values and of gate and up are fused in an order that no table has",
+    "glm": "its rotary positions are interleaved, and gate and up are fused",
+    "glm4": f"{_FOUR_NORMS}; its rotary positions are interleaved, and gate and up are fused",
+}
+"""Architectures that Megatron-core's plain GPT cannot express, by ``model_type``, with the reason. Between formats under Hugging
+Face's names they convert as any other model does.
+
+Sources: transformers 5.23.0, ``models/*/modeling_*.py``; megatron-core 0.16.1, ``models/gpt``; NVIDIA-NeMo/Megatron-Bridge
+``src/megatron/bridge/models``; THUDM/slime ``slime/backends/megatron_utils/megatron_to_hf/glm4.py``.
+"""

@@ -1,12 +1,20 @@
-"""Heads, as ``config.json`` and Megatron's arguments say them.
+"""Heads and sliding windows, as ``config.json`` and Megatron's arguments say them.
 
-Sources: Megatron-LM core_v0.16.1, ``megatron/training/arguments.py``; megatron-core 0.16.1,
-``transformer/transformer_config.py`` (``MLATransformerConfig``).
+``sliding_window`` counts the tokens that are seen, the own one among them; Megatron's ``window_size`` counts those before
+it, and those after it, of which a causal model has none.
+
+Sources: transformers 5.23.0, ``masking_utils.py`` (``sliding_window_overlay``), ``models/{mistral,mixtral,qwen2,qwen3,
+qwen2_moe,qwen3_moe}/``; Megatron-LM core_v0.16.1, ``megatron/training/arguments.py``; megatron-core 0.16.1,
+``transformer/transformer_config.py`` (``MLATransformerConfig``), ``transformer/utils.py`` (``get_sliding_window_causal_mask``,
+``is_layer_window_attention``), ``extensions/transformer_engine.py`` (``TEDotProductAttention``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from mcore_rlhf.errors import Unsupported
 
 from .fields import Values, integer
 
@@ -67,3 +75,143 @@ class LatentHeads:
         return {
             "num_key_value_heads": integer(args, "num_attention_heads"), "qk_head_dim": nope + rope, "head_dim": rope,
         }  # fmt: skip
+
+
+_SIZE, _LAYERS = "window_size", "window_attn_skip_freq"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def last_layers(config: Values, layers: int) -> frozenset[int]:
+    """Qwen2's and Qwen3's rule: the layers from ``max_window_layers`` on."""
+    return frozenset(range(integer(config, "max_window_layers"), layers))
+
+
+def every_other_layer(config: Values, layers: int) -> frozenset[int]:
+    """Qwen2-MoE's rule: every other layer before ``max_window_layers``."""
+    return frozenset(range(0, min(integer(config, "max_window_layers"), layers), 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A sliding window.
+
+    Args:
+        switch: Whether ``use_sliding_window`` turns it on.
+        rule: Which layers have it where ``layer_types`` does not say; None where all do, whatever else is said.
+    """
+
+    switch: bool = False
+    rule: Callable[[Values, int], frozenset[int]] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of ``config.json``."""
+        switch = ("use_sliding_window",) if self.switch else ()
+        return ("sliding_window", *switch, *(("max_window_layers", "layer_types") if self.rule else ()))
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (_SIZE, _LAYERS)
+
+    def args(self, config: Values) -> dict[str, object]:
+        """``window_size``, and which layers have it where not all do.
+
+        Raises:
+            Unsupported: A layer is of a kind that is not known.
+        """
+        size, layers = config.get("sliding_window"), integer(config, "num_hidden_layers")
+        windowed = self._windowed(config, layers)
+        if not isinstance(size, int) or size <= 0 or not windowed:
+            return {_SIZE: None, _LAYERS: None}
+        some = None if len(windowed) == layers else [int(number in windowed) for number in range(layers)]
+        return {_SIZE: (size - 1, 0), _LAYERS: some}
+
+    def _windowed(self, config: Values, layers: int) -> frozenset[int]:
+        if self.switch and not config.get("use_sliding_window"):
+            return frozenset()
+        kinds = config.get("layer_types") if self.rule is not None else None
+        if isinstance(kinds, list):
+            strange = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
+            if strange:
+                raise Unsupported(
+                    f"config.json: layer_types has {strange[0]}, and Megatron knows {_SLIDING} and {_FULL}"
+                )
+            return frozenset(number for number, kind in enumerate(kinds) if kind == _SLIDING)
+        return self.rule(config, layers) if self.rule is not None else frozenset(range(layers))
+
+    def config(self, args: Values) -> dict[str, object]:
+        """What ``config.json`` says of the window, or that there is none.
+
+        Raises:
+            Unsupported: Only some layers have it, and the class cannot say so; or tokens look ahead.
+        """
+        size, layers = _size(args), integer(args, "num_layers")
+        windowed = _windowed_layers(args, layers) if size else frozenset[int]()
+        if not windowed:
+            off: dict[str, object] = {"use_sliding_window": False} if self.switch else {"sliding_window": None}
+            return {**off, "max_window_layers": layers} if self.rule is not None else off
+        if self.rule is None and len(windowed) < layers:
+            raise Unsupported(
+                f"args: {_LAYERS} gives {_SIZE} {args[_SIZE]} to {len(windowed)} of {layers} layers, and transformers to all"
+            )
+        said: dict[str, object] = {"sliding_window": size}
+        if self.switch:
+            said["use_sliding_window"] = True
+        if self.rule is not None:  # transformers 4 has the number alone, and newer ones prefer the list
+            said["max_window_layers"] = min(windowed) if self.rule is last_layers else layers
+            said["layer_types"] = [_SLIDING if number in windowed else _FULL for number in range(layers)]
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class NoWindow:
+    """A class without windows, whatever its ``config.json`` says."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (_SIZE, _LAYERS)
+
+    def args(self, config: Values) -> dict[str, object]:
+        """Nothing."""
+        return {}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """Nothing.
+
+        Raises:
+            Unsupported: Some layers have a window.
+        """
+        if _size(args) and _windowed_layers(args, integer(args, "num_layers")):
+            raise Unsupported(f"args: {_SIZE} is {args[_SIZE]!r}, for which its config.json has no words")
+        return {}
+
+
+def _size(args: Values) -> int:
+    """How many tokens are seen; 0 for all."""
+    said = args.get(_SIZE)
+    if not isinstance(said, list | tuple) or len(said) != 2 or not all(isinstance(n, int) for n in said):
+        if said is None:
+            return 0
+        raise Unsupported(f"args: {_SIZE} is {said!r}, and should be two numbers, of tokens before and after")
+    before, after = said
+    if after > 0:
+        raise Unsupported(
+            f"args: {_SIZE} {tuple(said)} looks {after} tokens ahead, and transformers' causal models do not"
+        )
+    return before + 1 if before >= 0 else 0
+
+
+def _windowed_layers(args: Values, layers: int) -> frozenset[int]:
+    """Numbers of the layers with a window; those whose number from 1 is a multiple of the argument have none."""
+    some = args.get(_LAYERS)
+    if isinstance(some, list | tuple):
+        return frozenset(number for number, windowed in enumerate(some) if windowed)
+    every = some if isinstance(some, int) and some > 0 else 0
+    return frozenset(number for number in range(layers) if not every or (number + 1) % every)

@@ -1,12 +1,66 @@
-"""DeepSeek-V2 and V3: latent attention, first layers dense, shared experts; V3 also predicts further tokens."""
+"""DeepSeek-V2 and V3: latent attention, first layers dense, shared experts; V3 also predicts further tokens.
+
+In multi-latent attention every projection is copied as it is, no row is moved. Sources: transformers 5.23.0,
+``models/deepseek_v3/modeling_deepseek_v3.py``; megatron-core 0.16.1, ``transformer/multi_latent_attention.py``,
+``models/gpt/gpt_layer_specs.py``. Transformer Engine's names were read, not run.
+"""
 
 from __future__ import annotations
 
-from . import dense, latent, moe, mtp
+from dataclasses import replace
+
+from . import dense, moe, mtp
+from .attention_fields import LatentHeads, NoWindow
 from .expert_fields import FirstDense, Groups, SigmoidWeights
-from .fields import Always, Field, NoneAs, Only, Times
+from .fields import Always, Field, NoneAs, Only, Same, Times
 from .rotary_fields import LatentRotary
-from .table import Architecture
+from .table import LOCAL, TRANSFORMER_ENGINE, Architecture, HfTensor, Row
+
+_LAYER = "decoder.layers.{i}.self_attention."
+_HF = "model.layers.{i}.self_attn."
+
+
+def _row(megatron: str, huggingface: str, shape: tuple[str, ...], *needs: str) -> Row:
+    return Row(f"{_LAYER}{megatron}", (HfTensor(f"{_HF}{huggingface}", shape),), needs=needs)
+
+
+_INPUT_NORM = replace(dense.INPUT_NORM, needs=())
+"""Transformer Engine keeps it apart here."""
+
+_ATTENTION = (
+    _row("linear_proj.weight", "o_proj.weight", ("hidden", "v_rows")),
+    _row("linear_q_proj.weight", "q_proj.weight", ("latent_q_rows", "hidden"), "full_q"),
+    _row("linear_q_down_proj.weight", "q_a_proj.weight", ("q_lora", "hidden"), "q_lora"),
+    _row("linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", ("q_lora",), "q_lora", TRANSFORMER_ENGINE),
+    _row("linear_q_up_proj.weight", "q_b_proj.weight", ("latent_q_rows", "q_lora"), "q_lora"),
+    _row("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", ("kv_down_rows", "hidden")),
+    _row("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm.weight", ("kv_lora",), TRANSFORMER_ENGINE),
+    _row("linear_kv_up_proj.weight", "kv_b_proj.weight", ("kv_up_rows", "kv_lora")),
+    _row("q_layernorm.weight", "q_a_layernorm.weight", ("q_lora",), "q_lora", LOCAL),
+    _row("kv_layernorm.weight", "kv_a_layernorm.weight", ("kv_lora",), LOCAL),
+)
+
+_ATTENTION_ORDER = tuple(
+    f"{_HF}{name}.weight"
+    for name in (
+        "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
+    )
+)  # fmt: skip
+
+_ATTENTION_FIELDS: tuple[Field, ...] = (
+    *dense.COMMON,
+    Same("q_lora_rank", "q_lora_rank", says_none=True),
+    Same("kv_lora_rank", "kv_lora_rank"),
+    Same("qk_nope_head_dim", "qk_head_dim"),
+    Same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    Same("v_head_dim", "v_head_dim"),
+    Always("multi_latent_attention", True),
+    Always("qk_layernorm", True),
+    Always("position_embedding_type", "rope"),
+    LatentHeads(),
+    NoWindow(),
+)
+"""What the descriptions have in common."""
 
 _ROUTING: tuple[Field, ...] = (
     *moe.fields("n_routed_experts", "num_experts", "num_local_experts"),
@@ -41,13 +95,13 @@ _SOFTMAX_ROUTING: tuple[Field, ...] = (
 
 def _order(*gate: str) -> tuple[str, ...]:
     return dense.in_order(
-        *mtp.ORDER, *latent.ORDER, *dense.MLP, *moe.EXPERT_ORDER, *gate, *moe.shared_order("mlp.shared_experts")
+        *mtp.ORDER, *_ATTENTION_ORDER, *dense.MLP, *moe.EXPERT_ORDER, *gate, *moe.shared_order("mlp.shared_experts")
     )
 
 
 _V2_LAYER = (
-    latent.INPUT_NORM,
-    *latent.ATTENTION,
+    _INPUT_NORM,
+    *_ATTENTION,
     *moe.DENSE_MLP,
     moe.NORM,
     moe.ROUTER,
@@ -55,8 +109,8 @@ _V2_LAYER = (
     *moe.SHARED,
 )
 _V3_LAYER = (
-    latent.INPUT_NORM,
-    *latent.ATTENTION,
+    _INPUT_NORM,
+    *_ATTENTION,
     *moe.DENSE_MLP,
     moe.NORM,
     moe.ROUTER,
@@ -70,7 +124,7 @@ DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM",
     (dense.EMBEDDING, *_V2_LAYER, dense.FINAL_NORM, *dense.HEADS),
     _order(*moe.ROUTER_ORDER),
-    (*latent.FIELDS, LatentRotary(), *_SOFTMAX_ROUTING),
+    (*_ATTENTION_FIELDS, LatentRotary(), *_SOFTMAX_ROUTING),
     moe.PACKED,
     moe.NEEDS,
 )
@@ -80,7 +134,7 @@ DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     (dense.EMBEDDING, *_V3_LAYER, dense.FINAL_NORM, *mtp.rows(_V3_LAYER), *dense.HEADS),
     _order(*moe.ROUTER_ORDER),
-    (*latent.FIELDS, LatentRotary(interleaved=True), *SIGMOID_ROUTING),
+    (*_ATTENTION_FIELDS, LatentRotary(interleaved=True), *SIGMOID_ROUTING),
     moe.PACKED,
     moe.NEEDS,
 )

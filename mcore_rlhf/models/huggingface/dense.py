@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from .attention_fields import Heads
 from .fields import Always, Field, Only, Same
-from .kinds import DENSE, LOCAL, TRANSFORMER_ENGINE
 from .rotary_fields import Rotary
-from .table import Arrangement, HfTensor, Row
+from .table import DENSE, LOCAL, TRANSFORMER_ENGINE, Arrangement, HfTensor, Row
 
 _LAYER = "decoder.layers.{i}."
 _HF = "model.layers.{i}."

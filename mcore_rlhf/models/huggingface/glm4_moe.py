@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense, moe, mtp
-from .attention_fields import Heads
+from .attention_fields import Heads, NoWindow
 from .deepseek import SIGMOID_ROUTING
 from .fields import Same
 from .rotary_fields import Rotary
 from .table import Architecture
-from .window_fields import NoWindow
 
 _LAYER = (
     dense.INPUT_NORM,

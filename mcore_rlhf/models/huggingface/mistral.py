@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense
+from .attention_fields import Window
 from .fields import Always
 from .llama import LLAMA
-from .window_fields import Window
 
 MISTRAL = replace(
     LLAMA,

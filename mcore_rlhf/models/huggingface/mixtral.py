@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from . import dense, moe
+from .attention_fields import Window
 from .expert_fields import SoftmaxWeights
 from .fields import Always
 from .table import Architecture, Packed
-from .window_fields import Window
 
 _MOE = "block_sparse_moe"
 _INSIDE = (f"{_MOE}.experts.{{e}}", "w1", "w3", "w2")

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from . import dense
 from .fields import Field, Same
-from .kinds import GROUPED, MIXTURE, SEQUENTIAL, STACKED
-from .table import Arrangement, HfTensor, Packed, Row
+from .table import GROUPED, MIXTURE, SEQUENTIAL, STACKED, Arrangement, HfTensor, Packed, Row
 
 _LAYER = "decoder.layers.{i}."
 _HF = "model.layers.{i}."

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .kinds import MTP_LAYER, MTP_MODEL_LAYER
-from .table import HfTensor, Row
+from .table import MTP_LAYER, MTP_MODEL_LAYER, HfTensor, Row
 
 _NEXT, _HF = "mtp.layers.{k}.", "model.layers.{i}."
 _DECODER = "decoder.layers.{i}."

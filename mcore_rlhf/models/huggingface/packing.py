@@ -14,9 +14,8 @@ from mcore_rlhf.core.box import Box, Shape
 from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems
 
-from .correspondence import Link, shares_of_huggingface, shares_of_others
-from .kinds import EXPERT, LAYER
-from .table import Packed
+from .relation import Link, shares_of_huggingface, shares_of_others
+from .table import EXPERT, LAYER, Packed
 
 
 @dataclass(frozen=True, slots=True)

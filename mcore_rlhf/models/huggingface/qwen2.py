@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import dense
+from .attention_fields import Window, last_layers
 from .fields import Always
 from .table import Architecture
-from .window_fields import Window, last_layers
 
 QWEN2 = Architecture(
     "qwen2",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from . import dense, moe
+from .attention_fields import Window, every_other_layer
 from .expert_fields import DenseList, SoftmaxWeights
 from .fields import Always, Same
 from .table import Architecture
-from .window_fields import Window, every_other_layer
 
 _ROUTING = (
     SoftmaxWeights("norm_topk_prob"),

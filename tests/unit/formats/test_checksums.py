@@ -17,8 +17,8 @@ from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file
 from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.verify.audit import Ledger
 from mcore_rlhf.verify.checkpoint import verify
-from mcore_rlhf.verify.ledger import Ledger
 from tests.fuzz.mutators.zips import records
 from tests.helpers.conversions import options
 from tests.unit.formats.hf_by_hand import CONFIG, llama, write

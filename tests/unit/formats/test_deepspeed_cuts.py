@@ -9,7 +9,7 @@ import torch
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.formats.deepspeed.cuts import CutTensor, TensorCuts
+from mcore_rlhf.formats.deepspeed.modules import CutTensor, TensorCuts
 from mcore_rlhf.models.rules import Rule, Rules
 from mcore_rlhf.models.spec import GATED, REPLICATED, ROW, VOCABULARY, Partition
 

@@ -14,7 +14,7 @@ from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
-from mcore_rlhf.formats.deepspeed.experts import ExpertLayout
+from mcore_rlhf.formats.deepspeed.tag import ExpertLayout
 from tests.helpers.conversions import options
 from tests.helpers.damage import edited, truncate
 from tests.unit.formats.deepspeed_refusal import copied, refused

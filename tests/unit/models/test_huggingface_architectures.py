@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mcore_rlhf.core.box import Box, Shape
 from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.models.huggingface import ARCHITECTURES
+from mcore_rlhf.models.huggingface import ARCHITECTURES, REFUSED
 from mcore_rlhf.models.huggingface.config import (
     Build,
     architecture_of,
@@ -25,13 +25,19 @@ from mcore_rlhf.models.huggingface.config import (
     sizes_of_args,
     sizes_of_config,
 )
-from mcore_rlhf.models.huggingface.expand import filled
-from mcore_rlhf.models.huggingface.kinds import GROUPED, LOCAL, MTP_MODEL_LAYER, SEQUENTIAL, STACKED, TRANSFORMER_ENGINE
 from mcore_rlhf.models.huggingface.packing import Packing, from_files, from_modules
-from mcore_rlhf.models.huggingface.refused import REFUSED
-from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface, from_megatron
-from mcore_rlhf.models.huggingface.sizes import Sizes
-from mcore_rlhf.models.huggingface.table import Architecture, Spelling
+from mcore_rlhf.models.huggingface.relation import Relation, filled, from_huggingface, from_megatron
+from mcore_rlhf.models.huggingface.table import (
+    GROUPED,
+    LOCAL,
+    MTP_MODEL_LAYER,
+    SEQUENTIAL,
+    STACKED,
+    TRANSFORMER_ENGINE,
+    Architecture,
+    Sizes,
+    Spelling,
+)
 
 KNOWN = {known.model_type: known for known in ARCHITECTURES}
 SPELLINGS = [Spelling(*parts) for parts in product((LOCAL, TRANSFORMER_ENGINE), (SEQUENTIAL, GROUPED, STACKED))]

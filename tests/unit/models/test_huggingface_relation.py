@@ -13,8 +13,7 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface, from_megatron
-from mcore_rlhf.models.huggingface.sizes import Sizes
-from mcore_rlhf.models.huggingface.table import Spelling
+from mcore_rlhf.models.huggingface.table import Sizes, Spelling
 
 SIZES = Sizes(layers=2, hidden=8, ffn=6, heads=4, groups=2, head=3, vocabulary=10)
 QKV = "decoder.layers.1.self_attention.linear_qkv"

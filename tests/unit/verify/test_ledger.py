@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import UINT8
 from mcore_rlhf.errors import Corrupt, Problems
 from mcore_rlhf.families.source import StoredFile
-from mcore_rlhf.verify.ledger import Ledger
+from mcore_rlhf.verify.audit import Ledger
 
 
 @dataclass

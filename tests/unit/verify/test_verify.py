@@ -12,10 +12,9 @@ from mcore_rlhf.errors import NotACheckpoint, Problems
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.mapped import MappedFiles
-from mcore_rlhf.verify.audit import Audit
+from mcore_rlhf.verify.audit import Audit, Ledger
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
-from mcore_rlhf.verify.ledger import Ledger
 from tests.helpers.conversions import GOLDENS, NAMES, Conversions
 from tests.helpers.damage import ITERATION, MODEL, OPTIMIZER, copied, edited, flip
 

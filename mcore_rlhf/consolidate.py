@@ -1,0 +1,255 @@
+"""One fp32 state dict out of a training checkpoint: in memory, as ``.bin`` shards or as safetensors shards.
+
+Names are the checkpoint's own. Trained parameters come from their fp32 masters, frozen ones and buffers from what the model
+computes with; integer buffers keep their type. No optimizer state is read, and whatever is used is checked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_rlhf.convert import ConvertOptions, Job, Progress, is_checkpoint, write_target
+from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.catalog import Catalog, FixedCatalog, Record, TensorEntry
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.plan import plan_file
+from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, WriteOptions
+from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
+from mcore_rlhf.formats.hf.names import BIN, MODEL_STEM, SAFETENSORS
+from mcore_rlhf.formats.hf.shards import DEFAULT_SHARD, Part, Shard, index_of, shards_of
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
+from mcore_rlhf.storage.paths import inside, local_path
+from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
+from mcore_rlhf.storage.stored import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a state dict is made of.
+
+    Args:
+        tensors: What is wanted, each tensor with all its names.
+        catalog: Where they come from.
+        order: All names in the module's order.
+    """
+
+    tensors: list[Part]
+    catalog: Catalog
+    order: list[str]
+
+
+def open_tag(path: Path, tag: str | None, stubs: tuple[str, ...]) -> Source:
+    """Open one checkpoint of a root, or whatever a path means.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    path = local_path(path)
+    if tag is None:
+        return open_checkpoint(path, ReadOptions(stubs=stubs))
+    if not inside(path, tag).is_dir():
+        raise NotACheckpoint(f"{path}: there is no checkpoint with the tag {tag!r} in it")
+    return open_checkpoint(path / tag, ReadOptions(stubs=stubs))
+
+
+def parts_of(source: Source, exclude_frozen: bool) -> Parts:
+    """What the state dict of a checkpoint is made of.
+
+    Raises:
+        Incomplete: A parameter is stored nowhere.
+    """
+    native = source.native if isinstance(source.native, ModuleState) else ModuleState("")
+    tensors: list[Part] = []
+    found: dict[TensorName, TensorEntry] = {}
+    problems = Problems()
+    for spec in source.model.params:
+        if exclude_frozen and not spec.trainable and spec.name not in native.buffers:
+            continue
+        name = TensorName(source.role, spec.name, MASTER)
+        entry = (source.catalog.get(name) if spec.trainable else None) or source.catalog.get(name._replace(state=PARAM))
+        if entry is None:
+            problems.add(
+                Incomplete, f"{spec.name}: neither master weights nor the parameter itself are in {source.root}"
+            )
+            continue
+        dtype = FLOAT32 if entry.dtype in FLOATING else entry.dtype
+        found[entry.name] = entry
+        aliases = (alias for alias, owner in native.shared.items() if owner == spec.name)
+        tensors.append(Part(entry.name, entry.global_shape, dtype, (spec.name, *aliases)))
+    problems.raise_if_any()
+    names = {name for part in tensors for name in part.names}
+    order = dict.fromkeys([*native.order, *(name for part in tensors for name in part.names)])
+    return Parts(tensors, FixedCatalog(found), [name for name in order if name in names])
+
+
+def carry_out(
+    source: Source, parts: Parts, files: tuple[TargetFile, ...], folder: Path, options: ConvertOptions,
+    texts: Mapping[str, str] | None = None, progress: Progress | None = None,
+) -> dict[str, FileEntry]:  # fmt: skip
+    """Copy what is wanted, and check what was read: the optimizer's states are neither read nor checked."""
+    problems, used, nbytes = Problems(), set(), 0
+    for file in files:
+        layout = file.layout()
+        plan = plan_file(file.path, layout.holds, parts.catalog)
+        problems.extend(plan.problems.found)
+        used |= {(copy.source.file, copy.source.key) for copy in plan.copies}
+        nbytes += sum(record.nbytes for record in layout.records)
+    problems.raise_if_any()
+    stored = tuple(
+        StoredFile(f.path, f.nbytes, tuple(r for r in f.records if (f.path, r[0]) in used)) for f in source.files
+    )
+    narrowed = replace(source, catalog=parts.catalog, files=stored)
+    target = Target("fp32", source.parallel, parts.catalog, files, dict(texts or {}), source.notes)
+    how = replace(
+        options, write=WriteOptions(no_optimizer=True)
+    )  # masters are not compared with parameters that nobody reads
+    return write_target(Job(narrowed, target, nbytes), folder, how, progress)
+
+
+def load_fp32_state_dict(
+    path: str | Path, tag: str | None = None, *, exclude_frozen_parameters: bool = False
+) -> OrderedDict[str, torch.Tensor]:
+    """The fp32 weights of a checkpoint in memory, for ``model.load_state_dict``.
+
+    Args:
+        path: A root, a tag's folder, or whatever else ``mcore-rlhf inspect`` takes.
+        tag: Which checkpoint of a root; None for that in ``latest``.
+        exclude_frozen_parameters: Leave frozen parameters out.
+
+    Returns:
+        Contiguous tensors on the CPU, in the module's order. Tied names are one tensor.
+
+    Raises:
+        CheckpointError: It is incomplete or damaged: every byte that is used is checked.
+    """
+    source = open_tag(Path(path), tag, ())
+    parts = parts_of(source, exclude_frozen_parameters)
+    memory: dict[str, _MemoryFile] = {}
+    files = tuple(TargetFile(part.names[0], partial(_memory_layout, part, memory)) for part in parts.tensors)
+    carry_out(source, parts, files, Path(), ConvertOptions(fsync=False))
+    found = {name: memory[part.names[0]].tensor for part in parts.tensors for name in part.names}
+    return OrderedDict((name, found[name]) for name in parts.order)
+
+
+@dataclass(slots=True)
+class _MemoryFile:
+    """A tensor that is filled as if it were a file."""
+
+    tensor: torch.Tensor
+
+    def write(self, key: str, byte_offset: int, data: memoryview) -> None:
+        """Put bytes into it."""
+        import numpy as np
+        import torch
+
+        flat = self.tensor.reshape(-1).view(torch.uint8)
+        flat.numpy()[byte_offset : byte_offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> FileEntry:
+        """Nothing more to do."""
+        return FileEntry(self.tensor.nbytes, next(iter(crcs.values()), 0))
+
+
+def _memory_layout(part: Part, memory: dict[str, _MemoryFile]) -> FileLayout:
+    import torch
+
+    name = part.names[0]
+    record = Record(name, name, part.dtype, prod(part.shape), 0)
+
+    def create(_: Path) -> FileWriter:
+        made = torch.zeros(part.shape, dtype=getattr(torch, part.dtype.name))
+        memory[name] = _MemoryFile(made)
+        return memory[name]
+
+    return FileLayout([part.placed(record)], [record], create)
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidation:
+    """How a state dict is written.
+
+    Args:
+        max_shard_size: Bytes per file; a tensor that is larger has a file of its own.
+        safe_serialization: safetensors instead of ``.bin``.
+        exclude_frozen: Leave frozen parameters out.
+        workers: Files written at the same time.
+        overwrite: Whether an existing checkpoint at the target may be replaced.
+        fsync: Whether everything is on the disk before it is published.
+        stubs: Further pickled classes that may become inert stubs.
+    """
+
+    max_shard_size: int = DEFAULT_SHARD
+    safe_serialization: bool = False
+    exclude_frozen: bool = False
+    workers: int = 2
+    overwrite: bool = False
+    fsync: bool = True
+    stubs: tuple[str, ...] = ()
+
+
+def consolidate(
+    path: Path, target: Path, options: Consolidation, tag: str | None = None, progress: Progress | None = None
+) -> list[str]:
+    """Write the fp32 weights of a checkpoint as files, and publish them at once.
+
+    Args:
+        path: A root, or a tag's folder.
+        target: The folder to write; must not exist.
+        options: How.
+        tag: Which checkpoint of a root; None for that in ``latest``.
+        progress: Hears how far it is.
+
+    Returns:
+        The names of the files, the index last where there is one.
+
+    Raises:
+        CheckpointError: Something is wrong; nothing was published.
+    """
+    source = open_tag(path, tag, options.stubs)
+    for folder in {file.path.partition("/")[0] for file in source.files}:
+        refuse_overlap(source.root / folder, target)  # beside it, in the run's own folder, is where people want it
+    publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
+    with publication:
+        parts = parts_of(source, options.exclude_frozen)
+        safe = options.safe_serialization
+        ending = SAFETENSORS if safe else BIN
+        shards = shards_of(parts.tensors, MODEL_STEM[ending], options.max_shard_size, ending, copies=safe)
+        check_space(target.parent, sum(shard.nbytes for shard in shards))
+        how = ConvertOptions(workers=options.workers, fsync=options.fsync)
+        files = tuple(_target(shard, safe) for shard in shards)
+        texts = index_of(shards, MODEL_STEM[ending], ending)
+        written = carry_out(source, parts, files, publication.staging, how, texts, progress)
+        part = {"role": source.role, "format": "fp32", "parallel": str(source.parallel)}
+        publication.commit(Manifest(written, step=source.state.iteration, parts=(part,), provenance=provenance()))
+    return [*(file.path for file in files), *texts]
+
+
+def _target(shard: Shard, safe: bool) -> TargetFile:
+    return shard.target() if safe else TargetFile(shard.file, partial(_bin_layout, shard))
+
+
+def _bin_layout(shard: Shard) -> FileLayout:
+    """What a ``.bin`` file will hold, where second names share their owners' storage."""
+    records = [
+        Record(shard.file, f"data/{number}", part.dtype, prod(part.shape), 0) for number, part in enumerate(shard.parts)
+    ]
+    pairs = list(zip(shard.parts, records, strict=True))
+    stored = {part.names[0]: StoredTensor(record, 0, part.shape, row_major(part.shape)) for part, record in pairs}
+    tree = OrderedDict(stored)
+    tree.update({alias: stored[part.names[0]] for part in shard.parts for alias in part.names[1:]})
+    entries = [part.placed(record) for part, record in pairs]
+    return FileLayout(entries, records, lambda root: PtWriter.create(root / shard.file, tree, file=shard.file))
