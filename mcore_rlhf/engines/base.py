@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.storage.record_writer import RecordWriter
 
-from .account import HeldTensor
-from .undoing import Undo
+from .stateful import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +68,27 @@ class LiveFile:
     tree: object = None
     labels: Mapping[str, str] = field(default_factory=dict)
     create: Callable[[Path], RecordWriter] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A state tensor that a rank holds.
+
+    Args:
+        name: The parameter's or buffer's: ``decoder.layers.0.mlp.linear_fc1.weight``.
+        state: ``param``, ``buffer``, ``master``, or the optimizer's own name: ``exp_avg``, ``momentum_buffer``.
+        what: Its shape and type, for comparing replicas.
+        nbytes: Its length.
+        here: Whether its memory goes into a file that this rank writes.
+        among: Which ranks hold the same, by a name that they share (``mp_rank_00``); None where no other does.
+    """
+
+    name: str
+    state: str
+    what: str
+    nbytes: int
+    here: bool
+    among: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

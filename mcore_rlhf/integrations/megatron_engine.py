@@ -12,10 +12,10 @@ from typing import Any
 
 from mcore_rlhf.engines.base import LoadRequest
 from mcore_rlhf.engines.megatron.engine import MegatronEngine
-from mcore_rlhf.engines.megatron.origin import Origin
-from mcore_rlhf.engines.megatron.prepared import PreparedMegatronLoad
+from mcore_rlhf.engines.megatron.load import PreparedMegatronLoad
+from mcore_rlhf.engines.megatron.slots import Origin
 
-from .megatron_session import Trained
+from .megatron_arguments import Trained
 
 
 class ScriptEngine(MegatronEngine):

@@ -19,26 +19,23 @@ Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py``, ``trai
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.manager.checkpoint_manager import ManagerOptions
 from mcore_rlhf.manager.components import Data
 from mcore_rlhf.manager.state import RlhfState
 
-from .megatron_arguments import agreed_source, refuse_unsupported
-from .megatron_session import Choices, Session, Trained
-from .megatron_source import find, has_steps
-from .replacing import Function, Replacements
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from .megatron_arguments import Trained, agreed_source, find, has_steps, refuse_unsupported
+from .megatron_session import Choices, Session
 
 _MODULES = ("checkpointing", "async_utils", "training")
 _EXPLICIT = ("pipeline_rank", "expert_rank", "tensor_rank", "pipeline_parallel", "expert_parallel")
@@ -93,6 +90,38 @@ def _imported(name: str) -> ModuleType:
             f"Megatron-LM's megatron.training.{name} cannot be imported: {error}\n"
             "Run inside Megatron-LM's checkout, or put it on PYTHONPATH; the package megatron-core alone has no megatron.training."
         ) from error
+
+
+@dataclass(slots=True)
+class Replacements:
+    """Functions of other modules that stand aside for a while."""
+
+    _undo: list[tuple[ModuleType, str, Function]] = field(default_factory=list)
+
+    def replace(self, module: ModuleType, name: str, new: Function) -> None:
+        """Replace a function in its own module, and in every module that has imported it under its name.
+
+        ``from a import f`` copies the reference, so replacing ``a.f`` alone would miss it. Modules that are imported later
+        find the new one.
+
+        Args:
+            module: Where it is defined.
+            name: Its name.
+            new: What stands in its place.
+        """
+        old: Function = getattr(module, name)
+        others: list[object] = list(sys.modules.values())
+        for one in others:
+            # vars, not getattr: a lazy module must not be made to import something
+            if isinstance(one, ModuleType) and vars(one).get(name) is old:
+                self._undo.append((one, name, old))
+                setattr(one, name, new)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            module, name, old = self._undo.pop()
+            setattr(module, name, old)
 
 
 @dataclass(slots=True)
@@ -229,3 +258,6 @@ def _temporarily(args: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 __all__ = ["install", "uninstall"]
+
+
+Function = Callable[..., Any]

@@ -10,16 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions, Resumed
 from mcore_rlhf.manager.components import Data
 from mcore_rlhf.manager.retention import KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.rng import captured, put_back
 from mcore_rlhf.manager.state import RlhfState
 
-from .megatron_arguments import comparable, refuse_modelopt, refuse_unsupported
-from .megatron_source import LoadSource
+from .megatron_arguments import LoadSource, Trained, comparable, refuse_modelopt, refuse_unsupported
 
 if TYPE_CHECKING:
     from .megatron_engine import ScriptEngine
@@ -39,31 +36,6 @@ class Choices:
     state: RlhfState | None = None
     options: ManagerOptions = field(default_factory=ManagerOptions)
     role: str = "actor"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Trained:
-    """What a script hands to Megatron-LM's functions.
-
-    Args:
-        model: Its model chunks, or a single one.
-        optimizer: Its optimizer, or None.
-        scheduler: Its parameter scheduler, or None.
-    """
-
-    model: Any
-    optimizer: Any | None
-    scheduler: Any | None
-
-    @property
-    def chunks(self) -> list[torch.nn.Module]:
-        """The model chunks."""
-        return [self.model] if isinstance(self.model, torch.nn.Module) else list(self.model)
-
-    def is_same(self, other: Trained) -> bool:
-        """Whether both are the same live objects."""
-        mine, theirs = [(*one.chunks, one.optimizer, one.scheduler) for one in (self, other)]
-        return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
 
 
 class Session:

@@ -17,7 +17,7 @@ from .data_state import WHERE, DataState, pack, unpack
 from .fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from ..engines.undoing import Undo
+    from ..engines.stateful import Undo
 
 KIND = "stateful"
 DRIVER = "driver"

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
-from mcore_rlhf.engines.undoing import Undo
+from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file

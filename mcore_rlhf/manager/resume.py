@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.engines.undoing import Undo
+from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import Corrupt, NotACheckpoint, StorageError, Unsupported
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.paths import local_path

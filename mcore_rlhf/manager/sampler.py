@@ -27,7 +27,7 @@ from .prompts import Prompt
 from .sampler_state import check_form, check_settings_match, read_progress, to_state
 
 if TYPE_CHECKING:
-    from ..engines.undoing import Undo
+    from ..engines.stateful import Undo
 
 KIND = "prompt_sampler"
 

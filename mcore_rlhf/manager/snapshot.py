@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mcore_rlhf.engines.account import RankAccount, account_of, as_json, compare
 from mcore_rlhf.engines.base import LiveFile, LiveState, Text
-from mcore_rlhf.engines.live import LiveTree
+from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare
 from mcore_rlhf.errors import Problems
 
 from .carried import Carried

@@ -12,8 +12,8 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.engines.base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
-from mcore_rlhf.engines.copying import copy_into
-from mcore_rlhf.engines.undoing import Undo
+from mcore_rlhf.engines.load import copy_into
+from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt

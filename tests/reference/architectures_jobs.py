@@ -78,7 +78,7 @@ def told(root: str, parallel: Parallel) -> dict[str, object]:
     import torch
 
     from mcore_rlhf.demo.trainer import initialize_parallel_state
-    from mcore_rlhf.engines.megatron.described import computed
+    from mcore_rlhf.engines.megatron.arguments import computed
 
     initialize_parallel_state(parallel)
     model = _model(torch.load(_file(root, parallel), weights_only=False)["args"], parallel)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.engines.account import Counted, account_of, compare
 from mcore_rlhf.engines.base import LiveFile, LiveState
+from mcore_rlhf.engines.save import Counted, account_of, compare
 from mcore_rlhf.errors import Problems
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.ptwriter import PtWriter

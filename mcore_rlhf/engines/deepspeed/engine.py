@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,18 +20,12 @@ from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
 from ..base import Engine, LiveFile, LiveState, LoadRequest
-from ..inventory import Memory
-from ..live import LiveTree
-from ..optimizer_record import say_what_is_unknown
-from .captured import own_files
-from .counting import held
-from .optimizers import LiveOptimizer, live_optimizer
-from .origin import Origin
-from .prepared import PreparedDeepSpeedLoad
+from ..optimizers import say_what_is_unknown
+from ..save import LiveTree, Memory
+from .load import LivePlan, Origin, PreparedDeepSpeedLoad, Slot
+from .model import LiveOptimizer, held, live_optimizer, weights_of
+from .own_files import OwnFiles
 from .restoring import client_state_of
-from .same_layout import OwnFiles
-from .slots import Slot, weights_of
-from .through_plan import LivePlan
 
 ClientState = Mapping[str, object]
 
@@ -226,3 +224,104 @@ if TYPE_CHECKING:
 
     def _keeps_the_seam(engine: DeepSpeedEngine) -> Engine:
         return engine
+
+
+State = dict[str, Any]
+_ATOMS = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
+RESERVED = frozenset({"checkpoint_parallel_dimensions"})
+"""What DeepSpeed does not let a client state overwrite."""
+
+
+@dataclass(slots=True)
+class _Keeper:
+    """Stands in for DeepSpeed's checkpoint engine."""
+
+    saved: dict[str, State] = field(default_factory=dict)
+
+    def save(self, state_dict: State, path: str) -> None:
+        """Keep what is to be written."""
+        self.saved[path] = state_dict
+
+    def preserves_storage_sharing(self) -> bool:
+        """As the one that calls ``torch.save``: DeepSpeed need not clone."""
+        return False
+
+
+def own_files(
+    engine: Any, tag: str, client_state: Mapping[str, object], exclude_frozen: bool, *, trained: bool = True
+) -> dict[str, State]:
+    """The content of the files that this rank writes, by path below the folder that ``save_checkpoint`` is given.
+
+    Tensors are the live ones. No collective is called: where stage 3 keeps small parameters whole between steps, their
+    places in the module are emptied here, and not by partitioning them.
+
+    Args:
+        engine: DeepSpeed's engine.
+        tag: Name of the checkpoint's folder.
+        client_state: Goes to the top level, over DeepSpeed's own keys, as DeepSpeed has it.
+        exclude_frozen: See ``save_checkpoint``.
+        trained: Whether there is an optimizer. In bf16 without one DeepSpeed wraps a dummy, which its own save trips over.
+
+    Raises:
+        Unsupported: The client state has a key that DeepSpeed guards.
+    """
+    if clash := RESERVED & set(client_state):
+        raise Unsupported(f"client_state: the key {min(clash)!r} is DeepSpeed's own\nGive it another name.")
+    keeper = _Keeper()
+    others: dict[str, object] = {} if trained else {"optimizer": None, "save_zero_checkpoint": False}
+    others |= {"_get_param_fragment_func": _fragment, "_copy_recovery_script": _nothing}
+    with _replaced(engine, checkpoint_engine=keeper, **others):
+        engine._save_checkpoint("", tag, client_state=dict(client_state), exclude_frozen_parameters=exclude_frozen)
+        if engine.save_zero_checkpoint:
+            engine._save_zero_checkpoint("", tag)
+    for path, state in keeper.saved.items():
+        if path.endswith("model_states.pt") and engine.zero_optimization_partition_weights():
+            _empty_sliced(engine, state)
+    return {path: _settled(state) for path, state in keeper.saved.items()}
+
+
+@contextmanager
+def _replaced(engine: Any, **values: object) -> Iterator[None]:
+    """Attributes of the engine that are others for a while."""
+    own = vars(engine)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del own[name]
+        own.update(before)
+
+
+def _fragment(param: Any) -> torch.Tensor:
+    """A frozen parameter, or this rank's slice of it, without DeepSpeed's copy to the CPU."""
+    found: torch.Tensor = (param.ds_tensor if hasattr(param, "ds_id") else param).detach()
+    return found
+
+
+def _nothing(save_path: str) -> None:
+    """DeepSpeed copies two scripts beside the tag; this package reads such files without running any."""
+
+
+def _empty_sliced(engine: Any, state: State) -> None:
+    """Stage 3: all parameters are empty in the module, those too that are whole between steps just now."""
+    sliced = {name for name, param in engine.module.named_parameters(remove_duplicate=False) if hasattr(param, "ds_id")}
+    module = state["module"]
+    state["module"] = type(module)(
+        (name, torch.empty(0, dtype=value.dtype) if name in sliced else value) for name, value in module.items()
+    )
+
+
+def _settled(value: Any) -> Any:
+    """The same nest with containers and objects of its own, so that training may go on; tensors are still the live ones."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        items = ((key, _settled(item)) for key, item in value.items())
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+    if isinstance(value, _ATOMS):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_settled(item) for item in value)
+    return copy.deepcopy(value)

@@ -16,9 +16,8 @@ from mcore_rlhf.families.scaler import is_dynamic, loose_values
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stubs import Stub
 
-from ..undoing import Undo
-from .optimizers import Flat, LiveOptimizer
-from .origin import States
+from ..stateful import Undo
+from .model import Flat, LiveOptimizer, States
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 WRAPPER = ("clip_grad", "overflow", "cur_iter")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.errors import Problems
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.dcp import FORMAT
@@ -19,20 +20,12 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import METADATA_FILE
 
 from ..base import LiveState, LoadRequest
-from ..optimizer_record import say_what_is_unknown
+from ..optimizers import say_what_is_unknown
 from ..stateful import Stateful
-from .agreeing import Ranks
-from .counting import held
-from .describing import States, add_module, add_optimizer, states_of
-from .files import KEYS, LiveTable, Table, live_state
-from .held import HeldModule
-from .meshes import Meshes
-from .optimizers import HeldOptimizer
-from .prepared import PreparedFsdpLoad
-from .restoring import ShardedOptimizerLoad
-from .stored import extra_states_of, others_of, schedules_of, values_of
-from .through_plan import LivePlan
-from .world import FSDP1, ShardedWorld, check_alike
+from .files import KEYS, LiveTable, States, Table, add_module, add_optimizer, live_state, states_of
+from .geometry import FlatParams, Meshes
+from .load import LivePlan, PreparedFsdpLoad, ShardedOptimizerLoad, extra_states_of, others_of, schedules_of, values_of
+from .model import HeldModule, HeldOptimizer, held
 
 Others = Mapping[str, object]
 _MOST_PROBLEMS = 1000
@@ -183,3 +176,116 @@ class FsdpEngine:
         if dist.get_rank() == self.ranks[0]:
             return [source.root / file.path for file in source.files]
         return [source.root / file.path for file in source.files if file.path.endswith(METADATA_FILE)]
+
+
+FSDP1, FSDP2 = "fsdp", "fsdp2"
+"""What RLinf stores as ``fsdp_version`` (``rlinf/hybrid_engines/fsdp/utils.py``, ``FSDPVersion``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedWorld:
+    """The ranks of a model.
+
+    Args:
+        ranks: Global ranks, in order.
+        layout: How it is cut, for people, and by which random states are told apart.
+        version: What has wrapped it: :data:`FSDP1` or :data:`FSDP2`.
+    """
+
+    ranks: tuple[int, ...]
+    layout: str
+    version: str
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> ShardedWorld:
+        """Look at a model.
+
+        Raises:
+            UsageError: Nothing of it is sharded.
+            Unsupported: FSDP1 has wrapped it in a way that is not supported.
+        """
+        flat = FlatParams.of(module).ranks()
+        meshes = {param.device_mesh._get_root_mesh() for param in module.parameters() if isinstance(param, DTensor)}
+        if not dist.is_initialized() or not (flat or meshes):
+            raise UsageError(
+                f"FsdpEngine: no parameter of this {type(module).__name__} is sharded\n"
+                "Wrap it with fully_shard (or FSDP1) first; a model that is whole on every rank is a TorchEngine's."
+            )
+        ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} | set(flat)
+        widest = max((tuple(mesh.mesh.shape) for mesh in meshes), key=len, default=(len(flat),))
+        return cls(tuple(sorted(ranks)), f"FSDP{'×'.join(map(str, widest))}", FSDP1 if flat else FSDP2)
+
+
+def check_alike(ranks: Ranks, look: Callable[[], HeldModule]) -> None:
+    """See that all ranks have the same model: each describes the parts of all others by its own. Collective.
+
+    Args:
+        ranks: All that the model is dealt out to.
+        look: Gives this rank's tensors.
+
+    Raises:
+        Unsupported: Ranks have other tensors, as under pipeline parallelism.
+    """
+    _, told = ranks.shared(look, lambda module: [(one.name, one.split.global_shape) for one in module.tensors])
+    for rank, other in zip(ranks.ranks, told, strict=True):
+        if other != told[0]:
+            raise Unsupported(
+                f"FsdpEngine: rank {rank} has other tensors than rank {ranks.ranks[0]}\n"
+                "Every rank must hold a part of the same model; pipeline parallelism is not supported."
+            )
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that a model is dealt out to, as a group.
+
+    Args:
+        ranks: Global ranks, in order.
+        group: Their process group; None for that of all.
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, ranks: tuple[int, ...]) -> Ranks:
+        """A group of these ranks, each of which calls."""
+        whole = len(ranks) == dist.get_world_size()
+        return cls(ranks, None if whole else dist.new_group(list(ranks), use_local_synchronization=True))
+
+    def shared(self, action: Callable[[], T], tell: Callable[[T], object]) -> tuple[T, list[object]]:
+        """Do something on every rank, and tell the others of it; what fails on one, fails on all. Collective.
+
+        Args:
+            action: What to do.
+            tell: What the others hear of its result.
+
+        Returns:
+            The result, and what each rank told, in the order of the ranks.
+
+        Raises:
+            Unsupported: It failed on another rank.
+        """
+        failure: Exception | None = None
+        told: object
+        try:
+            result = action()
+            told = tell(result)
+        except Exception as error:  # whatever it is, the others wait for this rank
+            failure, told = error, _Failed(str(error) if isinstance(error, CheckpointError) else repr(error))
+        everyone: list[object] = [None] * len(self.ranks)
+        dist.all_gather_object(everyone, told, self.group)
+        if failure is not None:
+            raise failure
+        for rank, other in zip(self.ranks, everyone, strict=True):
+            if isinstance(other, _Failed):
+                raise Unsupported(f"rank {rank}: {other.text}")
+        return result, everyone

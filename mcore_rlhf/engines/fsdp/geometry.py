@@ -5,13 +5,20 @@ Pure geometry: every rank can say it of all others, so that a table of all chunk
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mcore_rlhf.core.box import Box, Shape, flat_boxes
+from mcore_rlhf.errors import Unsupported
 
 
 class Split(Protocol):
@@ -156,3 +163,158 @@ class Everywhere:
     def written(self, rank: int) -> tuple[Box, ...]:
         """See :meth:`Split.written`."""
         return self.boxes(rank) if rank == self.first else ()
+
+
+_STRIDED = "_StridedShard"
+"""FSDP2's placement where tensor parallelism has cut the same dimension before: its axis comes first, and cuts last."""
+
+
+@dataclass(slots=True)
+class Meshes:
+    """The device meshes of a model, each looked at once.
+
+    Args:
+        first: The first of the ranks that the model is dealt out to; of meshes with equal parts, its own is written.
+    """
+
+    first: int
+    _known: dict[DeviceMesh, Mesh] = field(default_factory=dict)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is distributed over a mesh."""
+        return isinstance(tensor, DTensor)
+
+    def place(self, name: str, tensor: torch.Tensor) -> tuple[Split, torch.Tensor]:
+        """How a ``DTensor`` is dealt out, and this rank's part, which shares its memory.
+
+        Raises:
+            Unsupported: It is cut in a way that is no single box per rank.
+        """
+        assert isinstance(tensor, DTensor)
+        mesh, shape = self._mesh(tensor.device_mesh), tuple(tensor.shape)
+        with torch.no_grad():
+            local = tensor.to_local()
+        cuts = cuts_of(name, shape, mesh.lengths, tensor.placements)
+        return MeshSplit(shape, mesh, cuts, self.first), local.detach()
+
+    def _mesh(self, mesh: DeviceMesh) -> Mesh:
+        if mesh not in self._known:
+            self._known[mesh] = Mesh.of(tuple(mesh.mesh.shape), mesh.mesh.flatten().tolist())
+        return self._known[mesh]
+
+
+def cuts_of(
+    name: str, shape: Shape, lengths: Sequence[int], placements: Sequence[Placement]
+) -> tuple[tuple[int, int], ...]:
+    """The cuts of a tensor over a mesh, in the order in which they are made.
+
+    Args:
+        name: For messages.
+        shape: Shape of the whole tensor.
+        lengths: Of the mesh's axes.
+        placements: One for every axis.
+
+    Raises:
+        Unsupported: A placement that is no cut and no copy (partial sums), or uneven parts under tensor parallelism.
+    """
+    plain, late = [], []
+    for axis, placement in enumerate(placements):
+        if type(placement).__name__ == _STRIDED:
+            _check_strided(name, shape, lengths, placements, axis)
+            late.append((axis, int(placement.dim)))  # type: ignore[attr-defined]
+        elif isinstance(placement, Shard):
+            plain.append((axis, placement.dim % max(len(shape), 1)))
+        elif not isinstance(placement, Replicate):
+            raise Unsupported(f"{name}: is placed as {placement}\nOnly Shard and Replicate can be saved.")
+    return (*plain, *reversed(late))
+
+
+def _check_strided(name: str, shape: Shape, lengths: Sequence[int], placements: Sequence[Placement], axis: int) -> None:
+    dim, factor = int(placements[axis].dim), int(placements[axis].split_factor)  # type: ignore[attr-defined]
+    later = prod(
+        lengths[other] for other in range(axis + 1, len(placements)) if getattr(placements[other], "dim", None) == dim
+    )
+    if factor != later or shape[dim] % (later * lengths[axis]):
+        raise Unsupported(
+            f"{name}: dimension {dim} of {shape} is cut into {later} parts by tensor parallelism and {lengths[axis]} by "
+            "FSDP, which is not even\nPad it so that it is, or keep this parameter out of tensor parallelism."
+        )
+
+
+_SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    split: FlatSplit
+    handle: Any
+
+
+@dataclass(slots=True)
+class FlatParams:
+    """All original parameters of an FSDP1 model; empty for another."""
+
+    _places: dict[int, _Place] = field(default_factory=dict)
+    _kept: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> FlatParams:
+        """Look at a model.
+
+        Raises:
+            Unsupported: It was wrapped in a way that does not keep its parameters apart, or that shards nothing.
+        """
+        found = cls()
+        for part in module.modules():
+            if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
+                found._add(part, part._handle)
+        return found
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an original parameter."""
+        return id(tensor) in self._places
+
+    def place(self, tensor: torch.Tensor) -> tuple[Split, torch.Tensor]:
+        """How an original parameter is dealt out, and this rank's range, which shares its memory."""
+        place, rank = self._places[id(tensor)], dist.get_rank()
+        split, flat = place.split, place.handle.flat_param
+        shard = getattr(
+            flat, "_local_shard", flat
+        ).detach()  # before the first forward, the flat parameter is the shard
+        first, stop = split.span(rank)
+        if first == stop:
+            return split, shard[:0]
+        at = split.start + first - split.share * split.mesh.at[rank][0]
+        return split, shard[at : at + stop - first]
+
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold parts, in order."""
+        return tuple(sorted({rank for place in self._places.values() for rank in place.split.mesh.at}))
+
+    def _add(self, part: FullyShardedDataParallel, handle: Any) -> None:
+        flat = handle.flat_param
+        if not handle._use_orig_params:
+            raise Unsupported(
+                "FSDP1 without use_orig_params keeps one flat parameter, and not the model's own\n"
+                "Wrap with use_orig_params=True, or with fully_shard (FSDP2)."
+            )
+        if handle._sharding_strategy.name not in _SHARDED:
+            raise Unsupported(
+                f"FSDP1 with {handle._sharding_strategy.name}: only {' and '.join(_SHARDED)} are supported\n"
+                "Wrap with fully_shard (FSDP2) on a mesh with a replicating axis, which is."
+            )
+        ranks = dist.get_process_group_ranks(handle.process_group)
+        mesh = Mesh.of((len(ranks),), ranks)
+        for param, shape, start in zip(flat._params, flat._shapes, _starts(flat), strict=True):
+            split = FlatSplit(tuple(shape), start, int(flat._sharded_size.numel()), mesh)
+            self._places[id(param)] = _Place(split, handle)
+            self._kept.append(param)
+
+
+def _starts(flat: Any) -> Iterator[int]:
+    """First element of every original parameter in the flat one; paddings lie between them."""
+    at = 0
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            yield at
+        at += numel

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.megatron.folders import TRACKER, locate
-from mcore_rlhf.families.megatron.rng import RngMaker
+from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
+from mcore_rlhf.families.megatron.rng import NAMES, RngMaker, RngState
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.megatron import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub
 
 from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
-from ..inventory import Memory
-from . import rng
-from .chunks import LiveModel
-from .counting import Counting
-from .described import described
-from .files import LiveFiles
+from ..save import Memory
+from .arguments import described
+from .files import Counting, LiveFiles
+from .load import LivePlan, PreparedMegatronLoad
+from .model import LiveModel
 from .optimizers import Member, is_whole, members
-from .origin import Origin
-from .place import Place, current_place
-from .prepared import PreparedMegatronLoad
-from .same_layout import OwnFiles
-from .slots import Slot
-from .through_plan import LivePlan
+from .own_files import OwnFiles
+from .parallel_state import Place, current_place
+from .slots import Origin, Slot
 from .whole import WholeOptimizer
 
 Arguments = argparse.Namespace | Mapping[str, object]
@@ -169,11 +168,11 @@ class MegatronEngine:
 
     def rng_states(self) -> dict[str, torch.Tensor]:
         """The states of Megatron's RNG tracker by name, copies on the CPU."""
-        return rng.tracker_states()
+        return tracker_states()
 
     def set_rng_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Restore what :meth:`rng_states` gave."""
-        rng.set_tracker_states(states)
+        set_tracker_states(states)
 
     def derived_rng(self, first: Mapping[str, object], step: int) -> Mapping[str, object]:
         """Random states of this rank for a layout that was not saved: equal within a tensor-parallel group, apart from
@@ -181,7 +180,7 @@ class MegatronEngine:
         """
         apart = bool(self._current_args().get("data_parallel_random_init"))
         dp_rank = self.place.at.dp_rank if apart else 0
-        return rng.derived_state(first, step, self.place.file_rank, dp_rank)
+        return derived_state(first, step, self.place.file_rank, dp_rank)
 
     def _current_args(self) -> dict[str, object]:
         args = self._args() if callable(self._args) else self._args
@@ -202,7 +201,7 @@ class MegatronEngine:
         The manager keeps the true states of all ranks in a file of its own; Megatron would gather them here.
         """
         others = range(1, self.place.parallel.dp if args.get("data_parallel_random_init") else 1)
-        own = rng.megatron_state()
+        own = megatron_state()
         return [own, *(RngMaker(own, step, 0).derived(self.place.file_rank, other) for other in others)]
 
 
@@ -210,3 +209,51 @@ if TYPE_CHECKING:
 
     def _keeps_the_seam(engine: MegatronEngine) -> tuple[Engine, HasRng]:
         return engine, engine
+
+
+def tracker_states() -> dict[str, torch.Tensor]:
+    """Copies of the tracker's states by name, on the CPU."""
+    return {name: _tensor(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def set_tracker_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Restore what :func:`tracker_states` gave."""
+    tracker = get_cuda_rng_tracker()
+    live = tracker.get_states()
+    if any(isinstance(state, torch.Generator) for state in live.values()):  # CUDA graphs hold on to the generators
+        for name, generator in live.items():
+            generator.set_state(states[name])
+        return
+    tracker.set_states({name: state.clone() for name, state in states.items()})
+
+
+def megatron_state() -> RngState:
+    """All random states of this rank, as ``rng_state[0]`` of the model file holds them."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tracker_states(),
+    }
+
+
+def derived_state(first: Mapping[str, object], step: int, at: FileRank, dp_rank: int) -> dict[str, object]:
+    """States of this rank for a layout that was not saved, under the manager's names.
+
+    Args:
+        first: What was saved of rank 0, under the manager's names.
+        step: The step that was loaded; goes into the seeds.
+        at: This rank.
+        dp_rank: Its data-parallel rank in runs whose data-parallel ranks draw differently, otherwise 0.
+    """
+    saved = {NAMES[name]: value for name, value in first.items() if name in NAMES and value is not None}
+    made = RngMaker(saved, step, seed=0).derived(at, dp_rank)
+    return {name: made[theirs] for name, theirs in NAMES.items()}
+
+
+def _tensor(state: object) -> torch.Tensor:
+    """Of a tracker that keeps generators instead of their states (CUDA graphs), the state."""
+    tensor = state.get_state() if isinstance(state, torch.Generator) else state
+    assert isinstance(tensor, torch.Tensor)
+    return tensor.detach().to("cpu", copy=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import FLOAT32, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.families.source import TrainingState
 
-from .chunks import LiveModel
+from .model import LiveModel
 from .optimizers import Member, Owned
 
 LIVE = "live"
@@ -101,3 +105,32 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise Unsupported(
             f"{name}: the live tensor is not contiguous ({tuple(tensor.shape)}, strides {tensor.stride()})"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A checkpoint, seen from one rank.
+
+    Args:
+        root: Folder to which the plan's files are relative.
+        files: The files that this rank reads.
+        plan: What fills the slots.
+        state: What the checkpoint holds besides tensors.
+        states: Names of the optimizer's tensor states, without the master.
+        kind: The optimizer that wrote it: ``distributed``, ``plain`` or None.
+        report: What is kept, derived, changed and lost.
+        scalars: Values that a plain optimizer keeps per parameter.
+        opaque: By model chunk: values of the state dict that are no tensors.
+        rng: Random states that this rank's own file holds, under the manager's names; None where it holds none.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+    plan: FilePlan
+    state: TrainingState
+    states: tuple[str, ...]
+    kind: str | None
+    report: Report
+    scalars: Mapping[str, object] = field(default_factory=dict)
+    opaque: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+    rng: Mapping[str, object] | None = None

@@ -22,16 +22,14 @@ from mcore_rlhf.formats.megatron.plain_state import masters_of
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
-from ..copying import copy_into
-from ..optimizer_load import OptimizerLoad, OwnLoad, StockLoad
-from ..optimizer_match import matched
-from ..optimizer_record import SavedOptimizer, is_stock
-from ..undoing import Undo
-from .chunks import LiveModel
+from ..load import copy_into
+from ..optimizers import OptimizerLoad, OwnLoad, SavedOptimizer, StockLoad, is_stock, matched
+from ..stateful import Undo
 from .groups import describe, identity
+from .model import LiveModel
 from .optimizers import Member
-from .place import Place
-from .same_layout import OwnFiles
+from .own_files import OwnFiles
+from .parallel_state import Place
 
 _ADVICE = "Go on at the layout that was saved, or load the weights alone: load(optimizer=False)."
 

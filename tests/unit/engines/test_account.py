@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.engines.account import HeldTensor, RankAccount, account_of, as_json, compare
-from mcore_rlhf.engines.base import LiveFile, LiveState, Segment
-from mcore_rlhf.engines.inventory import Alive, Memory, makes_its_state, of_module, of_optimizer
-from mcore_rlhf.engines.live import LiveTree
+from mcore_rlhf.engines.base import HeldTensor, LiveFile, LiveState, Segment
 from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.engines.save import (
+    Alive,
+    LiveTree,
+    Memory,
+    RankAccount,
+    account_of,
+    as_json,
+    compare,
+    makes_its_state,
+    of_module,
+    of_optimizer,
+)
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.steps import read_manifest

@@ -10,11 +10,11 @@ import torch
 
 from mcore_rlhf.engines.base import LoadRequest
 from mcore_rlhf.engines.deepspeed import DeepSpeedEngine
-from mcore_rlhf.engines.deepspeed.captured import own_files
-from mcore_rlhf.engines.deepspeed.optimizers import Flat, LiveOptimizer
+from mcore_rlhf.engines.deepspeed.engine import own_files
+from mcore_rlhf.engines.deepspeed.model import Flat, LiveOptimizer
+from mcore_rlhf.engines.deepspeed.own_files import StoredOptimizer
 from mcore_rlhf.engines.deepspeed.restoring import client_state_of, load_groups, load_wrapper
-from mcore_rlhf.engines.deepspeed.stored_optimizer import StoredOptimizer
-from mcore_rlhf.engines.param_groups import matched_groups
+from mcore_rlhf.engines.module_source import matched_groups
 from mcore_rlhf.errors import Problems, Unsupported, UsageError
 from mcore_rlhf.families.scaler import static_scaler
 from mcore_rlhf.families.source import ParamGroup

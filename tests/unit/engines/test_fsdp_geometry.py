@@ -13,8 +13,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from mcore_rlhf.core.box import Box
-from mcore_rlhf.engines.fsdp.geometry import Everywhere, FlatSplit, Mesh, MeshSplit, Split
-from mcore_rlhf.engines.fsdp.meshes import cuts_of
+from mcore_rlhf.engines.fsdp.geometry import Everywhere, FlatSplit, Mesh, MeshSplit, Split, cuts_of
 from mcore_rlhf.errors import Unsupported
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)

@@ -8,7 +8,7 @@ from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.plan import Copy, FilePlan
-from mcore_rlhf.engines.memory import LiveMemory, Unchecked
+from mcore_rlhf.engines.load import LiveMemory, Unchecked
 
 SOURCE = torch.arange(40, dtype=torch.float32)
 

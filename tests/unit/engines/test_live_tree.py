@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rlhf.engines.live import SMALL_NBYTES, LiveTree
+from mcore_rlhf.engines.save import SMALL_NBYTES, LiveTree
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.ptwriter import PtWriter
 from mcore_rlhf.storage.stored import StoredTensor

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rlhf.engines.base import LoadRequest
 from mcore_rlhf.engines.plain import TorchEngine
-from mcore_rlhf.integrations.megatron_session import Trained
+from mcore_rlhf.integrations.megatron_arguments import Trained
 
 
 class Counters:

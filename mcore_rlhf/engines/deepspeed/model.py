@@ -1,4 +1,4 @@
-"""The live optimizer of any ZeRO stage, seen alike: flat tensors, what lies in each, and torch's optimizer underneath.
+"""The live module and optimizer of any ZeRO stage, seen alike: flat tensors, what lies in each, and torch's optimizer underneath.
 
 Sources: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
 ``runtime/fp16/unfused_optimizer.py``.
@@ -6,7 +6,7 @@ Sources: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,16 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
+
+from ..base import HeldTensor
+from ..save import BUFFER, Alive, Memory, of_optimizer
+
+States = Mapping[int, tuple[str, ...]]
+"""Of every flat tensor, by number, the names of its states, without the master."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,3 +197,108 @@ def _sliced(engine: Any, wrapper: Any) -> Iterator[Flat]:
 def _named(engine: Any, params: Sequence[Any]) -> tuple[tuple[str, ...], tuple[Shape, ...]]:
     names = tuple(engine.param_names[param] for param in params)
     return names, tuple(tuple(getattr(param, "ds_shape", param.shape)) for param in params)
+
+
+LIVE = "live"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A tensor of the module.
+
+    Args:
+        name: Its name, the owner's where it is tied.
+        shape: Its whole shape.
+        tensor: The live one: whole, or this rank's slice in stage 3.
+        trained: Whether the optimizer has it.
+        sliced: How stage 3 cuts it; None where it is whole.
+        rank: This rank's number among the slices.
+    """
+
+    name: str
+    shape: Shape
+    tensor: torch.Tensor
+    trained: bool
+    sliced: SlicedGroup | None = None
+    rank: int = 0
+
+
+def weights_of(engine: Any, optimizer: LiveOptimizer | None) -> list[Weight]:
+    """The tensors of an engine's module that a checkpoint holds: parameters and persistent buffers, each once.
+
+    Raises:
+        Unsupported: A tensor that is not contiguous.
+    """
+    trained = {name for flat in optimizer.flats for name in flat.names} if optimizer is not None else set()
+    found = [_weight(engine, name, param, name in trained) for param, name in engine.param_names.items()]
+    known = {id(buffer) for buffer in (weight.tensor for weight in found)}
+    kept = engine.module.state_dict(keep_vars=True)
+    for name, buffer in engine.module.named_buffers():
+        if name in kept and id(buffer) not in known:
+            found.append(Weight(name, tuple(buffer.shape), buffer, False))
+    for weight in found:
+        if not weight.tensor.is_contiguous():
+            raise Unsupported(
+                f"{weight.name}: the live tensor is not contiguous ({weight.shape}, {weight.tensor.stride()})"
+            )
+    return found
+
+
+def _weight(engine: Any, name: str, param: Any, trained: bool) -> Weight:
+    if not hasattr(param, "ds_id"):
+        return Weight(name, tuple(param.shape), param, trained)
+    among = param.ds_process_group
+    ranks, rank = torch.distributed.get_world_size(among), torch.distributed.get_rank(among)
+    geometry = SlicedGroup((int(param.ds_numel),), ranks)
+    if geometry.length() != param.ds_tensor.numel():
+        raise Unsupported(
+            f"{name}: stage 3 keeps {param.ds_tensor.numel()} elements of it here, {geometry.length()} expected\n"
+            "NVMe offload and quantized or hierarchical slices are not supported."
+        )
+    return Weight(name, tuple(param.ds_shape), param.ds_tensor, trained, geometry, rank)
+
+
+_ASIDE = "muon_momentum_buffer_partitioned_groups_flat"
+"""Where stage 3 keeps Muon's momentum, by number of the sub-group, with ``save_muon_momentum_buffer_in_memory``
+(deepspeed 0.19.8, ``runtime/zero/stage3.py``)."""
+
+
+def held(
+    engine: Any, live: LiveOptimizer | None, weights: Sequence[Weight], memory: Memory, *, frozen: bool
+) -> Iterator[HeldTensor]:
+    """All that is alive on this rank.
+
+    Args:
+        engine: DeepSpeed's engine.
+        live: Its optimizer, or None.
+        weights: The module's tensors.
+        memory: What this rank writes.
+        frozen: Whether frozen parameters are saved; they are left out on request.
+    """
+    params = set(engine.param_names.values())
+    replicas = f"the module of model-parallel rank {engine.mp_rank if engine.mp_world_size > 1 else 0}"
+    for one in weights:
+        if one.sliced is not None and one.trained:
+            continue  # rounded from its master, which is counted
+        if one.trained or frozen or one.name not in params:
+            alive = Alive(one.name, PARAM if one.name in params else BUFFER, one.tensor)
+            yield from memory.held([alive], None if one.sliced is not None else replicas)
+    if live is not None:
+        yield from memory.held(_kept(live), replicas if _is_whole(live) else None)
+
+
+def _kept(live: LiveOptimizer) -> Iterator[Alive]:
+    names = {id(flat.held): _label(flat) for flat in live.flats}
+    masters = [flat.held for flat in live.flats] if live.masters else []
+    yield from of_optimizer(live.inner, lambda held: names.get(id(held), "a tensor of no flat group"), masters)
+    for number, tensor in getattr(live.wrapper, _ASIDE, {}).items():
+        yield Alive(f"sub-group {number}", "momentum_buffer", tensor)
+
+
+def _label(flat: Flat) -> str:
+    return f"{flat.names[0]} …" if len(flat.names) > 1 else "".join(flat.names)
+
+
+def _is_whole(live: LiveOptimizer) -> bool:
+    """Whether every data-parallel rank has all of the optimizer: stage 0, unless it is dealt out all the same (bf16)."""
+    return all(isinstance(flat.geometry, FlatGroup) and flat.geometry.dp == 1 for flat in live.flats)

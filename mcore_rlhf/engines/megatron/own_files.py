@@ -27,11 +27,10 @@ from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.ptfile import StoredTensor
 
-from .chunks import LiveModel
+from .model import LiveModel
 from .optimizers import Member
-from .origin import Origin
-from .place import Place
-from .slots import LIVE, Slot, slots
+from .parallel_state import Place
+from .slots import LIVE, Origin, Slot, slots
 
 
 @dataclass(frozen=True, slots=True)

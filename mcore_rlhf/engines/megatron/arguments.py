@@ -14,9 +14,9 @@ import torch
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.models.meaning.arguments import ROWS
 
-from .chunks import LiveModel
+from .model import LiveModel
 from .optimizers import Member, kind_of
-from .place import Place
+from .parallel_state import Place
 
 _OF_THE_RUN = (
     "params_dtype", "bf16", "fp16", "hidden_dropout", "attention_dropout", "init_method_std", "moe_grouped_gemm",
