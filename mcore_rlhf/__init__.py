@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from .engines.plain import TorchEngine
     from .errors import CheckpointError
     from .formats.registry import open_checkpoint
-    from .manager.checkpoint_manager import CheckpointManager, Resumed
-    from .manager.config import RunConfig, load_run_config
-    from .manager.config_options import manager_options
-    from .manager.sampler import PromptSampler
-    from .manager.settings import ManagerOptions
+    from .manager.config.options import manager_options
+    from .manager.config.run import RunConfig, load_run_config
+    from .manager.rlhf.sampler import PromptSampler
+    from .manager.run.manager import CheckpointManager, Resumed
+    from .manager.run.settings import ManagerOptions
     from .manager.state import RlhfState
     from .verify.checkpoint import Depth
     from .verify.checkpoint import verify as verify_checkpoint
@@ -66,26 +66,26 @@ __all__ = [
 _HOMES = {
     "AdapterEngine": "engines.adapter:AdapterEngine",
     "CheckpointError": "errors:CheckpointError",
-    "CheckpointManager": "manager.checkpoint_manager:CheckpointManager",
+    "CheckpointManager": "manager.run.manager:CheckpointManager",
     "ConvertOptions": "convert:ConvertOptions",
     "DeepSpeedEngine": "engines.deepspeed:DeepSpeedEngine",
     "Depth": "verify.checkpoint:Depth",
     "FsdpEngine": "engines.fsdp:FsdpEngine",
     "Job": "convert:Job",
-    "ManagerOptions": "manager.settings:ManagerOptions",
+    "ManagerOptions": "manager.run.settings:ManagerOptions",
     "MegatronEngine": "engines.megatron:MegatronEngine",
-    "PromptSampler": "manager.sampler:PromptSampler",
+    "PromptSampler": "manager.rlhf.sampler:PromptSampler",
     "ReadOptions": "families.source:ReadOptions",
-    "Resumed": "manager.checkpoint_manager:Resumed",
+    "Resumed": "manager.run.manager:Resumed",
     "RlhfState": "manager.state:RlhfState",
-    "RunConfig": "manager.config:RunConfig",
+    "RunConfig": "manager.config.run:RunConfig",
     "Source": "families.source:Source",
     "TorchEngine": "engines.plain:TorchEngine",
     "WriteOptions": "families.source:WriteOptions",
     "convert_checkpoint": "convert:convert",
     "load_fp32_state_dict": "consolidate:load_fp32_state_dict",
-    "load_run_config": "manager.config:load_run_config",
-    "manager_options": "manager.config_options:manager_options",
+    "load_run_config": "manager.config.run:load_run_config",
+    "manager_options": "manager.config.options:manager_options",
     "open_checkpoint": "formats.registry:open_checkpoint",
     "prepare_conversion": "convert:prepare",
     "verify_checkpoint": "verify.checkpoint:verify",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_rlhf.families.source import ReadOptions
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.adopt import Adoption, adopt
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.adopt import Adoption, adopt
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.verify.checkpoint import Depth
 

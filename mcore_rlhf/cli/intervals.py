@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager import interval
-from mcore_rlhf.manager.interval import Costs, Estimate
-from mcore_rlhf.manager.measured import Measured, measure
+from mcore_rlhf.manager.run import interval
+from mcore_rlhf.manager.run.interval import Costs, Estimate
+from mcore_rlhf.manager.run.measured import Measured, measure
 from mcore_rlhf.storage.sizes import parse_size
 
 from .output import Column, Facts, console, emit_json, print_table
@@ -19,7 +19,7 @@ from .units import count, duration, size
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the options say; None where they say nothing. See :class:`~mcore_rlhf.manager.interval.Costs`."""
+    """What the options say; None where they say nothing. See :class:`~mcore_rlhf.manager.run.interval.Costs`."""
 
     step_seconds: float | None
     save_seconds: float | None

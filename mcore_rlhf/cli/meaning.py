@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_rlhf.errors import NotACheckpoint, UsageError
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.families.source import ReadOptions
-from mcore_rlhf.manager.chosen_step import ChosenStep
+from mcore_rlhf.manager.run.chosen_step import ChosenStep
 from mcore_rlhf.manager.whole_step import WholeStep, chosen_step, whole_step
 
 from .job import ConversionJob

@@ -10,8 +10,8 @@ from typing import Literal, cast
 import typer
 
 from mcore_rlhf.errors import Corrupt, Problems, UsageError
-from mcore_rlhf.manager import retention, steps
-from mcore_rlhf.manager.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
+from mcore_rlhf.manager.run import retention, steps
+from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.storage.sizes import parse_size
 
 from .output import Column, Facts, console, emit_json, print_table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mcore_rlhf.manager.resume_check.findings import Finding, Tally
-from mcore_rlhf.manager.resume_check.killing import Kill
-from mcore_rlhf.manager.resume_check.outcome import Comparison, Control, Outcome
+from mcore_rlhf.manager.prove.findings import Finding, Tally
+from mcore_rlhf.manager.prove.killing import Kill
+from mcore_rlhf.manager.prove.outcome import Comparison, Control, Outcome
 
 from .output import Column, Facts, console, print_facts, print_table
 from .units import count, duration

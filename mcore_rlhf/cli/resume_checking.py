@@ -15,13 +15,13 @@ from typing import cast, get_args
 import typer
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager import steps as steps_of
-from mcore_rlhf.manager.resume_check.check import CheckOptions, ResumeCheck, compare_outputs
-from mcore_rlhf.manager.resume_check.control import make_control
-from mcore_rlhf.manager.resume_check.killing import Moment
-from mcore_rlhf.manager.resume_check.outcome import Control, Interrupted, Outcome
-from mcore_rlhf.manager.resume_check.template import RunPlaces, Template
-from mcore_rlhf.manager.resume_check.watching import root_of
+from mcore_rlhf.manager.prove.check import CheckOptions, ResumeCheck, compare_outputs
+from mcore_rlhf.manager.prove.control import make_control
+from mcore_rlhf.manager.prove.killing import Moment
+from mcore_rlhf.manager.prove.outcome import Control, Interrupted, Outcome
+from mcore_rlhf.manager.prove.template import RunPlaces, Template
+from mcore_rlhf.manager.prove.watching import root_of
+from mcore_rlhf.manager.run import steps as steps_of
 from mcore_rlhf.storage.paths import local_path
 
 from . import guard

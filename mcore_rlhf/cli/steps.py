@@ -8,8 +8,8 @@ from pathlib import Path
 import typer
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.manager import adopt, steps
-from mcore_rlhf.manager.steps import Step
+from mcore_rlhf.manager.run import adopt, steps
+from mcore_rlhf.manager.run.steps import Step
 from mcore_rlhf.storage.paths import local_path
 
 from .output import Column, Facts, console, emit_json, print_table

@@ -10,7 +10,7 @@ import typer
 
 from mcore_rlhf.errors import Problem
 from mcore_rlhf.families.source import ReadOptions
-from mcore_rlhf.manager.chosen_step import ChosenStep
+from mcore_rlhf.manager.run.chosen_step import ChosenStep
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.verify.checkpoint import Depth, Verdict, verify
 

@@ -11,9 +11,9 @@ import typer
 from mcore_rlhf.errors import CheckpointError, Problem
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
-from mcore_rlhf.manager.step_names import MANIFEST
-from mcore_rlhf.manager.step_values import check_values
-from mcore_rlhf.manager.steps import live_of, metrics_of
+from mcore_rlhf.manager.run.step_names import MANIFEST
+from mcore_rlhf.manager.run.step_values import check_values
+from mcore_rlhf.manager.run.steps import live_of, metrics_of
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.verify.checkpoint import Depth

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Problems, StorageError, Unsupported
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.step_names import is_hidden, tracker_text
-from mcore_rlhf.manager.world import World
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.step_names import is_hidden, tracker_text
+from mcore_rlhf.manager.run.world import World
 
 
 def agreed_source(args: Any, load_arg: str) -> LoadSource:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions, Resumed
-from mcore_rlhf.manager.components import Data
-from mcore_rlhf.manager.retention import KeepEvery, KeepLast, Retention
-from mcore_rlhf.manager.rng import captured, put_back
+from mcore_rlhf.manager.run.components import Data
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions, Resumed
+from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, Retention
+from mcore_rlhf.manager.run.rng import captured, put_back
 from mcore_rlhf.manager.state import RlhfState
 
 from .megatron_arguments import LoadSource, Trained, comparable, refuse_modelopt, refuse_unsupported
@@ -90,7 +90,7 @@ class Session:
         """``save_checkpoint``.
 
         Raises:
-            CheckpointError: See :meth:`~mcore_rlhf.manager.checkpoint_manager.CheckpointManager.save`.
+            CheckpointError: See :meth:`~mcore_rlhf.manager.run.manager.CheckpointManager.save`.
         """
         training, args, iteration = self.training, self.training.get_args(), int(call["iteration"])
         refuse_modelopt(training, trained.chunks)
@@ -126,7 +126,7 @@ class Session:
             The iteration, and the floating-point operations done so far.
 
         Raises:
-            CheckpointError: See :meth:`~mcore_rlhf.manager.checkpoint_manager.CheckpointManager.load`.
+            CheckpointError: See :meth:`~mcore_rlhf.manager.run.manager.CheckpointManager.load`.
         """
         from .megatron_engine import ScriptEngine
 

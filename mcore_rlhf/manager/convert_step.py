@@ -13,12 +13,12 @@ from mcore_rlhf.storage.leftovers import carry
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
 
-from . import steps
-from .atomic import write_text
-from .quarantine import NOTE
-from .rng import FILE as RNG_FILE
-from .save_job import TRACKER
-from .step_values import check_values
+from .run import steps
+from .run.atomic import write_text
+from .run.quarantine import NOTE
+from .run.rng import FILE as RNG_FILE
+from .run.save_job import TRACKER
+from .run.step_values import check_values
 from .whole_step import WholeStep
 
 

@@ -11,9 +11,9 @@ from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import local_path
 
-from . import steps
-from .chosen_step import ChosenStep, choose
-from .step_names import RESERVED
+from .run import steps
+from .run.chosen_step import ChosenStep, choose
+from .run.step_names import RESERVED
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ import torch
 
 from mcore_rlhf.engines.base import Engine
 from mcore_rlhf.engines.plain import TorchEngine
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.components import Components
-from mcore_rlhf.manager.crew import Crew, Worlds
-from mcore_rlhf.manager.events import Reporter
-from mcore_rlhf.manager.save_job import SaveJob
-from mcore_rlhf.manager.saving import _replaceable
-from mcore_rlhf.manager.snapshot import described
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.components import Components
+from mcore_rlhf.manager.run.crew import Crew, Worlds
+from mcore_rlhf.manager.run.events import Reporter
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.save_job import SaveJob
+from mcore_rlhf.manager.run.saving import _replaceable
+from mcore_rlhf.manager.run.snapshot import described
+from mcore_rlhf.manager.run.transaction import Transaction, new_transaction
+from mcore_rlhf.manager.run.world import World
 from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
-from mcore_rlhf.manager.transaction import Transaction, new_transaction
-from mcore_rlhf.manager.world import World
 from tests.distributed.sharded_engine import ShardedEngine
 
 SURVIVORS = {".mcore_rlhf.lock", "latest_checkpointed_iteration.txt"}

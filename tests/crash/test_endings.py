@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import StorageError
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.manager import CheckpointManager
 from tests.crash.scenes import QUIET
 
 HOLDER = """
 import os, sys, time, torch
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 manager = CheckpointManager(sys.argv[1], torch.nn.Linear(3, 2), options=ManagerOptions(catch_signals=False))
 manager.save(1, blocking=True)
 child = os.fork()   # a data loader's worker
@@ -50,8 +50,8 @@ def test_a_forked_child_that_outlives_the_trainer_does_not_hold_the_root(tmp_pat
 
 FORGETFUL = """
 import sys, time, torch
-from mcore_rlhf.manager import writer
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run import writer
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 real = writer.RankWriter.write
 def slow(self, files):
     time.sleep(0.5)

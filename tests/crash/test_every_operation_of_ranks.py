@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager import steps, writer
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
+from mcore_rlhf.manager.run import steps, writer
+from mcore_rlhf.manager.run.manager import CheckpointManager
 from tests.crash.recorder import Killed, Op, Recorder, replayed
 from tests.crash.scenes import QUIET, Ranks, committed, copied, leftovers, tree
 from tests.distributed.sharded_engine import ShardedEngine

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from tests.crash import training
 
 

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-import mcore_rlhf.manager.checkpoint_manager
-import mcore_rlhf.manager.sampler
+import mcore_rlhf.manager.rlhf.sampler
+import mcore_rlhf.manager.run.manager
 import mcore_rlhf.manager.state  # noqa: F401
 
 torch.optim.SGD(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.root import RootLock
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.root import RootLock
 from tests.distributed import jobs
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from tests.distributed import jobs
 from tests.unit.manager.roots import make_step
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from tests.distributed import jobs
 
 
@@ -28,7 +28,7 @@ def test_one_rank_is_signalled(pool: WorkerPool, tmp_path: Path, victim: int) ->
 TRAINER = """
 import sys, time, torch
 import torch.distributed as dist
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
 with CheckpointManager(folder + "/root", torch.nn.Linear(2, 2), options=ManagerOptions(timeout=120)) as manager:

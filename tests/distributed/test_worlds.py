@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from tests.distributed import world_jobs
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.engines.plain import TorchEngine
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.policies import EverySteps
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.policies import EverySteps
 from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 
 FAULTS = (

@@ -129,7 +129,7 @@ def resumed(setting: Setting, folder: str, source: str | None, **zero: Any) -> S
     from pathlib import Path
 
     from mcore_rlhf.engines.deepspeed import DeepSpeedEngine
-    from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
+    from mcore_rlhf.manager.run.manager import CheckpointManager
 
     begin()
     engine = _engine(setting, 1 if source is None else 9, False, zero)

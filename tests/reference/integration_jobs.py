@@ -83,7 +83,7 @@ def arguments(trainer: Trainer, session: Session, given: dict[str, Any]) -> Name
 @contextmanager
 def drop_in(megatron: FakeMegatron, asynchronous: bool) -> Iterator[Any]:
     from mcore_rlhf.integrations import megatron_lm
-    from mcore_rlhf.manager.checkpoint_manager import ManagerOptions
+    from mcore_rlhf.manager.run.manager import ManagerOptions
 
     sys.modules.update(megatron.modules)
     megatron_lm.install(asynchronous=asynchronous, options=ManagerOptions(fsync=False))

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from tests.reference.engine_jobs import engine_of, new_trainer
 from tests.reference.observing import END, LOOK, Session
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 from mcore_rlhf.manager.rlhf.state import RlhfState
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from tests.reference.engine_jobs import compare, engine_of
 from tests.reference.observing import Session
 

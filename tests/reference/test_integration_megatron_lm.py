@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.worker_reports import WorkerError
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from tests.reference import integration_jobs
 from tests.reference.engine_lab import ADAM, SAME_ROWS
 from tests.reference.integration_jobs import FLOPS, Ran

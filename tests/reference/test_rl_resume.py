@@ -19,7 +19,7 @@ from mcore_rlhf.demo.rl.metrics import read_metrics
 from mcore_rlhf.demo.rl.options import Options, parse
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from tests.reference import rl_runs
 from tests.reference.rl_runs import Seen, numbers
 from tests.reference.test_rl_training import LAYOUTS, SMALL

@@ -15,10 +15,10 @@ from mcore_rlhf.demo.rl.models import Models
 from mcore_rlhf.demo.rl.options import Options
 from mcore_rlhf.demo.trainer import Trainer
 from mcore_rlhf.engines.megatron import MegatronEngine
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions, Resumed
-from mcore_rlhf.manager.policies import AnyOf, AtEnd, EverySteps
-from mcore_rlhf.manager.retention import KeepLast, Retention
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions, Resumed
+from mcore_rlhf.manager.run.policies import AnyOf, AtEnd, EverySteps
+from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.state import RlhfState
 
 
@@ -81,8 +81,8 @@ def manager_options(options: Options) -> ManagerOptions:
 
 
 def _configured(options: Options, path: Path) -> ManagerOptions:
-    from mcore_rlhf.manager.config import load_run_config
-    from mcore_rlhf.manager.config_options import manager_options as of_config
+    from mcore_rlhf.manager.config.options import manager_options as of_config
+    from mcore_rlhf.manager.config.run import load_run_config
 
     overrides = [
         f"runner.save_interval={options.save_interval or -1}",

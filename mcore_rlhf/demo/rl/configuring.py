@@ -11,7 +11,7 @@ from pathlib import Path
 from mcore_rlhf.demo.rl.settings import Settings
 from mcore_rlhf.demo.rl.task import Reversal
 from mcore_rlhf.errors import Problems, Unsupported
-from mcore_rlhf.manager.config import RunConfig, load_run_config
+from mcore_rlhf.manager.config.run import RunConfig, load_run_config
 
 
 def options_of(path: Path) -> dict[str, object]:

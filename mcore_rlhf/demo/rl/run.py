@@ -22,9 +22,9 @@ from mcore_rlhf.demo.rl.settings import Settings
 from mcore_rlhf.demo.rl.task import Reversal
 from mcore_rlhf.demo.rl.trainer import RLTrainer, StepResult
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager
-from mcore_rlhf.manager.prompts import Prompt
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.prompts import Prompt
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.run.manager import CheckpointManager
 from mcore_rlhf.manager.state import AdaptiveKL, BestMetric, FixedKL, KLController, RlhfState, RunningStatistics
 
 logger = logging.getLogger("mcore_rlhf.demo.train")

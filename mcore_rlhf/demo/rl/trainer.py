@@ -20,7 +20,7 @@ from mcore_rlhf.demo.rl.rollouts import Rollouts, Sampler
 from mcore_rlhf.demo.rl.settings import Settings
 from mcore_rlhf.demo.rl.task import Reversal
 from mcore_rlhf.demo.trainer import Trainer
-from mcore_rlhf.manager.prompts import Prompt, shard
+from mcore_rlhf.manager.rlhf.prompts import Prompt, shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The pieces of the RLHF state; :mod:`mcore_rlhf.manager.state` puts them together and is what one imports from."""
+"""What training needs to go on besides models: the RLHF state and the data sampler."""

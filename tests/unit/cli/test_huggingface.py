@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.manager.adopt import adopt
+from mcore_rlhf.manager.run.adopt import adopt
 
 from .conftest import Cli
 

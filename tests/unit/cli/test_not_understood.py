@@ -10,7 +10,7 @@ import torch
 
 from mcore_rlhf import ConvertOptions, ReadOptions, WriteOptions, open_checkpoint, prepare_conversion
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from tests.helpers.catalog_values import tensor_of
 
 from .conftest import GOLDENS, Cli, flip_a_bit

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.adopt import adopt
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.adopt import adopt
 from tests.helpers.independent_reader import differences, read
 from tests.unit.manager.roots import make_step
 

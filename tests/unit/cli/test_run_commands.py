@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.manager import retention, steps
+from mcore_rlhf.manager.run import retention, steps
 from tests.unit.manager.roots import make_step
 
 from .conftest import Cli, flip_a_bit

@@ -11,10 +11,10 @@ import torch
 from mcore_rlhf import CheckpointManager, ConvertOptions, WriteOptions, convert_checkpoint, open_checkpoint
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.source import ReadOptions
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.adopt import adopt
-from mcore_rlhf.manager.config import load_run_config, parse_resume
-from mcore_rlhf.manager.resume import Resume
+from mcore_rlhf.manager.config.run import load_run_config, parse_resume
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.adopt import adopt
+from mcore_rlhf.manager.run.resume import Resume
 from mcore_rlhf.manager.whole_step import whole_step
 from mcore_rlhf.verify.checkpoint import verify
 

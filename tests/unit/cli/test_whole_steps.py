@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mcore_rlhf import CheckpointManager, TorchEngine
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.adopt import adopt
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.adopt import adopt
 from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.helpers.independent_reader import differences, read
 from tests.unit.manager.roots import make_step

@@ -87,7 +87,7 @@ def test_pages_name_no_machine_and_no_long_lines(page: Path) -> None:
 def _kind(block: str, file: Path) -> str:
     """Read a block as what it is: rules, a run's configuration, or a conversion job."""
     from mcore_rlhf.cli.job import make_job
-    from mcore_rlhf.manager.config import load_run_config
+    from mcore_rlhf.manager.config.run import load_run_config
 
     document = yaml.safe_load(block)
     if "runner" in document:

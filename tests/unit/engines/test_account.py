@@ -24,8 +24,8 @@ from mcore_rlhf.engines.save import (
     of_optimizer,
 )
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.steps import read_manifest
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.steps import read_manifest
 
 OPTIONS = ManagerOptions(asynchronous=False, fsync=False, catch_signals=False)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mcore_rlhf.integrations import megatron_lm
-from mcore_rlhf.manager.checkpoint_manager import ManagerOptions
+from mcore_rlhf.manager.run.manager import ManagerOptions
 from tests.unit.integrations.fake_megatron import FakeMegatron, script_args
 
 

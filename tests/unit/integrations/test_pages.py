@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import NotACheckpoint
 from mcore_rlhf.integrations import megatron_lm
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.ptwriter import PtWriter
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 
 
 def make_step(

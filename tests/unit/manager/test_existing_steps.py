@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager import branches, steps
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.retention import KeepLast, Retention
+from mcore_rlhf.manager.run import branches, steps
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.retention import KeepLast, Retention
 
 from .roots import make_step
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.interval import Costs, around, best, daly, estimate, in_steps, young
-from mcore_rlhf.manager.measured import measure
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.interval import Costs, around, best, daly, estimate, in_steps, young
+from mcore_rlhf.manager.run.measured import measure
 
 from .roots import make_step
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import LayoutMismatch, UsageError
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.rng import file_tree
-from mcore_rlhf.manager.signals import SignalFlag
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.rng import file_tree
+from mcore_rlhf.manager.run.signals import SignalFlag
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -106,7 +106,7 @@ def test_random_states_are_kept_where_a_role_goes_or_comes(tmp_path: Path, caplo
 )
 def test_which_layouts_have_the_same_ranks(saved: str, live: str, same: bool) -> None:
     from mcore_rlhf.core.account import Fate, Report
-    from mcore_rlhf.manager.rng import RngKeeper, captured
+    from mcore_rlhf.manager.run.rng import RngKeeper, captured
 
     report = Report()
     RngKeeper(0, 1, live, None).chosen(file_tree([captured()], saved), "rng", 1, report)
@@ -124,7 +124,7 @@ def test_a_run_that_never_looks_can_still_be_ended(tmp_path: Path) -> None:
     """By a second signal, some seconds later; the echo of the first one does nothing."""
     script = textwrap.dedent("""
         import os, signal, sys, time
-        from mcore_rlhf.manager import signals
+        from mcore_rlhf.manager.run import signals
         signals._IMPATIENT_S = 0.3
         flag = signals.SignalFlag().install()
         for pause in (0, 0, 0.5):
@@ -139,7 +139,7 @@ def test_a_run_that_never_looks_can_still_be_ended(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_was_noticed_is_obeyed_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rlhf.manager.signals._IMPATIENT_S", 0.0)
+    monkeypatch.setattr("mcore_rlhf.manager.run.signals._IMPATIENT_S", 0.0)
     with SignalFlag() as flag:
         os.kill(os.getpid(), signal.SIGUSR1)
         flag.noticed = True

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, Unsupported, UsageError
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.retention import KeepLast, Retention
-from mcore_rlhf.manager.root import LOCK, RootLock
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.retention import KeepLast, Retention
+from mcore_rlhf.manager.run.root import LOCK, RootLock
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -100,7 +100,7 @@ def test_a_refused_start_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "global_step_1").mkdir()
     kept = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mcore_rlhf.manager.checkpoint_manager.clean_up", lambda root: 1 / 0)
+        patch.setattr("mcore_rlhf.manager.run.manager.clean_up", lambda root: 1 / 0)
         with pytest.raises(ZeroDivisionError) as failure:
             CheckpointManager(tmp_path, model(), options=QUIET)
         kept.append(failure)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.mailbox import Mailbox, Stopped
-from mcore_rlhf.manager.transaction import Part, Transaction
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.mailbox import Mailbox, Stopped
+from mcore_rlhf.manager.run.transaction import Part, Transaction
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 

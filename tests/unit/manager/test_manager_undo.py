@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.carried import Carried
-from mcore_rlhf.manager.checkpoint_manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.loading import StepLoad
+from mcore_rlhf.manager.rlhf.carried import Carried
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 from mcore_rlhf.manager.rlhf.state import RlhfState
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.run.loading import StepLoad
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 
 OPTIONS = ManagerOptions(asynchronous=False, fsync=False, catch_signals=False)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager.policies import (
+from mcore_rlhf.manager.run.policies import (
     AnyOf,
     AtEnd,
     BeforeDeadline,

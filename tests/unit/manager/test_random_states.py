@@ -12,7 +12,7 @@ import torch
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch
-from mcore_rlhf.manager.rng import RngKeeper, RngState, captured, derived, file_tree, put_back
+from mcore_rlhf.manager.run.rng import RngKeeper, RngState, captured, derived, file_tree, put_back
 
 
 def draws() -> tuple[object, ...]:

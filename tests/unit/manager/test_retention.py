@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
-from mcore_rlhf.manager import deletion, retention, steps
-from mcore_rlhf.manager.retention import (
+from mcore_rlhf.manager.run import deletion, retention, steps
+from mcore_rlhf.manager.run.retention import (
     KeepBest,
     KeepEvery,
     KeepLast,
@@ -29,7 +29,7 @@ from mcore_rlhf.manager.retention import (
     delete,
     plan_deletions,
 )
-from mcore_rlhf.manager.steps import Step
+from mcore_rlhf.manager.run.steps import Step
 
 from .roots import make_step, states
 
@@ -273,7 +273,7 @@ def test_a_crash_leaves_no_half_step(
 _KILLED_WHILE_DELETING = """
 import os, shutil, signal, sys
 from pathlib import Path
-from mcore_rlhf.manager.deletion import delete
+from mcore_rlhf.manager.run.deletion import delete
 
 def die(folder):
     (folder / "actor" / "weights.bin").unlink()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.manager.fingerprint import fingerprint
-from mcore_rlhf.manager.prompts import Prompt, shard
-from mcore_rlhf.manager.sampler import Cursor, PromptSampler
+from mcore_rlhf.manager.rlhf.fingerprint import fingerprint
+from mcore_rlhf.manager.rlhf.prompts import Prompt, shard
+from mcore_rlhf.manager.rlhf.sampler import Cursor, PromptSampler
 
 
 def _sampler(num_prompts: int = 10, **options: Any) -> PromptSampler:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.manager.carried import Carried
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.carried import Carried
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 
 
 class Loader:

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mcore_rlhf.manager.prompts import Prompt, shard
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.prompts import Prompt, shard
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 
 Place = tuple[int, int]
 Trained = tuple[int, int, int]  # epoch, prompt, sample

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rlhf.manager.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 
 PROJECT = Path(__file__).resolve().parents[3]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError
-from mcore_rlhf.manager import steps
+from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.checksum import crc32
 
 from .roots import make_step, states

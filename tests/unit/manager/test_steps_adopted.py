@@ -22,9 +22,9 @@ from mcore_rlhf.errors import (
     Untrusted,
     UsageError,
 )
-from mcore_rlhf.manager import adopt as module
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.adopt import Adoption, adopt
+from mcore_rlhf.manager.run import adopt as module
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.adopt import Adoption, adopt
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.verify.checkpoint import Depth
 

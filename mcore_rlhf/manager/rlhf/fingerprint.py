@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from ..errors import StorageError, UsageError
-from ..storage.paths import storage_error
+from ...errors import StorageError, UsageError
+from ...storage.paths import storage_error
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -16,16 +16,16 @@ from pydantic import Field, ValidationError, model_validator
 
 from mcore_rlhf.errors import UsageError
 
-from .config_checkpoint import CheckpointSection, Section
-from .config_errors import explain
-from .config_sections import AlgorithmSection, DataSection, RunnerSection, TrainerSection
-from .config_source import read_source
-from .config_values import path
+from .checkpoint import CheckpointSection, Section
+from .errors import explain
+from .sections import AlgorithmSection, DataSection, RunnerSection, TrainerSection
+from .source import read_source
+from .values import path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .resume import Resume
+    from ..run.resume import Resume
 
 CHECKPOINTS = "checkpoints"
 
@@ -135,7 +135,7 @@ def parse_resume(value: str | int | os.PathLike[str] | None) -> Resume:
     Raises:
         UsageError: It is none of these, or names a variable that is not set.
     """
-    from .resume import Resume
+    from ..run.resume import Resume
 
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null", "auto")):
         return Resume.parse(value)

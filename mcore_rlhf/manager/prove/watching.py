@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.manager import steps
-from mcore_rlhf.manager.step_names import step_folder, step_of, step_of_aside
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.step_names import step_folder, step_of, step_of_aside
 
 
 def roots(output: Path) -> list[Path]:

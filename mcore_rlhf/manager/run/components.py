@@ -13,9 +13,9 @@ from mcore_rlhf.engines.base import Engine, HasRng
 from mcore_rlhf.engines.plain import Stateful, TorchEngine
 from mcore_rlhf.errors import UsageError
 
-from .carried import Carried
-from .sampler import PromptSampler
-from .state import RlhfState
+from ..rlhf.carried import Carried
+from ..rlhf.sampler import PromptSampler
+from ..state import RlhfState
 from .step_names import RESERVED
 
 _ROLE = re.compile(r"(?!iter_|mp_rank_|global_step_)[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")

@@ -12,12 +12,12 @@ from mcore_rlhf.engines.base import LiveFile, LiveState, Text
 from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare
 from mcore_rlhf.errors import Problems
 
-from .carried import Carried
+from ..rlhf.carried import Carried
+from ..state import RlhfState
 from .components import Components
 from .crew import Crew
 from .rng import RngState, captured
 from .staging import HostStaging, StepFile
-from .state import RlhfState
 
 DATA_FILE = "data/data.pt"
 STATE_FILE = "rlhf/rlhf_state.json"

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
-from .config_checkpoint import PathText, Positive, Section
-from .config_values import data_path, folder_name
+from .checkpoint import PathText, Positive, Section
+from .values import data_path, folder_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self

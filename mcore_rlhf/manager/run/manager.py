@@ -12,6 +12,7 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.storage.paths import local_path
 
+from ..state import RlhfState
 from .branches import remember
 from .components import Components, Data, Role, components
 from .crew import Crew
@@ -23,7 +24,6 @@ from .retention import clean_up
 from .root import RootLock, open_root, remove_unguarded
 from .saving import Saver
 from .settings import ManagerOptions
-from .state import RlhfState
 from .world import World
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import UsageError
+from ...errors import UsageError
 from .prompt_order import PromptOrder
 from .prompts import Prompt
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.manager.steps import MANIFEST, read_manifest
+from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.mapped import MappedFile

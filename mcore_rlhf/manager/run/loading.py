@@ -17,13 +17,13 @@ from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
 from mcore_rlhf.storage.ptfile import read_pt
 
+from ..state import tensor_file_stems
 from .components import Components
 from .crew import Crew
 from .own_checksums import check_itself
 from .rng import FILE as RNG_FILE
 from .rng import Policy, RngKeeper, RngState, captured, put_back
 from .snapshot import DATA_FILE, STATE_FILE
-from .state import tensor_file_stems
 from .steps import MANIFEST
 from .world import told
 

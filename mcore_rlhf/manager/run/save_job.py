@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
 from mcore_rlhf.storage.manifest import Manifest, provenance
 
+from ..rlhf.carried import Carried
 from .atomic import write_text
-from .carried import Carried
 from .components import Components
 from .crew import Crew
 from .events import LOG, Reporter

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.manager.step_names import step_folder
-from mcore_rlhf.manager.steps import is_committed
+from mcore_rlhf.manager.run.step_names import step_folder
+from mcore_rlhf.manager.run.steps import is_committed
 from mcore_rlhf.storage.paths import storage_error
 
 from .control import make_control

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from .config_values import duration, path, size
+from .values import duration, path, size
 
 
 class Section(BaseModel):

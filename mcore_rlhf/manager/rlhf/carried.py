@@ -11,13 +11,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-from ..engines.stateful import Stateful
-from ..errors import LayoutMismatch, Problems, UsageError
+from ...engines.stateful import Stateful
+from ...errors import LayoutMismatch, Problems, UsageError
 from .data_state import WHERE, DataState, pack, unpack
 from .fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from ..engines.stateful import Undo
+    from ...engines.stateful import Undo
 
 KIND = "stateful"
 DRIVER = "driver"

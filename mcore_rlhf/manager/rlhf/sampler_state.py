@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import Corrupt, LayoutMismatch, Problems
+from ...errors import Corrupt, LayoutMismatch, Problems
 from .data_state import WHERE, check_fields
 from .progress import Progress
 from .prompt_order import PromptOrder

@@ -17,9 +17,9 @@ import numpy as np
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.manager.atomic import write_text
-from mcore_rlhf.manager.step_names import is_hidden, step_folder, step_of
-from mcore_rlhf.manager.steps import MANIFEST, read_manifest
+from mcore_rlhf.manager.run.atomic import write_text
+from mcore_rlhf.manager.run.step_names import is_hidden, step_folder, step_of
+from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import storage_error

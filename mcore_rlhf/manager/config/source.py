@@ -17,7 +17,7 @@ from mcore_rlhf.errors import Problems, UsageError, shown
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import storage_error
 
-from .config_errors import Key, Origin, lines_of, text
+from .errors import Key, Origin, lines_of, text
 
 _OVERRIDE = re.compile(r"([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")

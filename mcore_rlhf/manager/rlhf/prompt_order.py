@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import Problems, UsageError
+from ...errors import Problems, UsageError
 from .prompts import Prompt
 from .seeds import epoch_order, sample_seed
 

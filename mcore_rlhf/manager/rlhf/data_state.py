@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
-from ..errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
+from ...errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
 from .fingerprint import Fingerprint
 
 VERSION = 1

@@ -1,0 +1,262 @@
+"""The prompt sampler: one global order, whatever the number of ranks, and a cursor of what training has *consumed*.
+
+::
+
+    sampler = PromptSampler.for_dataset(prompts, seed=1234, group_size=8, epochs=3, batch_size=64)
+    while batch := sampler.next_batch():                     # the same batch on every rank
+        train(shard(batch, dp_rank, dp))
+        sampler.acknowledge_all(batch)                       # the same on every rank
+        manager.maybe_save(step)                             # saves sampler.state_dict()
+
+A prompt that was handed out and not acknowledged is *in flight*. A state that is saved then names it, and the sampler
+that loads the state issues it again, first and in the original order: each prompt is trained on exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from ...errors import LayoutMismatch, Problems, UsageError
+from .data_state import WHERE, DataState, pack, unpack
+from .fingerprint import Fingerprint, Indexable, fingerprint
+from .progress import Progress, check_pending
+from .prompt_order import LastBatch, PromptOrder, check_settings, epoch_length
+from .prompts import Prompt
+from .sampler_state import check_form, check_settings_match, read_progress, to_state
+
+if TYPE_CHECKING:
+    from ...engines.stateful import Undo
+
+KIND = "prompt_sampler"
+
+_logger = logging.getLogger(__name__)
+
+
+class Cursor(NamedTuple):
+    """A place in the order: at the end of epoch 0 it is (1, 0)."""
+
+    epoch: int
+    position: int
+
+
+class PromptSampler:
+    """Hands out the prompts of a dataset in global batches, and knows which of them training has consumed.
+
+    Use it from one thread: on the driver, or on every rank with the same calls.
+
+    Args:
+        num_prompts: Size of the dataset.
+        seed: The run's seed.
+        group_size: Samples of each prompt (GRPO's group; 1 for PPO).
+        shuffle: Whether each epoch has an order of its own, or all have the dataset's.
+        epochs: How many; None without end. May change between runs.
+        batch_size: Prompts in a global batch, where ``next_batch`` is not told.
+        last_batch: What becomes of an epoch's last prompts, see :data:`.prompt_order.LastBatch`.
+        dataset: Its fingerprint, to notice on resume that it changed.
+        on_dataset_change: ``refuse`` a state of another dataset, or ``restart`` at the new one's first epoch.
+
+    Raises:
+        UsageError: Settings are impossible; all of them are named.
+    """
+
+    scope: ClassVar[Literal["driver"]] = "driver"
+    """The state is the same on every rank, so that one of them saves it (compare :class:`.carried.Carried`)."""
+
+    def __init__(
+        self,
+        num_prompts: int,
+        *,
+        seed: int,
+        group_size: int = 1,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        last_batch: LastBatch = "carry",
+        dataset: Fingerprint | None = None,
+        on_dataset_change: Literal["refuse", "restart"] = "refuse",
+    ) -> None:
+        check_settings(num_prompts, group_size, epochs, batch_size, last_batch)
+        if on_dataset_change not in ("refuse", "restart"):
+            raise UsageError(f"on_dataset_change: expected 'refuse' or 'restart', found {on_dataset_change!r}")
+        length = epoch_length(num_prompts, batch_size, last_batch)
+        self._order = PromptOrder(num_prompts, seed, group_size, shuffle, length)
+        self._epochs, self._batch_size, self._last_batch = epochs, batch_size, last_batch
+        self._dataset, self._on_dataset_change = dataset, on_dataset_change
+        self._whole_group = tuple(range(group_size))
+        self._progress = Progress()
+
+    @classmethod
+    def for_dataset(cls, dataset: Indexable, **options: Any) -> PromptSampler:
+        """A sampler of this dataset's size, with its fingerprint. ``options`` are those of the class."""
+        return cls(len(dataset), dataset=fingerprint(dataset), **options)
+
+    @property
+    def yielded(self) -> Cursor:
+        """The next prompt that was never handed out."""
+        return Cursor(*self._order.place(self._progress.yielded))
+
+    @property
+    def consumed(self) -> Cursor:
+        """The first prompt that is not wholly acknowledged: every prompt before it has been trained on."""
+        return Cursor(*self._order.place(min(self._progress.in_flight, default=self._progress.yielded)))
+
+    @property
+    def num_consumed(self) -> int:
+        """How many prompts have been trained on, over all epochs, padding included."""
+        return self._progress.consumed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether ``next_batch`` has nothing left to hand out; prompts may still be in flight."""
+        return self._next_slot() is None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every prompt of every epoch has been trained on."""
+        return self.exhausted and not self._progress.in_flight
+
+    def next_batch(self, n: int | None = None) -> list[Prompt]:
+        """The next prompts of the global order; those that a resume issues again come first.
+
+        Args:
+            n: How many; by default the sampler's ``batch_size``.
+
+        Returns:
+            Fewer than n at the end of the last epoch (and of every epoch with ``last_batch="short"``); an empty list
+            after it.
+
+        Raises:
+            UsageError: The number is below 1, or neither given here nor to the sampler.
+        """
+        size = self._batch_size if n is None else n
+        if size is None or size < 1:
+            raise UsageError(f"next_batch: expected a number of prompts of at least 1, found {size!r}")
+        batch: list[Prompt] = []
+        while len(batch) < size and (slot := self._next_slot()) is not None:
+            if self._last_batch == "short" and batch and batch[-1].epoch != self._order.place(slot)[0]:
+                break
+            batch.append(self._issue(slot))
+        return batch
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        while batch := self.next_batch():
+            yield batch
+
+    def _next_slot(self) -> int | None:
+        slot = self._progress.next_slot
+        is_left = self._epochs is None or slot < self._epochs * self._order.epoch_length
+        return slot if is_left else None
+
+    def _issue(self, slot: int) -> Prompt:
+        reissued = self._progress.issue(self._whole_group)
+        return self._order.prompt(slot, self._progress.in_flight[slot], reissued=reissued)
+
+    def acknowledge(self, prompt: Prompt, samples: int | Iterable[int] | None = None) -> None:
+        """Note that training has used samples of a prompt; once it has used all of them, the prompt is consumed.
+
+        Args:
+            prompt: As it was handed out.
+            samples: One sample or several; by default all that are pending in ``prompt``.
+
+        Raises:
+            UsageError: The prompt or a sample was acknowledged already, or was never handed out; it is named.
+        """
+        used = self._samples(prompt, samples)
+        check_pending(self._order, self._progress, prompt, used)
+        self._progress.use(self._order.slot(prompt.epoch, prompt.position), used)
+
+    def acknowledge_all(self, prompts: Iterable[Prompt]) -> None:
+        """Note that training has used these prompts wholly: all of them, or with an error none.
+
+        Raises:
+            UsageError: See :meth:`acknowledge`; or a prompt appears twice.
+        """
+        problems, seen, batch = Problems(), set[tuple[int, int]](), list(prompts)
+        for prompt in batch:
+            place = (prompt.epoch, prompt.position)
+            if place in seen:
+                problems.add(UsageError, f"acknowledge: {prompt} appears twice")
+            seen.add(place)
+            try:
+                check_pending(self._order, self._progress, prompt, prompt.pending)
+            except UsageError as error:
+                problems.add_error(error)
+        problems.raise_if_any()
+        for prompt in batch:
+            self.acknowledge(prompt)
+
+    @staticmethod
+    def _samples(prompt: Prompt, samples: int | Iterable[int] | None) -> tuple[int, ...]:
+        if samples is None:
+            return prompt.pending
+        return (samples,) if isinstance(samples, int) else tuple(samples)
+
+    def in_flight(self) -> list[Prompt]:
+        """The prompts that were handed out and not wholly acknowledged, in their order."""
+        items = sorted(self._progress.in_flight.items())
+        return [self._order.prompt(slot, pending, reissued=slot in self._progress.waiting) for slot, pending in items]
+
+    def claim(self, prompts: Iterable[Prompt]) -> None:
+        """Do not issue these prompts again after a resume: their rollouts were stored with the checkpoint.
+
+        They stay in flight until they are acknowledged.
+
+        Raises:
+            UsageError: A prompt does not wait to be issued again; it is named, and nothing is claimed.
+        """
+        slots = {self._order.slot(prompt.epoch, prompt.position): prompt for prompt in prompts}
+        for slot, prompt in slots.items():
+            if slot not in self._progress.waiting or self._order.prompt_id(slot) != prompt.prompt_id:
+                raise UsageError(f"claim: {prompt} does not wait to be issued again")
+        for slot in slots:
+            del self._progress.waiting[slot]
+
+    def state_dict(self) -> DataState:
+        """The content of ``data/data.pt``, of plain values only."""
+        return pack(KIND, to_state(self._order, self._progress), self._dataset)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where a saved sampler was: what was in flight is issued again, before anything new.
+
+        Raises:
+            LayoutMismatch: Settings or the dataset changed; all differences are named.
+            CheckpointError: It is damaged, of another kind or of a newer version. Nothing is changed by an error.
+        """
+        state, saved_dataset = unpack(saved, KIND)
+        check_form(state)
+        problems = Problems()
+        check_settings_match(state, self._order, problems)
+        changed = self._dataset_change(state["num_prompts"], saved_dataset)
+        if changed and self._on_dataset_change == "refuse":
+            problems.add(LayoutMismatch, changed, _DATASET_ADVICE)
+        problems.raise_if_any()
+        if changed:
+            dropped = len(state["in_flight"])
+            _logger.warning("%s; on_dataset_change='restart': the data begin again at epoch 0 of this run's dataset, "
+                            "and %d prompts in flight are dropped", changed, dropped)  # fmt: skip
+        self._progress = Progress() if changed else read_progress(state, self._order, self._epochs)
+
+    def install(self, saved: Mapping[str, Any], undo: Undo) -> None:
+        """Load a state, and say how it is taken back: what is in flight stays so, and is not issued again."""
+        undo.attributes(self, ("_progress",))
+        self.load_state_dict(saved)
+
+    def _dataset_change(self, num_prompts: int, saved: Fingerprint | None) -> str:
+        """What is different about the dataset; empty if nothing is, or nothing is known."""
+        now, expected = self._dataset, self._order.num_prompts
+        if num_prompts != expected:
+            return f"{WHERE}: the dataset changed: expected {expected} prompts, as this run has, found {num_prompts}"
+        if now is None or saved is None:
+            if now is not saved:
+                side = "the checkpoint has no fingerprint" if now else "this run's sampler was given no fingerprint"
+                _logger.warning("%s: cannot tell whether the dataset changed: %s", WHERE, side)
+            return ""
+        return "" if saved == now else f"{WHERE}: the dataset changed: expected {now}, as this run has, found {saved}"
+
+
+_DATASET_ADVICE = (
+    "Resume with the dataset that the run was started with, or let the data begin again at epoch 0 of the new one: "
+    "on_dataset_change='restart'."
+)

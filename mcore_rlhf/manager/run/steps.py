@@ -1,0 +1,310 @@
+"""Which steps lie in a run's root, and what each of them is worth: the one place where that question is answered.
+
+Resume, retention, ``inspect`` and ``prune`` all ask here, and everything is read off the disk: a tracker
+(``latest_checkpointed_iteration.txt``) may be stale or name half a step, so it is not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint
+from mcore_rlhf.storage.manifest import Manifest, check, is_newer
+from mcore_rlhf.storage.paths import local_path, storage_error
+
+from .quarantine import quarantine as quarantine
+from .quarantine import reason_of
+from .quarantine import release as release
+from .step_names import MANIFEST as MANIFEST
+from .step_names import is_hidden, step_of_aside
+from .step_names import step_folder as step_folder
+from .step_names import step_of as step_of
+
+State = Literal["committed", "damaged", "partial", "foreign"]
+"""``committed``: the manifest parses, names this step, and every listed file has its listed size. ``damaged``: there is
+a manifest, but that is not so, or the folder cannot be read. ``foreign``: no manifest, but files as other trainers write
+them. ``partial``: being written or deleted, or left behind, or nothing that is known."""
+
+_NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
+_FOREIGN = (
+    "latest_checkpointed_iteration.txt", "latest", "latest_universal", "dcp_checkpoint", "model_state_dict", "dist_ckpt",
+    "local_shard_checkpoint",
+)  # fmt: skip
+_FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step as it lies on the disk.
+
+    Args:
+        step: Its number, from the folder's name.
+        path: The folder; hidden (``.global_step_N.partial-…``) while it is written or deleted.
+        state: What it is worth, see :data:`State`.
+        nbytes: Bytes of everything in the folder, whether the manifest lists it or not.
+        roles: Whose models it holds: ``actor``, ``critic``, …
+        time: When it was written, UTC, ISO 8601; empty where that is not known.
+        why: What is wrong with it, one line; empty for a committed step.
+        metrics: What was measured at it, as the manifest's report says.
+        quarantined: Why resume leaves it alone; empty where it does not.
+    """
+
+    step: int
+    path: Path
+    state: State
+    nbytes: int = 0
+    roles: tuple[str, ...] = ()
+    time: str = ""
+    why: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    quarantined: str = ""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it is committed and nobody said to leave it alone."""
+        return self.state == "committed" and not self.quarantined
+
+    def describe(self) -> str:
+        """``global_step_50 is damaged (manifest.json is missing)``."""
+        why = f"in quarantine: {self.quarantined}" if self.quarantined else self.why
+        return f"{self.path.name} is {self.state}" + (f" ({why})" if why else "")
+
+
+def listed(root: Path) -> list[Step]:
+    """Every step in a root, oldest first, hidden ones after the visible one of the same number.
+
+    One bad folder never hides the others: what is wrong with it stands in its :attr:`Step.why`.
+
+    Args:
+        root: The run's root. Where there is none, there are no steps.
+
+    Raises:
+        NotACheckpoint: It is a file.
+        StorageError: It cannot be listed.
+    """
+    found = [described for number, path in _folders(root) if (described := _describe(number, path)) is not None]
+    return sorted(found, key=_age)
+
+
+def found_at(folder: Path) -> Step | None:
+    """What one folder is, without a look at the others; None where there is none, or not by a step's name."""
+    number = step_of(folder)
+    return _describe(number, folder) if number is not None and os.path.isdir(folder) else None
+
+
+def why_not_committed(folder: Path) -> str:
+    """What is wrong with a step, one line; empty where there is none, or nothing is."""
+    found = found_at(folder)
+    return found.why if found is not None else ""
+
+
+def committed(root: Path, *, quarantined: bool = False) -> list[Step]:
+    """The steps that are all there, oldest first.
+
+    Args:
+        root: The run's root.
+        quarantined: Whether steps in quarantine are among them.
+
+    Raises:
+        CheckpointError: See :func:`listed`.
+    """
+    return [step for step in listed(root) if step.resumable or (quarantined and step.state == "committed")]
+
+
+def newest(root: Path) -> Step | None:
+    """The newest step that is committed and not in quarantine; None where there is none.
+
+    Raises:
+        CheckpointError: See :func:`listed`.
+    """
+    return next((step for step in newest_first(root) if step.resumable), None)
+
+
+def newest_first(root: Path) -> Iterator[Step]:
+    """The visible steps of a root, newest first, each looked at when it is asked for.
+
+    Raises:
+        CheckpointError: See :func:`listed`.
+    """
+    visible = [(number, path) for number, path in _folders(root) if not is_hidden(path)]
+    for number, path in sorted(visible, reverse=True):
+        step = _describe(number, path)
+        if step is not None:
+            yield step
+
+
+def is_committed(folder: Path) -> bool:
+    """Whether a step is all there: its manifest parses, names this step, and every listed file has its listed size."""
+    number = step_of(folder)
+    if number is None:
+        return False
+    try:
+        return not _problem(folder, read_manifest(folder), number)
+    except Exception:  # whatever is wrong with it, it is not committed
+        return False
+
+
+def is_of_newer_release(folder: Path) -> bool:
+    """Whether a step has a manifest that this release is too old for: whatever it holds, it is not damaged."""
+    return is_newer(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step.
+
+    Raises:
+        NotACheckpoint: The step has none.
+        CheckpointError: It is damaged, or of a newer version.
+    """
+    return Manifest.read(folder / MANIFEST)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; what vanishes or cannot be read meanwhile counts as nothing."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def looks_foreign(folder: Path) -> bool:
+    """Whether a folder directly holds what trainers write: a tracker, iterations, shards."""
+    named = any((folder / name).exists() for name in _FOREIGN)
+    return named or any(True for pattern in _FOREIGN_PATTERNS for _ in folder.glob(pattern))
+
+
+def _age(step: Step) -> tuple[int, bool, str]:
+    return step.step, is_hidden(step.path), step.path.name
+
+
+def _folders(root: Path) -> Iterator[tuple[int, Path]]:
+    """Numbers and folders of all steps, in no order."""
+    try:
+        names = os.listdir(local_path(root))
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise NotACheckpoint(f"{root}: is a file; expected the root of a run, with global_step_N folders") from None
+    except OSError as error:
+        raise storage_error(error, root, "list") from error
+    for name in names:
+        path = root / name
+        number = step_of_aside(path) if is_hidden(path) else step_of(path)
+        if number is not None and os.path.isdir(path):
+            yield number, path
+
+
+def _describe(number: int, path: Path) -> Step | None:
+    """What a folder is; None where it has vanished meanwhile."""
+    try:
+        step = _hidden(number, path) if is_hidden(path) else _visible(number, path)
+    except Exception as error:  # whatever is wrong with one folder may not hide the others
+        step = Step(number, path, "damaged", why=_one_line(path, error))
+    return step if os.path.isdir(path) else None
+
+
+def _hidden(number: int, path: Path) -> Step:
+    doing = "written or deleted" if ".partial-" in path.name else "replaced"
+    why = f"being {doing}, or left behind by a process that died; the next start of the run cleans up what is dead"
+    return Step(number, path, "partial", size_of(path), _role_folders(path), _changed(path), why)
+
+
+def _visible(number: int, path: Path) -> Step:
+    try:
+        os.lstat(path / MANIFEST)
+    except FileNotFoundError:  # any other error means that the folder cannot be read, not that it is empty
+        return _without_manifest(number, path)
+    nbytes, quarantined = size_of(path), reason_of(path)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        why, roles = _one_line(path, error), _role_folders(path)
+        return Step(number, path, "damaged", nbytes, roles, _changed(path), why, quarantined=quarantined)
+    why = _problem(path, manifest, number)
+    roles = tuple(dict.fromkeys(str(part["role"]) for part in manifest.parts if "role" in part))
+    written = str(manifest.provenance.get("time") or _changed(path))
+    state: State = "damaged" if why else "committed"
+    return Step(number, path, state, nbytes, roles, written, why, _comparable(manifest), quarantined)
+
+
+def _without_manifest(number: int, path: Path) -> Step:
+    roles, nbytes, changed, quarantined = _role_folders(path), size_of(path), _changed(path), reason_of(path)
+    if any(looks_foreign(folder) for folder in (path, *(path / role for role in roles))):
+        why = f"has no {MANIFEST}: another trainer's step"
+        return Step(number, path, "foreign", nbytes, roles, changed, why, quarantined=quarantined)
+    what = "holds nothing that is known" if any(path.iterdir()) else "is empty"
+    why = f"has no {MANIFEST} and {what}"
+    return Step(number, path, "partial", nbytes, roles, changed, why, quarantined=quarantined)
+
+
+def _problem(folder: Path, manifest: Manifest, number: int) -> str:
+    """What keeps a step with a manifest from being committed, one line; empty where nothing does."""
+    if manifest.step != number:
+        return f"{folder / MANIFEST}: is of step {manifest.step}, but the folder is {folder.name}"
+    problems = check(folder, manifest, sizes_only=True).found
+    if not problems:
+        return ""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return problems[0].message.splitlines()[0] + more
+
+
+def _comparable(manifest: Manifest) -> dict[str, float]:
+    return {name: value for name, value in metrics_of(manifest).items() if not math.isnan(value)}
+
+
+def live_of(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """How much state every role held when the step was saved: ``tensors`` and ``bytes``, by role; empty in older manifests."""
+    stored = manifest.report.get("live")
+    roles = stored.items() if isinstance(stored, Mapping) else ()
+    return {
+        str(role): {key: int(figures[key]) for key in ("tensors", "bytes")}
+        for role, figures in roles
+        if isinstance(figures, Mapping) and all(type(figures.get(key)) is int for key in ("tensors", "bytes"))
+    }
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """The metrics that a step was saved with; infinities and NaN stand in a manifest as text."""
+    found = manifest.report.get("metrics")
+    items = found.items() if isinstance(found, Mapping) else ()
+    return {str(name): float(value) for name, value in items if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _role_folders(path: Path) -> tuple[str, ...]:
+    return tuple(sorted(child.name for child in path.iterdir() if child.is_dir() and _may_be_role(child.name)))
+
+
+def _may_be_role(name: str) -> bool:
+    return name not in _NOT_ROLES and not name.startswith((".", "iter_", "mp_rank_")) and name not in _FOREIGN
+
+
+def _changed(path: Path) -> str:
+    try:
+        return _iso(path.stat().st_mtime)
+    except OSError:
+        return ""
+
+
+def _iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _one_line(path: Path, error: Exception) -> str:
+    told = storage_error(error, path, "read") if isinstance(error, OSError) else error
+    return (str(told) or type(told).__name__).splitlines()[0]

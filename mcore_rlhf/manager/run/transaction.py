@@ -1,0 +1,253 @@
+"""One commit for a whole step: every rank writes its part into a hidden folder, one of them publishes it with one rename.
+
+Not bound to a ``torch.distributed`` world: parts find each other by root, step and transaction id. A part is done when its
+``part-*.json`` is there; the coordinator waits for all that it expects, writes the manifest and renames.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError
+from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.manifest import FileEntry, Manifest
+from mcore_rlhf.storage.publish import Publication, replace_text
+from mcore_rlhf.storage.staging import Places, new_transaction
+
+from .mailbox import Mailbox, Stopped
+from .steps import MANIFEST, step_folder
+
+PARTS = ".parts"
+_WORD = ".given-up-"
+
+__all__ = ["Committed", "Part", "Transaction", "new_transaction"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written.
+
+    Args:
+        files: By path relative to the step's folder.
+        roles: ``{"role", "format", "parallel"}`` of the models that this rank speaks for.
+        live: By role, how much live state the step holds; the same from every rank of a world.
+        contributed: Bytes that this rank put into files of others, by path.
+        taken: Bytes that this rank found in its own files from others, by path.
+    """
+
+    files: Mapping[str, FileEntry]
+    roles: tuple[Mapping[str, str], ...] = ()
+    live: Mapping[str, object] = field(default_factory=dict)
+    contributed: Mapping[str, int] = field(default_factory=dict)
+    taken: Mapping[str, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        files = {path: [entry.nbytes, entry.crc32] for path, entry in self.files.items()}
+        named = {name: dict(getattr(self, name)) for name in ("live", "contributed", "taken")}
+        return {"files": files, "roles": [dict(role) for role in self.roles], **named}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Part:
+        """:meth:`as_json` read the other way."""
+        files = {path: FileEntry(*entry) for path, entry in content["files"].items()}
+        return cls(files, tuple(content["roles"]), content["live"], content["contributed"], content["taken"])
+
+
+def refuse_untaken(parts: Iterable[Part]) -> None:
+    """See that what ranks put into each other's files is what the files' owners found: the rest would read as zeros.
+
+    Raises:
+        Incomplete: Bytes were put into a file, and its owner did not expect them.
+    """
+    given, taken, problems = Counter[str](), Counter[str](), Problems()
+    for part in parts:
+        given.update(part.contributed)
+        taken.update(part.taken)
+    for path in sorted(given | taken):
+        if given[path] != taken[path]:
+            text = f"{path}: other ranks put {given[path]} bytes into it, and its owner took {taken[path]}"
+            problems.add(Incomplete, text, "The step is not committed. Do all ranks agree on the layout?")
+    problems.raise_if_any()
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A step that was published.
+
+    Args:
+        path: Its folder.
+        manifest: What it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(slots=True)
+class Transaction:
+    """One step being written, as one rank sees it.
+
+    Args:
+        root: The folder of all steps.
+        step: The training step.
+        id: The transaction's identity, the same for all ranks.
+        part: This rank's name: ``00003``, or ``critic-00003`` where there are several worlds.
+        timeout: Seconds to wait for others.
+        fsync: Whether everything is on the disk before it appears.
+    """
+
+    root: Path
+    step: int
+    id: str
+    part: str
+    timeout: float
+    fsync: bool = True
+    _publication: Publication | None = None
+
+    @property
+    def target(self) -> Path:
+        """Where the step appears."""
+        return step_folder(self.root, self.step)
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder to write into."""
+        return self._places.staging
+
+    @property
+    def _places(self) -> Places:
+        return Places(self.target, self.id)
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where ranks leave messages until the commit."""
+        return Mailbox(self.folder / PARTS, self.timeout, self._ended)
+
+    @property
+    def _word(self) -> Path:
+        return self.root / f"{_WORD}{self.id}"
+
+    def _ended(self) -> bool:
+        """The coordinator has cleaned up, or published; the folder was there before, see :meth:`join`."""
+        return self._publication is None and not self.folder.is_dir()
+
+    def open(self, replaceable: Callable[[Path], bool]) -> list[str]:
+        """Make the hidden folder: done by the coordinator, before the others :meth:`join`.
+
+        Args:
+            replaceable: Whether a folder that has the step's name already may be replaced.
+
+        Returns:
+            What was cleaned up of dead runs, a line each.
+
+        Raises:
+            StorageError: It cannot be made.
+        """
+        for old in self.root.glob(f"{_WORD}*"):
+            old.unlink(missing_ok=True)
+        publication = Publication(self.target, True, self.fsync, replaceable, MANIFEST, self.id)
+        publication.__enter__()
+        self._publication = publication
+        try:
+            (self.folder / PARTS).mkdir()
+        except OSError as error:
+            self.abort()
+            raise StorageError(f"{self.folder}: cannot be made: {error}") from error
+        return publication.recovered
+
+    def join(self) -> None:
+        """Wait until the coordinator has made the folder.
+
+        Raises:
+            Incomplete: It has not, in time.
+            Stopped: It has given up already.
+        """
+        end = time.monotonic() + self.timeout
+        while not (self.folder / PARTS).is_dir():
+            if self._word.exists():
+                raise Stopped(f"the save was given up by the coordinating rank: {regular.read_text(self._word)}")
+            if time.monotonic() > end:
+                raise Incomplete(
+                    f"{self.folder}: the coordinating rank did not start the save within {self.timeout:g} s"
+                )
+            time.sleep(0.005)
+
+    def deliver(self, part: Part) -> None:
+        """Say that this rank has written, and synced, everything."""
+        self.mailbox.post_json(f"part-{self.part}.json", part.as_json())
+
+    def parts(self, expected: Iterable[str]) -> dict[str, Part]:
+        """Wait for the parts of others.
+
+        Raises:
+            CheckpointError: One of them failed, or did not come.
+        """
+        return {name: Part.from_json(self.mailbox.take_json(f"part-{name}.json", f"rank {name}")) for name in expected}
+
+    def commit(self, manifest: Manifest) -> Committed:
+        """Publish.
+
+        Args:
+            manifest: What the folder holds.
+
+        Raises:
+            CheckpointError: It is not complete, or could not be published; what was there before is still there.
+        """
+        assert self._publication is not None, "only the rank that opened the transaction commits it"
+        self._check(manifest)
+        shutil.rmtree(self.folder / PARTS)
+        path = self._publication.commit(manifest)
+        self._publication = None
+        return Committed(path, manifest)
+
+    def _check(self, manifest: Manifest) -> None:
+        """Every file has the length that its writer says: the last look before the rename."""
+        for name, entry in manifest.files.items():
+            path = self.folder / name
+            nbytes = path.stat().st_size if path.is_file() else -1
+            if nbytes != entry.nbytes:
+                found = "is missing" if nbytes < 0 else f"has {nbytes} bytes"
+                raise Incomplete(
+                    f"{path}: {found}; its writer reported {entry.nbytes}\nDo all ranks see one file system?"
+                )
+
+    def abort(self, word: str = "") -> None:
+        """Give up, on the coordinator: everything written is removed.
+
+        Args:
+            word: What to leave behind for a world that has not even joined; it is removed by the next :meth:`open`.
+        """
+        if self._publication is not None:
+            publication, self._publication = self._publication, None
+            with suppress(CheckpointError):
+                if word:
+                    replace_text(self._word, word, fsync=False)
+            with suppress(CheckpointError):
+                publication.__exit__(None, None, None)
+
+    def await_commit(self) -> None:
+        """Wait, on the others, until the step is published.
+
+        Raises:
+            CheckpointError: It was not.
+        """
+        patience = 2 * self.timeout  # the coordinator may itself still wait for a dead rank, and then names it
+        end = time.monotonic() + patience
+        while not self._places.is_published(MANIFEST):
+            try:
+                self.mailbox.check()
+            except Stopped:
+                if self._places.is_published(MANIFEST):  # the folder was renamed between the two looks
+                    return
+                raise
+            if time.monotonic() > end:
+                raise Incomplete(f"{self.target}: was not committed within {patience:g} s\nLook at the log of rank 0.")
+            time.sleep(0.01)
