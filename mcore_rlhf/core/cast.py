@@ -1,16 +1,70 @@
-"""The only arithmetic there is: converting values from one element type to another, as torch does."""
+"""The only arithmetic there is: converting values from one element type to another, bit for bit as torch does, without torch.
+
+bfloat16 is ml_dtypes', fp16, fp32 and fp64 are numpy's, and fp8 goes through tables; all of it gives up the GIL. What NaNs become
+is put right afterwards, where there are any. To bfloat16, fp16 and fp8 every cast passes through fp32, as in torch.
+
+Source: torch 2.13.0, ``aten/src/ATen/native/cpu/CopyKernel.cpp``, ``torch/headeronly/util/{BFloat16,Half,Float8_*}.h``; compared
+with torch in ``tests/unit/core/test_cast.py``. Torch itself gives a NaN of other bits to the first elements of an array than to
+its last (vectors and single elements); here all get those of the vectors.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
-from .dtype import DType
+from .dtype import BFLOAT16, FLOAT16, FLOAT32, DType
 
 Words = NDArray[Any]
 """Elements as unsigned words that hold their bits; numpy cannot say which width at type-checking time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Float8:
+    """A floating type of 8 bits: sign, exponent, mantissa.
+
+    Args:
+        mantissa: Bits of the mantissa.
+        bias: Of the exponent.
+        last: Code of the largest finite value.
+        beyond: Code of what rounds to more.
+        nan: Code of a positive NaN.
+    """
+
+    mantissa: int
+    bias: int
+    last: int
+    beyond: int
+    nan: int
+
+    @property
+    def one_zero(self) -> bool:
+        """Whether the code that would be the negative zero is the one NaN ("fnuz")."""
+        return self.nan == _SIGN
+
+    def magnitudes(self) -> Words:
+        """The values of the codes without sign, up to the largest finite one, as float64."""
+        codes = np.arange(self.last + 1)
+        exponents, fractions = codes >> self.mantissa, codes & ((1 << self.mantissa) - 1)
+        fractions += (exponents > 0) << self.mantissa
+        found: Words = np.ldexp(fractions, np.maximum(exponents, 1) - self.bias - self.mantissa)
+        return found
+
+
+_SIGN = 0x80
+_FLOAT8 = {
+    "float8_e4m3fn": _Float8(3, 7, last=0x7E, beyond=0x7E, nan=0x7F),
+    "float8_e5m2": _Float8(2, 15, last=0x7B, beyond=0x7C, nan=0x7F),
+    "float8_e4m3fnuz": _Float8(3, 8, last=0x7F, beyond=_SIGN, nan=_SIGN),
+    "float8_e5m2fnuz": _Float8(2, 16, last=0x7F, beyond=_SIGN, nan=_SIGN),
+}
+_SCALE = "float8_e8m0fnu"
+"""An exponent alone: what blocks of smaller types are scaled by."""
 
 
 def convert(words: Words, source: DType, target: DType) -> Words:
@@ -24,12 +78,17 @@ def convert(words: Words, source: DType, target: DType) -> Words:
     Returns:
         Words as wide as ``target``, of the same shape.
     """
-    import torch  # a plan without casts never needs it
-
-    values = torch.from_numpy(_borrowed(words)).view(getattr(torch, source.name))
-    result = values.to(getattr(torch, target.name), copy=True)
-    word = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[target.itemsize]
-    return result.view(word).numpy()
+    numbers = _numbers(words, source)
+    with np.errstate(all="ignore"):  # of numbers that are too large, and of NaNs that signal
+        if target == BFLOAT16:
+            return _to_bfloat16(numbers.astype(np.float32, copy=False), 0xFFFF if source == FLOAT32 else 0x7FC0)
+        if _is_float8(target):
+            return _to_float8(numbers.astype(np.float32, copy=False), target.name)
+        if target == FLOAT16:
+            return _with_quiet_nans(numbers.astype(np.float32, copy=False), np.uint32, np.dtype(np.float16))
+        if source == FLOAT16:
+            return _with_quiet_nans(numbers, np.uint16, np.dtype(target.name))
+        return numbers.astype(target.name).view(_word(target.itemsize))
 
 
 def differing_after_rounding(masters: Words, params: Words, master: DType, param: DType) -> int:
@@ -51,24 +110,88 @@ def differing_after_rounding(masters: Words, params: Words, master: DType, param
 
 def as_floats(words: Words, dtype: DType) -> Words:
     """The values of elements as float64, for comparing with a tolerance."""
-    import torch
+    return _numbers(words, dtype).astype(np.float64)
 
-    values = torch.from_numpy(_borrowed(words)).view(getattr(torch, dtype.name))
-    result: Words = values.to(torch.float64, copy=True).numpy()
+
+def _word(itemsize: int) -> Any:
+    return np.dtype(f"u{itemsize}" if itemsize <= 8 else np.complex128)
+
+
+def _is_float8(dtype: DType) -> bool:
+    return dtype.name.startswith("float8")
+
+
+def _numbers(words: Words, dtype: DType) -> Words:
+    """Elements as numbers of a type that numpy has: their own, or fp32 where it has none."""
+    if dtype == BFLOAT16:
+        found: Words = words.view(bfloat16).astype(np.float32)
+        return found
+    return _float8_values(dtype.name).take(words) if _is_float8(dtype) else words.view(dtype.name)
+
+
+def _has_nan(values: Words) -> bool:
+    return bool(np.isnan(values.max(initial=0)))
+
+
+def _to_bfloat16(values: Words, nan: int) -> Words:
+    result: Words = values.astype(bfloat16).view(np.uint16)
+    if _has_nan(values):
+        result[np.isnan(values)] = nan
     return result
 
 
-class _Unlocked:
-    """The same memory, said to be writable: torch warns of arrays that are not, even where it only reads."""
+def _to_float8(values: Words, name: str) -> Words:
+    """By a table of the 65,536 values of bfloat16; its last bit, set for all that is cut off, is enough to round by."""
+    bits = values.view(np.uint32)
+    index = bits >> np.uint32(16)
+    index |= (bits & np.uint32(0xFFFF)) != 0
+    return _float8_codes(name).take(index)
 
-    def __init__(self, words: Words) -> None:
-        self.words = words
-        described = words.__array_interface__
-        self.__array_interface__ = {**described, "data": (described["data"][0], False)}
+
+@cache
+def _float8_values(name: str) -> Words:
+    """The value of each code, as fp32."""
+    if name == _SCALE:
+        bits = np.arange(256, dtype=np.uint32) << 23
+        bits[0], bits[255] = 0x400000, 0x7F800001
+        return bits.view(np.float32)
+    kind = _FLOAT8[name]
+    fractions = np.arange(_SIGN, dtype=np.uint32) << np.uint32(23 - kind.mantissa)
+    half: Words = fractions | np.uint32(0x7F800000)  # infinity and NaNs, but for what follows
+    half[kind.beyond + 1 :] |= np.uint32(1 << 22)  # quiet
+    half[: kind.last + 1] = kind.magnitudes().astype(np.float32).view(np.uint32)
+    bits = np.concatenate([half, half | np.uint32(1 << 31)])
+    if kind.one_zero:
+        bits[_SIGN] = 0x7F800001
+    return bits.view(np.float32)
 
 
-def _borrowed(words: Words) -> Words:
-    """An array that torch takes without a copy, as far as it can; only to be read from."""
-    if not words.flags.c_contiguous:
-        return np.array(words)
-    return words if words.flags.writeable else np.asarray(_Unlocked(words))
+@cache
+def _float8_codes(name: str) -> Words:
+    """The code that each value of bfloat16 is rounded to."""
+    bits = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    if name == _SCALE:
+        magnitudes = bits & np.uint32(0x7FFFFFFF)
+        rounded = (magnitudes + np.uint32(0x400000) - (magnitudes == 0x400000)) >> 23
+        return np.where(magnitudes >= 0x7F800000, 0xFF, rounded).astype(np.uint8)
+    kind, values = _FLOAT8[name], bits.view(np.float32).astype(np.float64)
+    known = kind.magnitudes()
+    middles = (known + np.append(known[1:], 2 * known[-1] - known[-2])) / 2
+    codes = np.searchsorted(middles, np.abs(values))
+    ties = np.append(middles, 0)[codes] == np.abs(values)
+    codes += ties & (codes % 2 == 1)
+    codes[codes > kind.last] = kind.beyond
+    codes[np.isnan(values)] = kind.nan
+    signed = np.signbit(values) & ((codes > 0) | ~np.bool_(kind.one_zero))
+    found: Words = np.where(signed, codes | _SIGN, codes).astype(np.uint8)
+    return found
+
+
+def _with_quiet_nans(values: Words, word: Any, target: Any) -> Words:
+    """Numpy's conversion, which keeps the bits of a NaN, but not those that say that it signals, as processors do."""
+    result = values.astype(target)
+    if target.kind == "f" and _has_nan(result if values.dtype == np.float16 else values):  # fp16's own max() is slow
+        nan = np.isnan(values)
+        quiet = values[nan].view(word) | word(1 << (np.finfo(values.dtype).nmant - 1))
+        result[nan] = quiet.view(values.dtype).astype(target)
+    return result.view(_word(target.itemsize))
