@@ -9,10 +9,9 @@ import numpy as np
 
 from .box import Box, row_major
 from .cast import Words
-from .catalog import Chunk, Record, TensorEntry
+from .catalog import Chunk, FixedCatalog, Record, TensorEntry
 from .dtype import DType
 from .execute import WORDS, FileRun, SourceBytes
-from .names import TensorName
 from .plan import plan_file
 
 _FILE = "memory"
@@ -32,7 +31,7 @@ def gather(entry: TensorEntry, boxes: Sequence[Box], dtype: DType, source: Sourc
     """
     record = Record(_FILE, _FILE, dtype, sum(box.numel for box in boxes), 0)
     wanted = TensorEntry(entry.name, entry.global_shape, dtype, tuple(_placed(boxes, record)))
-    plan = plan_file(_FILE, [wanted], _One(entry))
+    plan = plan_file(_FILE, [wanted], FixedCatalog({entry.name: entry}))
     plan.problems.raise_if_any()
     memory = _Memory(bytearray(record.nbytes))
     FileRun(plan, [record], source, memory, memory).run()
@@ -50,23 +49,6 @@ def _placed(boxes: Sequence[Box], record: Record) -> Iterator[Chunk]:
     for box in boxes:
         yield Chunk(box, record, at, row_major(box.shape))
         at += box.numel
-
-
-@dataclass(frozen=True, slots=True)
-class _One:
-    """A catalogue of one tensor."""
-
-    entry: TensorEntry
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return iter((self.entry.name,))
-
-    def __len__(self) -> int:
-        return 1
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The tensor, by its name."""
-        return self.entry if name == self.entry.name else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.dtype import FLOATING, DType
 from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
-from mcore_rlhf.formats.deepspeed.view import TargetView
 
 _ADVICE = "Build the model that the checkpoint holds, or load another checkpoint."
 _MOST = 5
@@ -129,11 +130,11 @@ class ModuleSource:
                 self.problems.add(LayoutMismatch, text, _ADVICE)
 
     def _has(self, stored: str) -> bool:
-        return TargetView(self.source.catalog, False).get(TensorName(self.source.role, stored)) is not None
+        return StateOrder(self.source.catalog, EITHER).get(TensorName(self.source.role, stored)) is not None
 
-    def view(self) -> TargetView:
+    def view(self) -> Catalog:
         """The source's catalogue, with weights rounded from their masters where this run has another element type."""
-        return TargetView(self.source.catalog, self._from_masters())
+        return Remembered(StateOrder(self.source.catalog, FROM_MASTERS if self._from_masters() else EITHER))
 
     def _from_masters(self) -> bool:
         if MASTER not in self.source.states:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
+from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
@@ -24,7 +24,6 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.dcp.native import DcpState
 from mcore_rlhf.formats.dcp.rest import SCHEDULER, SCHEDULERS, VERSION
-from mcore_rlhf.formats.deepspeed.view import TargetView
 from mcore_rlhf.storage.mapped import MappedFiles
 
 from ..load import LiveMemory, Unchecked
@@ -138,7 +137,7 @@ class LivePlan:
             if one.name not in missing:
                 self._add(one, PARAM, stored.stored_as(one.name), dtype_of(one.local.dtype))
 
-    def _add_states(self, stored: ModuleSource, view: TargetView) -> None:
+    def _add_states(self, stored: ModuleSource, view: Catalog) -> None:
         """Every state that the checkpoint has of a parameter; one that never got a gradient has none."""
         assert self.optimizer is not None
         for _, params in self.optimizer.groups:
@@ -162,7 +161,7 @@ class LivePlan:
         record = Record(LIVE, str(len(self.slots)), dtype, held.local.numel(), 0)
         self.slots.append(Slot(held, state, stored, held.split, record))
 
-    def _plan(self, problems: Problems, view: TargetView) -> FilePlan:
+    def _plan(self, problems: Problems, view: Catalog) -> FilePlan:
         if problems:
             plan = FilePlan(LIVE)
         else:

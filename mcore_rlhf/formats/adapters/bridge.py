@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.box import Box, Shape
-from mcore_rlhf.core.catalog import Catalog, TensorEntry
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.core.views import Share
+from mcore_rlhf.core.catalog import Catalog
+from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.views import Joined, OfStates, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.reference_config import read_config
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
@@ -33,11 +33,11 @@ from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_confi
 from mcore_rlhf.models.huggingface.relation import Filled, filled, spelling_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
-from .joining import BothView
-
 _ADAPTER = re.compile(
     r"(?P<linear>.+)\.adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<side>in|out)\.(?P<kind>weight|bias)"
 )
+_WEIGHTS = (PARAM, MASTER)
+"""Without the optimizer's moments: those of a shared matrix are not those of its copies."""
 _SIDES = {"in": LORA_A, "out": LORA_B}
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -194,41 +194,20 @@ def _of_part(row: Filled, part: str | None) -> Iterator[str]:
             yield tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightsOnly:
-    """A catalogue without the optimizer's moments: those of a shared matrix are not those of its copies.
-
-    Args:
-        catalog: The source's.
-    """
-
-    catalog: Catalog
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return (name for name in self.catalog if name.state in (PARAM, MASTER))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        return self.catalog.get(name) if name.state in (PARAM, MASTER) else None
-
-
 def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
     dtypes = {spec.name: spec.dtype for spec in source.model.params}
     specs = [
         ParamSpec(name, shape, dtypes[relation.shares[name][0].name], REPLICATED)
         for name, shape in relation.shapes.items()
     ]
-    adapter = CrossingView(_WeightsOnly(source.catalog), source.role, relation.shares, relation.shapes)
+    adapter = CrossingView(OfStates(source.catalog, _WEIGHTS), source.role, relation.shares, relation.shapes)
     frozen = None if base is None else renamed(base, lambda name: _in_memory(name, relation.adapted))
     native = ModuleState("", tuple(spec.name for spec in specs))
     catalog: Catalog = adapter
     notes = replace(source.notes, lines=list((frozen or source).notes.lines))
     if frozen is not None and isinstance(frozen.native, ModuleState):
         specs = [*(replace(spec, trainable=False) for spec in frozen.model.params), *specs]
-        catalog = BothView(_WeightsOnly(frozen.catalog), adapter)
+        catalog = Joined((OfStates(frozen.catalog, _WEIGHTS), adapter))
         native = replace(frozen.native, order=(*frozen.native.order, *native.order))
     notes.add(Fate.CHANGED, f"Megatron-Bridge's adapters become peft's, of {len(relation.adapted)} modules")
     if relation.repeated:

@@ -7,6 +7,7 @@ changes, but for modules that the adapter has whole. Source of the arithmetic: p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.computed import ComputedBytes
 from mcore_rlhf.core.execute import SourceBytes
+from mcore_rlhf.core.views import Below, Joined
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.crossing.packing import in_memory
@@ -31,7 +33,6 @@ from mcore_rlhf.storage.mapped import MappedFiles
 
 from .bridge import refuse_adapters, with_peft_names
 from .fingerprint import ModelFingerprint, fingerprint, sampled
-from .joining import BothView, side_by_side
 from .merged_model import Merge, module_state
 
 
@@ -99,12 +100,31 @@ def merged(opened: Source, read: ReadOptions, write: WriteOptions) -> tuple[Sour
     if config.values.get("target_parameters"):  # of packed experts
         base = in_memory(base, module_state(base), module_state(base).config)
     _check_base(adapter, base)
-    here, there = side_by_side(adapter, base)
+    here, there = _side_by_side(adapter, base)
     result = Merge(here, there, write, config).source(base.root)
-    both = BothView(here.catalog, there.catalog)
+    both = Joined((here.catalog, there.catalog))
     read_from = Computed(here.root, {})
     files = (*here.files, *there.files)
     return replace(here, root=opened.root, catalog=both, files=files, computed=read_from), result, left
+
+
+def _side_by_side(a: Source, b: Source) -> tuple[Source, Source]:
+    """Both with the folder that they have in common as their root.
+
+    Args:
+        a, b: Opened checkpoints, anywhere on this machine.
+    """
+    roots = [Path(os.path.abspath(source.root)) for source in (a, b)]
+    common = Path(os.path.commonpath(roots))
+    first, second = (_moved(source, common, root) for source, root in zip((a, b), roots, strict=True))
+    return first, second
+
+
+def _moved(source: Source, root: Path, old: Path) -> Source:
+    below = old.relative_to(root).as_posix()
+    folder = "" if below == "." else f"{below}/"
+    files = tuple(replace(file, path=folder + file.path) for file in source.files)
+    return replace(source, root=root, catalog=Below(source.catalog, folder), files=files)
 
 
 def _refuse_contradictions(wanted: Format, write: WriteOptions) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import Catalog, TensorEntry
+from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.module import module_state_of
 from mcore_rlhf.families.source import Source, WriteOptions
@@ -96,35 +94,6 @@ def _check_groups(source: Source) -> None:
             LayoutMismatch, f"{source.root}: the param groups do not hold the trained parameters exactly: {some}"
         )
     problems.raise_if_any()
-
-
-@dataclass(frozen=True, slots=True)
-class DcpView:
-    """The source's catalogue as an FSDP run sees it: a parameter is its own master, and has one name or several.
-
-    Args:
-        catalog: The source's.
-        masters: Whether parameters are taken from their masters where there are some.
-        aliases: Second names: ``{alias: owner}``.
-    """
-
-    catalog: Catalog
-    masters: bool
-    aliases: dict[str, str]
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return iter(self.catalog)
-
-    def __len__(self) -> int:
-        return len(self.catalog)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name."""
-        owner = name._replace(param=self.aliases.get(name.param, name.param))
-        if name.state != PARAM:
-            return self.catalog.get(owner)
-        first, second = (MASTER, PARAM) if self.masters else (PARAM, MASTER)
-        return self.catalog.get(owner._replace(state=first)) or self.catalog.get(owner._replace(state=second))
 
 
 def model_dtype(source: Source, choices: Choices, name: str, entry: TensorEntry) -> DType:

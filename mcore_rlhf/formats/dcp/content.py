@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete
@@ -15,7 +16,7 @@ from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import Path_, saved, wrapped
 
-from .choices import Choices, DcpView, model_dtype
+from .choices import Choices, model_dtype
 from .extra import ITEM, Extra
 from .groups import STEP, completed
 from .keys import PARAMS, Style
@@ -82,7 +83,7 @@ class Content:
     source: Source
     native: ModuleState
     choices: Choices
-    view: DcpView
+    view: Catalog
     rest: Mapping[str, object]
     extra: Extra
 
@@ -104,7 +105,7 @@ class Content:
             Incomplete: The source lacks one.
         """
         for name in self._names():
-            owner = self.view.aliases.get(name, name)
+            owner = self.native.shared.get(name, name)
             spec = self.source.model.get(owner)
             entry = self.view.get(TensorName(self.source.role, owner, PARAM))
             if spec is None or entry is None:
@@ -116,9 +117,9 @@ class Content:
 
     def _names(self) -> list[str]:
         """In the module's order, where somebody knows it."""
-        there = {spec.name for spec in self.source.model.params} | set(self.view.aliases)
+        there = {spec.name for spec in self.source.model.params} | set(self.native.shared)
         known = [name for name in self.native.order if name in there]
-        return list(dict.fromkeys([*known, *(spec.name for spec in self.source.model.params), *self.view.aliases]))
+        return list(dict.fromkeys([*known, *(spec.name for spec in self.source.model.params), *self.native.shared]))
 
     def _states(self) -> Iterator[Part]:
         numbers = {name: n for n, name in enumerate(name for g in self.source.state.groups for name in g.params)}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Inventory, Kind, Report
 from mcore_rlhf.core.box import Box, Shape, row_major
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
+from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
-from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
@@ -30,7 +31,7 @@ from mcore_rlhf.storage.dcp import (
 from mcore_rlhf.storage.ptwriter import PtWriter
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .choices import Choices, DcpView, choose
+from .choices import Choices, choose
 from .content import Constant, Content, Part, Planned
 from .derived import rest_of
 from .extra import extra_of
@@ -55,7 +56,9 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     assert isinstance(native, ModuleState)  # choose() refused everything else
     if isinstance(native, DcpState):
         report.lines = [line for line in report.lines if line[1] not in native.differing]
-    view = DcpView(source.catalog, choices.masters, dict(native.shared))
+    names = {spec.name: spec.name for spec in source.model.params} | dict(native.shared)
+    order = FROM_MASTERS if choices.masters else EITHER
+    view = StateOrder(Renamed(source.catalog, source.role, names), {PARAM: order[PARAM]})
     content = Content(
         source, native, choices, view, rest_of(source, choices, report), extra_of(source, native, choices.dtype)
     )
@@ -91,7 +94,7 @@ class _Writer:
     native: ModuleState
     choices: Choices
     content: Content
-    view: DcpView
+    view: Catalog
 
     def target(self, report: Report) -> Target:
         parts = list(self.content.parts())
@@ -142,7 +145,7 @@ class _Writer:
         tree: dict[str, StoredTensor] = {}
         holds: list[TensorEntry] = []
         for part in self.content.model():
-            owner = self.view.aliases.get(part.name.param)
+            owner = self.native.shared.get(part.name.param)
             if owner in tree:
                 tree[part.name.param] = tree[owner]
                 continue

@@ -10,6 +10,7 @@ from pathlib import Path
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
@@ -25,7 +26,6 @@ from .layout import Blueprint, Choices, Records, choose
 from .reader import DeepSpeedNative, differing_keys, other_values
 from .state_dicts import Tree, Trees
 from .tag import expert_name
-from .view import TargetView
 
 _Tree = Callable[[Records], Tree]
 _INFO = "universal_checkpoint_info"
@@ -70,7 +70,7 @@ class _Writer:
         """The whole target."""
         choices = self.choices
         self._check_masters()
-        view = TargetView(self.source.catalog, choices.dtype is not None)
+        view = Remembered(StateOrder(self.source.catalog, EITHER if choices.dtype is None else FROM_MASTERS))
         holders = self.native.holders if isinstance(self.native, DeepSpeedNative) and choices.mp > 1 else None
         blueprint = Blueprint(
             self.source.role, self._model(), choices, self.source.state.groups, self._states(), view, holders

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import FROM_MASTERS, Cast, StateOrder
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
@@ -22,37 +23,6 @@ _FIXED_TYPE = ("e_score_correction_bias",)
 
 Source: transformers 5.23.0, ``models/deepseek_v3/modeling_deepseek_v3.py`` (``_keep_in_fp32_modules_strict``).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class WeightView:
-    """A catalogue in which a weight may come from its fp32 master.
-
-    Args:
-        catalog: The source's.
-        masters: Whether it does even where it is stored itself.
-        dtype: What weights become, or None: one of another type is made of its master, as exact as it can be.
-    """
-
-    catalog: Catalog
-    masters: bool = False
-    dtype: DType | None = None
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return iter(self.catalog)
-
-    def __len__(self) -> int:
-        return len(self.catalog)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        own = self.catalog.get(name)
-        if name.state != PARAM or (own is not None and not self._wants_master(own)):
-            return own
-        return self.catalog.get(name._replace(state=MASTER)) or own
-
-    def _wants_master(self, own: TensorEntry) -> bool:
-        return self.masters or self.dtype not in (None, own.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +42,11 @@ class Weights:
     described: bool
 
     @property
-    def view(self) -> WeightView:
+    def view(self) -> Catalog:
         """Where the tensors come from."""
-        dtype = None if self.options.dtype is None else dtype_of(self.options.dtype)
-        return WeightView(self.source.catalog, self.options.masters, dtype)
+        if self.options.masters:
+            return StateOrder(self.source.catalog, FROM_MASTERS)
+        return Cast(self.source.catalog, None if self.options.dtype is None else dtype_of(self.options.dtype))
 
     def parts(self) -> list[Part]:
         """The weights, in the module's order.

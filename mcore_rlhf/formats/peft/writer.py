@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from mcore_rlhf.core.box import Box, row_major
 from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import ModuleState
@@ -63,7 +64,7 @@ class _Writer:
         texts: dict[str, str | bytes] = {CONFIG: json.dumps(values, indent=2, sort_keys=True)}
         if base is not None or self.source.state.iteration:
             texts[ORIGIN] = Origin(self.source.state.iteration, base).text()
-        view = AdapterView(self.source.catalog, {t.file: t.memory for t in adapter.tensors}, self.options.masters)
+        view = self._view({t.file: t.memory for t in adapter.tensors})
         files = (TargetFile(SAFETENSORS, lambda: self._layout(view, adapter)),)
         return Target("peft", ParallelConfig(), view, files, texts, report, self._holds(report))
 
@@ -88,7 +89,7 @@ class _Writer:
             return replace(base or BaseModel(), path=self.options.base_model)
         return base
 
-    def _layout(self, view: AdapterView, adapter: Adapter) -> FileLayout:
+    def _layout(self, view: Catalog, adapter: Adapter) -> FileLayout:
         """The widest elements first, then by name: so safetensors lays files out itself, and tensors lie at round offsets."""
         files = sorted((-self._dtype(tensor.memory).itemsize, tensor.file, tensor.memory) for tensor in adapter.tensors)
         entries, tensors = [], []
@@ -100,6 +101,11 @@ class _Writer:
             entries.append(TensorEntry(TensorName(self.source.role, file), spec.global_shape, record.dtype, (chunk,)))
             tensors.append(SafeTensor(record, spec.global_shape))
         return FileLayout(entries, [tensor.record for tensor in tensors], lambda root: _create(root, tensors))
+
+    def _view(self, names: Mapping[str, str]) -> Catalog:
+        """The adapter's tensors under peft's names."""
+        either = StateOrder(self.source.catalog, FROM_MASTERS if self.options.masters else EITHER)
+        return Renamed(either, self.source.role, names)
 
     def _dtype(self, memory: str) -> DType:
         if self.options.dtype is not None:
@@ -127,34 +133,3 @@ class _Writer:
 def _create(root: Path, tensors: list[SafeTensor]) -> FileWriter:
     root.mkdir(parents=True, exist_ok=True)
     return SafetensorsWriter.create(root / SAFETENSORS, tensors, {"format": "pt"})
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterView:
-    """A catalogue of an adapter's tensors under peft's names.
-
-    Args:
-        catalog: The source's.
-        names: What each is called there.
-        masters: Whether they are taken from their fp32 masters. Where only masters are stored, they always are.
-    """
-
-    catalog: Catalog
-    names: Mapping[str, str]
-    masters: bool
-
-    def __iter__(self) -> Iterator[TensorName]:
-        roles = {name.role for name in self.catalog}
-        return (TensorName(role, file) for role in roles for file in self.names)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        own = self.names.get(name.param) if name.state == PARAM else None
-        if own is None:
-            return None
-        states = (MASTER, PARAM) if self.masters else (PARAM, MASTER)
-        found = (self.catalog.get(TensorName(name.role, own, state)) for state in states)
-        return next((entry for entry in found if entry is not None), None)

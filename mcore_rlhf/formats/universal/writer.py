@@ -18,6 +18,7 @@ from mcore_rlhf.core.box import Box, Shape, row_major
 from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import StateOrder
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
@@ -32,30 +33,6 @@ from .tp_keys import TensorParallelKeys
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class MasterView:
-    """A catalogue in which what has no master is its own: frozen parameters, buffers, and all of an fp32 model without copies.
-
-    Args:
-        catalog: The source's.
-    """
-
-    catalog: Catalog
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return iter(self.catalog)
-
-    def __len__(self) -> int:
-        return len(self.catalog)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        entry = self.catalog.get(name)
-        if entry is None and name.state == MASTER:
-            return self.catalog.get(name._replace(state=PARAM))
-        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +250,8 @@ def group_step(group: ParamGroup) -> object | None:
     return torch.tensor(step, dtype=torch.float32) if isinstance(step, float) else step
 
 
+_OWN_MASTERS = {MASTER: (MASTER, PARAM)}
+"""What has no master is its own: frozen parameters, buffers, and all of an fp32 model without copies."""
 _EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
 """In the names of what DeepSpeed's own mixture-of-experts layer has. Source: DeepSpeed 0.19.8, ``moe/experts.py``."""
 
@@ -308,7 +287,7 @@ class _Writer:
         )  # fmt: skip
         self._report(report)
         return Target(
-            "universal", self.source.parallel, MasterView(self.source.catalog), tuple(self._files(files)),
+            "universal", self.source.parallel, StateOrder(self.source.catalog, _OWN_MASTERS), tuple(self._files(files)),
             {LATEST: self.folder}, report, self._holds(),
         )  # fmt: skip
 
