@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.catalog import Catalog, TensorEntry
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import Catalog
+from mcore_rlhf.core.views import Renamed
 from mcore_rlhf.families.megatron.native import MegatronNative
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 
@@ -15,41 +15,6 @@ from .source import ParamGroup, Source, StoredFile
 
 Rename = Callable[[str], "str | None"]
 """What a tensor is called from now on; None leaves it out."""
-
-
-@dataclass(slots=True)
-class NamedView:
-    """A lazy catalogue over another one: other names, the same stored elements.
-
-    Args:
-        catalog: The source's.
-        role: Role of all tensors.
-        names: For every parameter of this view, its name in the other one.
-    """
-
-    catalog: Catalog
-    role: str
-    names: Mapping[str, str]
-    _names: list[TensorName] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[TensorName]:
-        if not self._names:
-            states: dict[str, list[str]] = {}
-            for name in self.catalog:
-                states.setdefault(name.param, []).append(name.state)
-            self._names.extend(
-                TensorName(self.role, new, state) for new, old in self.names.items() for state in states.get(old, ())
-            )
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        old = self.names.get(name.param) if name.role == self.role else None
-        entry = self.catalog.get(name._replace(param=old)) if old is not None else None
-        return None if entry is None else TensorEntry(name, entry.global_shape, entry.dtype, entry.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +45,7 @@ def renamed(source: Source, rename: Rename) -> Source:
     model = _model(source.model, names, isinstance(source.native, ModuleState))
     trained = any(spec.trainable for spec in model.params)
     groups = tuple(_groups(source.state.groups, names.new())) if trained else ()
-    view = NamedView(source.catalog, source.role, names.owners)
+    view = Renamed(source.catalog, source.role, names.owners)
     return replace(
         source, model=model, catalog=view, state=replace(source.state, groups=groups), files=_touched(source, view),
         states=source.states if trained else (), optimizer=source.optimizer if trained else None,

@@ -92,6 +92,10 @@ class ModelSpec:
         """The parameter of that global name, or None."""
         return self._index.get(name)
 
+    def with_vocabulary(self, rows: int | None) -> dict[str, int]:
+        """Every parameter whose rows are words, with that number of rows; none for None."""
+        return {} if rows is None else {spec.name: rows for spec in self.params if spec.partition.vocabulary}
+
     def having(self, params: Iterable[ParamSpec]) -> ModelSpec:
         """The same model with other parameters."""
         return replace(self, params=tuple(params), _index={})

@@ -24,11 +24,11 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, TensorName
 from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
+from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
 from mcore_rlhf.families.megatron.native import MegatronNative
-from mcore_rlhf.families.megatron.view import TargetView
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
@@ -110,7 +110,8 @@ class LivePlan:
 
     def _plan(self, wanted: Sequence[Slot]) -> FilePlan:
         entries = list(self._entries(wanted))
-        view = TargetView(self.source.catalog, self.source.model, self._rows(), self._from_masters())
+        states = StateOrder(self.source.catalog, FROM_MASTERS if self._from_masters() else EITHER)
+        view = Rows(states, self.source.model.with_vocabulary(self._rows()))
         plan = FilePlan(LIVE) if self.problems else plan_file(LIVE, entries, view)
         plan.problems.extend(self.problems.found)
         return plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.views import Shares
+from mcore_rlhf.core.views import Recut, Shares
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -15,8 +15,6 @@ from mcore_rlhf.models.huggingface.config import known_architecture
 from mcore_rlhf.models.huggingface.packing import Packing, from_files, from_modules
 from mcore_rlhf.models.huggingface.table import Packed
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec
-
-from .view import CrossingView
 
 
 def on_disk(source: Source, native: ModuleState, config: Mapping[str, object]) -> Source:
@@ -82,7 +80,7 @@ def _seen(
         keys={name: said for name, said in native.keys.items() if renamed.get(name) == (name,)},
     )  # fmt: skip
     return replace(
-        source, catalog=CrossingView(source.catalog, source.role, shares, shapes), notes=notes, native=seen,
+        source, catalog=Recut(source.catalog, source.role, shares, shapes), notes=notes, native=seen,
         model=source.model.having(_specs(source, shares, shapes)),
         state=replace(source.state, groups=_groups(source.state.groups, renamed)),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
+from mcore_rlhf.core.views import Recut
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, value_items
 from mcore_rlhf.families.megatron.groups import Membership
@@ -34,7 +35,6 @@ from .fields import arguments_to_config
 from .groups import with_members
 from .reference_config import read_config
 from .travelled import travelled_config
-from .view import CrossingView
 
 
 def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions) -> Source:
@@ -67,7 +67,7 @@ def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions
     shares = relation.of_huggingface()
     return replace(
         source, model=_model(source, relation, sizes, build.tied), parallel=ParallelConfig(dp=source.parallel.world_size),
-        catalog=CrossingView(source.catalog, source.role, shares, relation.huggingface),
+        catalog=Recut(source.catalog, source.role, shares, relation.huggingface),
         state=_state(source, relation, config, notes, groups), notes=notes,
         native=ModuleState(
             f"global_step{source.state.iteration}", (*relation.huggingface, *([LM_HEAD] if build.tied else [])),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.views import Recut, Rows
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership
@@ -29,7 +30,6 @@ from .fields import config_to_arguments, note_fields, note_ignored
 from .groups import as_megatron
 from .packing import on_disk
 from .reference_config import CONFIG
-from .view import CrossingView
 
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
 """What DeepSpeed counts for itself."""
@@ -72,7 +72,7 @@ def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> S
     for doubt in doubts(args.values):
         notes.add(Fate.LOST, doubt)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
-    catalog = CrossingView(source.catalog, source.role, relation.of_megatron(), relation.megatron, rows)
+    catalog = Rows(Recut(source.catalog, source.role, relation.of_megatron(), relation.megatron), rows)
     groups = as_megatron(source, relation, Membership(args, options.rules), notes)
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,

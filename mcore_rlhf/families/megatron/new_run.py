@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, same
+from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, state_items
 from mcore_rlhf.families.source import Source, WriteOptions
@@ -22,7 +24,6 @@ from .folders import FileRank
 from .groups import Membership
 from .native import OF_RANKS, PER_RANK_KEYS, MegatronNative, RankValues
 from .rng import RngMaker, saved_rng
-from .view import TargetView
 
 _FULLY = "dist_ckpt_optim_fully_reshardable"
 """How Megatron-core's ``torch_dist`` stores the distributed optimizer; what we write loads at any layout."""
@@ -86,10 +87,11 @@ class NewRun:
         return None if self.source.state.release else self.source.state.iteration
 
     @cached_property
-    def view(self) -> TargetView:
+    def view(self) -> Catalog:
         """The source's tensors as the target wants them."""
         from_masters = self.choices.dtype is not None and MASTER in self.source.states
-        return TargetView(self.source.catalog, self.source.model, self.choices.padded_vocab_size, from_masters)
+        states = StateOrder(self.source.catalog, FROM_MASTERS if from_masters else EITHER)
+        return Rows(states, self.source.model.with_vocabulary(self.choices.padded_vocab_size))
 
     @property
     def membership(self) -> Membership:

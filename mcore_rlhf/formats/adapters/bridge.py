@@ -17,11 +17,10 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.box import Box, Shape
 from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.core.views import Joined, OfStates, Share
+from mcore_rlhf.core.views import Joined, OfStates, Recut, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.reference_config import read_config
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
-from mcore_rlhf.families.crossing.view import CrossingView
 from mcore_rlhf.families.megatron.native import MegatronNative
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.renaming import renamed
@@ -200,7 +199,7 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
         ParamSpec(name, shape, dtypes[relation.shares[name][0].name], REPLICATED)
         for name, shape in relation.shapes.items()
     ]
-    adapter = CrossingView(OfStates(source.catalog, _WEIGHTS), source.role, relation.shares, relation.shapes)
+    adapter = Recut(OfStates(source.catalog, _WEIGHTS), source.role, relation.shares, relation.shapes)
     frozen = None if base is None else renamed(base, lambda name: _in_memory(name, relation.adapted))
     native = ModuleState("", tuple(spec.name for spec in specs))
     catalog: Catalog = adapter
