@@ -16,22 +16,15 @@ from dataclasses import dataclass
 
 from mcore_rlhf.errors import Unsupported
 
-from .fields import Values, integer
+from .fields import Field, Values, integer
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(Field):
     """Query groups and the width of a head."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return ("num_key_value_heads", "head_dim")
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return ("num_query_groups", "group_query_attention", "kv_channels")
+    names = ("num_key_value_heads", "head_dim")
+    arguments = ("num_query_groups", "group_query_attention", "kv_channels")
 
     def args(self, config: Values) -> dict[str, object]:
         """``num_query_groups``, ``group_query_attention``, ``kv_channels``."""
@@ -49,18 +42,11 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentHeads:
+class LatentHeads(Field):
     """Heads of latent attention, which has no query groups."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return ("num_key_value_heads", "qk_head_dim", "head_dim")
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return ("num_query_groups", "group_query_attention", "kv_channels")
+    names = ("num_key_value_heads", "qk_head_dim", "head_dim")
+    arguments = ("num_query_groups", "group_query_attention", "kv_channels")
 
     def args(self, config: Values) -> dict[str, object]:
         """The arguments of heads; ``kv_channels`` is as wide as values are."""
@@ -92,7 +78,7 @@ def every_other_layer(config: Values, layers: int) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Window(Field):
     """A sliding window.
 
     Args:
@@ -109,10 +95,7 @@ class Window:
         switch = ("use_sliding_window",) if self.switch else ()
         return ("sliding_window", *switch, *(("max_window_layers", "layer_types") if self.rule else ()))
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return (_SIZE, _LAYERS)
+    arguments = (_SIZE, _LAYERS)
 
     def args(self, config: Values) -> dict[str, object]:
         """``window_size``, and which layers have it where not all do.
@@ -165,18 +148,10 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class NoWindow:
+class NoWindow(Field):
     """A class without windows, whatever its ``config.json`` says."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return (_SIZE, _LAYERS)
+    arguments = (_SIZE, _LAYERS)
 
     def args(self, config: Values) -> dict[str, object]:
         """Nothing."""

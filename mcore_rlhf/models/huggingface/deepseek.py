@@ -66,14 +66,14 @@ _ROUTING: tuple[Field, ...] = (
     *moe.fields("n_routed_experts", "num_experts", "num_local_experts"),
     FirstDense(),
     Times("n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"),
-    NoneAs("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+    NoneAs("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
     Only("moe_layer_freq", 1, "only first_k_dense_replace says which layers are mixtures", written=False),
 )
 
 SIGMOID_ROUTING: tuple[Field, ...] = (
     *_ROUTING,
     Groups(),
-    NoneAs("num_nextn_predict_layers", "mtp_num_layers", 0, ("num_mtp_layers",)),
+    NoneAs("num_nextn_predict_layers", "mtp_num_layers", ("num_mtp_layers",)),
     Only("scoring_func", "sigmoid", "the architecture scores experts by a sigmoid", written=False),
     SigmoidWeights(),
     Always("moe_router_score_function", "sigmoid"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.errors import Unsupported
 
-from .fields import Values
+from .fields import Field, Values
 
 _ARG, _LAYERS, _HF_LAYERS = "moe_layer_freq", "num_layers", "num_hidden_layers"
 
@@ -41,7 +41,7 @@ def _count(config: Values) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstDense:
+class FirstDense(Field):
     """The first layers are dense, all others are mixtures.
 
     Args:
@@ -55,10 +55,7 @@ class FirstDense:
         """Fields of ``config.json``."""
         return (self.name,)
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return (_ARG,)
+    arguments = (_ARG,)
 
     def args(self, config: Values) -> dict[str, object]:
         """``moe_layer_freq``."""
@@ -82,7 +79,7 @@ class FirstDense:
 
 
 @dataclass(frozen=True, slots=True)
-class DenseList:
+class DenseList(Field):
     """Every so many layers are mixtures, except those in a list.
 
     Args:
@@ -98,10 +95,7 @@ class DenseList:
         """Fields of ``config.json``."""
         return (self.listed, self.step)
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return (_ARG,)
+    arguments = (_ARG,)
 
     def args(self, config: Values) -> dict[str, object]:
         """``moe_layer_freq``.
@@ -123,7 +117,7 @@ class DenseList:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class Groups(Field):
     """Groups of experts of which only some are looked at.
 
     Args:
@@ -139,10 +133,7 @@ class Groups:
         """Fields of ``config.json``."""
         return ("n_group", "topk_group", *(["topk_method"] if self.grouped else []))
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return ("moe_router_num_groups", "moe_router_group_topk")
+    arguments = ("moe_router_num_groups", "moe_router_group_topk")
 
     def args(self, config: Values) -> dict[str, object]:
         """Megatron's groups; one group is none."""
@@ -162,7 +153,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxWeights:
+class SoftmaxWeights(Field):
     """Whether the weights of the chosen experts add up to 1: Megatron takes the softmax of those alone, or of all before.
 
     Args:
@@ -176,10 +167,7 @@ class SoftmaxWeights:
         """Fields of ``config.json``."""
         return () if self.said is None else (self.said,)
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return ("moe_router_pre_softmax",)
+    arguments = ("moe_router_pre_softmax",)
 
     def args(self, config: Values) -> dict[str, object]:
         """``moe_router_pre_softmax``.
@@ -210,21 +198,13 @@ class SoftmaxWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class SigmoidWeights:
+class SigmoidWeights(Field):
     """The weights of experts that a sigmoid chose: Megatron makes several add up to 1, and leaves a single one as it is.
 
     Source: megatron-core 0.16.1, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``).
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return ("norm_topk_prob",)
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """None: the number of experts decides."""
-        return ()
+    names = ("norm_topk_prob",)
 
     def args(self, config: Values) -> dict[str, object]:
         """Nothing.

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from mcore_rlhf.errors import Unsupported
 
 Values = Mapping[str, object]
 
 
-class Field(Protocol):
-    """One relation between the two descriptions of a model."""
+class Field:
+    """One relation between the two descriptions of a model; a kind of it says what it has of this."""
+
+    __slots__ = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Fields of ``config.json`` that it speaks of."""
-        ...
+        return ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Megatron's arguments that it speaks of."""
-        ...
+        return ()
 
     def args(self, config: Values) -> dict[str, object]:
         """Megatron's arguments that a ``config.json`` says.
@@ -30,7 +31,7 @@ class Field(Protocol):
         Raises:
             Unsupported: Megatron cannot compute what it asks for.
         """
-        ...
+        return {}
 
     def config(self, args: Values) -> dict[str, object]:
         """What ``config.json`` has of Megatron's arguments.
@@ -38,7 +39,7 @@ class Field(Protocol):
         Raises:
             Unsupported: ``config.json`` has no words for it.
         """
-        ...
+        return {}
 
 
 def integer(values: Values, name: str) -> int:
@@ -54,34 +55,44 @@ def number(values: Values, name: str, default: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class _Renamed(Field):
     """One value under two names.
 
     Args:
         name: In ``config.json``.
         arg: In Megatron's arguments.
         also: Further names in ``config.json`` under which it is found.
-        says_none: Whether None has a meaning, and is not the default of either side.
     """
 
     name: str
     arg: str
     also: tuple[str, ...] = ()
-    says_none: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
         return (self.name, *self.also)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
         return (self.arg,)
+
+    def _found(self, config: Values) -> object:
+        return next((config[name] for name in self.names if config.get(name) is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Same(_Renamed):
+    """One value under two names, which neither side has where it is None.
+
+    Args:
+        says_none: Whether None has a meaning, and is not the default of either side.
+    """
+
+    says_none: bool = False
 
     def args(self, config: Values) -> dict[str, object]:
         """The argument, where the config has the value."""
-        found = next((config[name] for name in (self.name, *self.also) if config.get(name) is not None), None)
+        found = self._found(config)
         return {} if found is None and not self.says_none else {self.arg: found}
 
     def config(self, args: Values) -> dict[str, object]:
@@ -91,7 +102,27 @@ class Same:
 
 
 @dataclass(frozen=True, slots=True)
-class Always:
+class NoneAs(_Renamed):
+    """A number that ``config.json`` always has, where Megatron says None.
+
+    Args:
+        none: The number that stands for None.
+    """
+
+    none: float = 0
+
+    def args(self, config: Values) -> dict[str, object]:
+        """The number, or None."""
+        found = self._found(config)
+        return {self.arg: found if isinstance(found, int | float) and found != self.none else None}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """The number."""
+        return {self.name: args.get(self.arg) or self.none}
+
+
+@dataclass(frozen=True, slots=True)
+class Always(Field):
     """An argument that all models of an architecture have.
 
     Args:
@@ -101,11 +132,6 @@ class Always:
 
     arg: str
     value: object
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -129,7 +155,7 @@ class Always:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class Only(Field):
     """A value of ``config.json`` beside which Megatron can compute no other.
 
     Args:
@@ -149,11 +175,6 @@ class Only:
         """Fields of ``config.json``."""
         return (self.name,)
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return ()
-
     def args(self, config: Values) -> dict[str, object]:
         """Nothing, if the value is the one.
 
@@ -171,7 +192,7 @@ class Only:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class Times(Field):
     """An argument that is a number of things of one width.
 
     Args:
@@ -216,39 +237,3 @@ class Times:
                 f"args: {self.arg} {whole} is no multiple of {self.width_arg} {width}, which {self.count} in config.json counts"
             )
         return {self.count: whole // width}
-
-
-@dataclass(frozen=True, slots=True)
-class NoneAs:
-    """A number that ``config.json`` always has, where Megatron says None.
-
-    Args:
-        name: In ``config.json``.
-        arg: In Megatron's arguments.
-        none: The number that stands for None.
-        also: Further names in ``config.json`` under which it is found.
-    """
-
-    name: str
-    arg: str
-    none: float
-    also: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return (self.name, *self.also)
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return (self.arg,)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """The number, or None."""
-        found = next((config[name] for name in (self.name, *self.also) if config.get(name) is not None), None)
-        return {self.arg: found if isinstance(found, int | float) and found != self.none else None}
-
-    def config(self, args: Values) -> dict[str, object]:
-        """The number."""
-        return {self.name: args.get(self.arg) or self.none}

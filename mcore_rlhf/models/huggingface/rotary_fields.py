@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.errors import Problems, Unsupported
 
-from .fields import Values, integer, number
+from .fields import Field, Values, integer, number
 
 _LLAMA3: dict[str, object] = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
@@ -108,7 +108,7 @@ def _mscale_for(wanted: float, factor: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class Rotary(Field):
     """Rotary positions: their base, the part of a head that has them, and how they are scaled.
 
     Args:
@@ -220,7 +220,7 @@ def _yarn_of(args: Values) -> Yarn:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentRotary:
+class LatentRotary(Field):
     """Rotary positions of latent attention, of which Megatron also knows YaRN. It always takes pairs apart.
 
     Args:
@@ -234,13 +234,10 @@ class LatentRotary:
         """Fields of ``config.json``."""
         return (*ROPE_NAMES, *(["rope_interleave"] if self.interleaved else []))
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        return (
-            "rotary_base", "rotary_percent", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings",
-            "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-        )  # fmt: skip
+    arguments = (
+        "rotary_base", "rotary_percent", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings",
+        "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    )  # fmt: skip
 
     def args(self, config: Values) -> dict[str, object]:
         """Megatron's arguments; without YaRN its own defaults, which suit DeepSeek-V3's, would scale.
