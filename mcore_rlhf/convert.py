@@ -20,8 +20,8 @@ from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Unsupported
 from .formats.accounting import account_of
-from .formats.adapters.merging import bytes_of, seen_by
 from .formats.carried import bring_along
+from .formats.merging import bytes_of, seen_by
 from .formats.options import refuse
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .storage.leftovers import carry

@@ -12,7 +12,7 @@ from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.families.source import ReadOptions, Source
-from mcore_rlhf.formats.adapters.merging import bytes_of
+from mcore_rlhf.formats.merging import bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.whole_step import WholeStep
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance

@@ -22,9 +22,9 @@ from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.formats.adapters.fingerprint import ModelFingerprint, Runs, Sampled, fingerprint
-from mcore_rlhf.formats.peft.config import AdapterConfig
-from mcore_rlhf.formats.peft.names import (
+from mcore_rlhf.families.lora.base_model import BaseModel, ModelFingerprint, Runs, Sampled, fingerprint
+from mcore_rlhf.families.lora.config import AdapterConfig
+from mcore_rlhf.families.lora.names import (
     BASE_LAYER,
     CONFIG,
     DEFAULT,
@@ -35,7 +35,7 @@ from mcore_rlhf.formats.peft.names import (
     in_original,
     without_prefix,
 )
-from mcore_rlhf.formats.peft.origin import BaseModel, Origin
+from mcore_rlhf.formats.peft.origin import Origin
 from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
 from mcore_rlhf.storage.safetensors_reader import SafetensorsFile, read_safetensors
 

@@ -43,11 +43,6 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 
-# A format never imports another one: these do so today, and the list only gets shorter.
-FORMATS_IMPORTING_FORMATS = {
-    ("adapters", "hf"), ("adapters", "peft"), ("peft", "adapters"),
-}  # fmt: skip
-
 # Imported lazily, inside functions, so that `mcore-rlhf --help` answers at once.
 LAZY = {"torch": {"core", "models", "layouts", "cli", "errors", "__init__", "__main__"}}
 # Packages that only these rooms may import, at top level or inside a function.
@@ -178,8 +173,7 @@ def _bad_formats(path: PurePosixPath, imports: list[Import]) -> Iterator[str]:
     mine, others = path.parts[1], _folders_in("formats")
     for item in imports:
         target = item.module.removeprefix(f"{PACKAGE}.formats.").split(".")[0]
-        named = item.is_of(f"{PACKAGE}.formats") and target in others - {mine}
-        if named and (mine, target) not in FORMATS_IMPORTING_FORMATS:
+        if item.is_of(f"{PACKAGE}.formats") and target in others - {mine}:
             yield f":{item.line}: the format {mine} may not import the format {target}: {item.module}"
 
 
@@ -212,18 +206,6 @@ def _bad_file(path: PurePosixPath, tree: ast.Module, source: str) -> Iterator[st
     is_private = path.name.startswith("_") and not path.name.startswith("__")
     if not is_private and ast.get_docstring(tree) is None:
         yield ": a public module starts with a docstring"
-
-
-def test_an_exception_that_nobody_needs_is_taken_off_the_list() -> None:
-    used = set[tuple[str, str]]()
-    for path in (PROJECT / PACKAGE / "formats").glob("*/**/*.py"):
-        inside = path.relative_to(PROJECT / PACKAGE)
-        reader = Reader(".".join([PACKAGE, *inside.parent.parts]))
-        reader.visit(ast.parse(path.read_text(encoding="utf-8")))
-        for item in reader.imports:
-            if item.is_of(f"{PACKAGE}.formats"):
-                used.add((inside.parts[1], item.module.removeprefix(f"{PACKAGE}.formats.").split(".")[0]))
-    assert used >= FORMATS_IMPORTING_FORMATS
 
 
 MODULES = sorted(path.relative_to(PROJECT / PACKAGE) for path in (PROJECT / PACKAGE).rglob("*.py"))

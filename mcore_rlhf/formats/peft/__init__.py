@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rlhf.families.lora.names import CONFIG, WEIGHTS
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Target
-
-from .names import CONFIG, WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)

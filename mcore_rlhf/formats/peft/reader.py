@@ -12,6 +12,20 @@ from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from mcore_rlhf.families.lora.config import AdapterConfig, read_adapter_config
+from mcore_rlhf.families.lora.names import (
+    BIN,
+    CONFIG,
+    ENGINE_STATE,
+    LORA_A,
+    LORA_B,
+    PREFIX,
+    SAFETENSORS,
+    WEIGHTS,
+    AdapterTensor,
+    in_file,
+)
+from mcore_rlhf.families.lora.parts import CARRIED
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -20,10 +34,7 @@ from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.safetensors_reader import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .config import AdapterConfig, read_adapter_config
-from .names import BIN, CONFIG, ENGINE_STATE, LORA_A, LORA_B, PREFIX, SAFETENSORS, WEIGHTS, AdapterTensor, in_file
 from .origin import Origin
-from .parts import CARRIED
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _ADVICE = "Save the adapter again with peft's save_pretrained, or copy it again."

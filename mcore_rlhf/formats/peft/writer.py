@@ -16,16 +16,17 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.lora.base_model import BaseModel
+from mcore_rlhf.families.lora.config import AdapterConfig, completed
+from mcore_rlhf.families.lora.names import CONFIG, ORIGIN, SAFETENSORS
+from mcore_rlhf.families.lora.parts import CARRIED, Adapter, adapter_in, carried, known_config
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
 
-from .config import AdapterConfig, completed
-from .names import CONFIG, ORIGIN, SAFETENSORS
-from .origin import BaseModel, Origin
-from .parts import CARRIED, Adapter, adapter_in, carried, known_config
+from .origin import Origin
 
 _HELD = (Item(Kind.VALUE, "iteration"), Item(Kind.VALUE, CARRIED))
 _BASE_PATH = "base_model_name_or_path"

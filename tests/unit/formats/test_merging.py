@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported, UsageError
+from mcore_rlhf.families.lora.base_model import BaseModel, fingerprint, sampled
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
-from mcore_rlhf.formats.adapters.fingerprint import fingerprint, sampled
-from mcore_rlhf.formats.adapters.merging import bytes_of
-from mcore_rlhf.formats.peft.origin import BaseModel, Origin
+from mcore_rlhf.formats.merging import bytes_of
+from mcore_rlhf.formats.peft.origin import Origin
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.mapped import MappedFiles
 from tests.helpers import lora_by_hand as lora

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.peft.config import AdapterConfig, completed
+from mcore_rlhf.families.lora.config import AdapterConfig, completed
 
 RANKS = {
     "model.layers.0.q": 4,

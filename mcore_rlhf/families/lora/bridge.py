@@ -25,12 +25,13 @@ from mcore_rlhf.families.megatron.native import MegatronNative
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.renaming import renamed
 from mcore_rlhf.families.source import Source, WriteOptions
-from mcore_rlhf.formats.peft.config import model_reference
-from mcore_rlhf.formats.peft.names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, PREFIX, in_memory
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.relation import Filled, filled, spelling_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+
+from .config import model_reference
+from .names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, PREFIX, in_memory
 
 _ADAPTER = re.compile(
     r"(?P<linear>.+)\.adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<side>in|out)\.(?P<kind>weight|bias)"

@@ -21,19 +21,17 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.crossing.packing import in_memory
 from mcore_rlhf.families.crossing.quantized import dequantized
+from mcore_rlhf.families.lora.base_model import BaseModel, ModelFingerprint, fingerprint, sampled
+from mcore_rlhf.families.lora.bridge import refuse_adapters, with_peft_names
+from mcore_rlhf.families.lora.config import model_reference
+from mcore_rlhf.families.lora.merge import Merge, module_state
+from mcore_rlhf.families.lora.parts import adapter_alone, adapter_in, carried, known_config
 from mcore_rlhf.families.source import Computed, ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
-from mcore_rlhf.formats.peft.config import model_reference
-from mcore_rlhf.formats.peft.origin import BaseModel
-from mcore_rlhf.formats.peft.parts import adapter_alone, adapter_in, carried, known_config
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.mapped import MappedFiles
-
-from .bridge import refuse_adapters, with_peft_names
-from .fingerprint import ModelFingerprint, fingerprint, sampled
-from .merged_model import Merge, module_state
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-"""A model's fingerprint: cheap enough for every save, and different for any other model that was trained.
+"""The model that an adapter belongs to, known by its fingerprint.
 
+That is cheap enough for every save, and different for any other model that was trained.
 It is a SHA-256 over the name, shape, type and a CRC-32 of every tensor, in the order of the names. The CRC is of the whole tensor
 up to :data:`WHOLE_NBYTES`, and of :data:`RUNS` evenly spaced runs of it beyond: training moves every element, so that a few
 thousand of each tensor tell two models apart, though not a single flipped bit, which checksums are for.
@@ -18,8 +19,10 @@ from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.gathering import gather
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.storage.checksum import crc32
+
+from .names import ORIGIN
 
 WHOLE_NBYTES = 1 << 16
 RUNS = 16
@@ -130,3 +133,51 @@ def _reader(entry: TensorEntry, source: SourceBytes) -> Callable[[Runs], bytes]:
         return bytes(gather(entry, boxes, entry.dtype, source))
 
     return read
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The model that an adapter was trained on.
+
+    Args:
+        path: Where it was, as the run was told; empty where nobody said.
+        fingerprint: What it was; None where nobody looked.
+    """
+
+    path: str = ""
+    fingerprint: ModelFingerprint | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """As plain values."""
+        found = {} if self.fingerprint is None else {"fingerprint": self.fingerprint.as_json()}
+        return {"path": self.path, **found}
+
+    @classmethod
+    def parse(cls, values: object, where: str) -> BaseModel:
+        """Understand :meth:`as_json`.
+
+        Raises:
+            Unsupported: It is something else.
+        """
+        if not isinstance(values, Mapping) or not isinstance(values.get("path", ""), str):
+            raise Unsupported(f"{where}: does not describe a base model: {values!r:.80}")
+        found = values.get("fingerprint")
+        fingerprint = None if found is None else ModelFingerprint.parse(found, where)
+        return cls(str(values.get("path", "")), fingerprint)
+
+    def check(self, found: ModelFingerprint, where: str) -> None:
+        """Whether a model is this one.
+
+        Args:
+            found: What it is.
+            where: The model, for the message.
+
+        Raises:
+            LayoutMismatch: It is another one.
+        """
+        if self.fingerprint is not None and found != self.fingerprint:
+            raise LayoutMismatch(
+                f"{where}: is not the model on which the adapter was trained{f' ({self.path})' if self.path else ''}:\n"
+                f"  expected {self.fingerprint}\n  found    {found}\n"
+                f"Give that model. If this one is known to be the right one, remove the fingerprint from the adapter's {ORIGIN}."
+            )
