@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from threading import Event
-from typing import Protocol
 
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Target, TargetFile
@@ -18,16 +18,17 @@ from .core.account import Account, Report
 from .core.catalog import Traced
 from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from .core.plan import FilePlan, plan_file
-from .errors import Lossy, Problems, Unsupported
+from .errors import Lossy, Problems, Unsupported, UsageError
 from .formats.accounting import account_of
 from .formats.carried import bring_along
 from .formats.merging import bytes_of, seen_by
 from .formats.options import refuse
 from .formats.registry import FORMATS, format_named, open_checkpoint
+from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.leftovers import carry
 from .storage.manifest import FileEntry, Manifest, provenance
-from .storage.paths import local_path
-from .storage.publish import Publication, check_space, refuse_overlap
+from .storage.paths import local_path, real_path
+from .storage.publish import Publication, check_space, refuse_overlap, replace_text
 from .storage.staging import MANIFEST_NAME
 from .verify.audit import Audit, Ledger, read_checksums
 
@@ -35,26 +36,14 @@ _BUFFERS_PER_WORKER = 8
 """A worker's buffer, the window of the source behind it, and what numpy makes of both while it gathers."""
 
 
-class Progress(Protocol):
-    """Hears how far long work has come."""
+class Progress:
+    """How far long work has come, stage by stage; this one shows nothing."""
 
     def stage(self, text: str, total_bytes: int) -> None:
-        """A new stage of the work begins."""
-        ...
+        """A new stage of the work begins; 0 bytes where nobody knows how many there will be."""
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
-        ...
-
-
-class Quiet:
-    """Hears nothing."""
-
-    def stage(self, text: str, total_bytes: int) -> None:
-        """Nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Nothing."""
+        """So many more bytes are done. Called from many threads, thousands of times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +107,22 @@ class Job:
         """Whether everything that the source has is in the target, or can be derived from it."""
         return self.account.lossless
 
-    def as_json(self) -> dict[str, object]:
-        """What its target's manifest says of it."""
-        return {
-            "source": self.source.format, "source_parallel": str(self.source.parallel), "lines": self.report.as_json(),
+    @property
+    def part(self) -> dict[str, str]:
+        """What it is of its folder, as the manifest says it."""
+        target = self.target
+        return {"role": self.source.role, "format": target.format, "parallel": str(target.parallel)}
+
+    def manifest(self, files: Mapping[str, FileEntry]) -> Manifest:
+        """The manifest of a folder that holds its target alone."""
+        report = {
+            "source": self.source.format,
+            "source_parallel": str(self.source.parallel),
+            "lines": self.report.as_json(),
             "account": self.account.as_json(),
-        }  # fmt: skip
+        }
+        step, parts = self.source.state.iteration, (self.part,)
+        return Manifest(files, step=step, parts=parts, lossless=self.lossless, provenance=provenance(), report=report)
 
     @property
     def space(self) -> int:
@@ -179,9 +178,10 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     Args:
         source: A root, an iteration, or a step with roles.
         target: The root that the target's framework would be given to load; must not exist. A universal checkpoint may also
-            go into a DeepSpeed run that is there: see :mod:`.into_run`.
+            go into a DeepSpeed run that is there, even its own source: then it becomes ``<tag>_uni`` in it, and
+            ``latest_universal``, at which alone loaders look, names it last. ``overwrite`` is about ``<tag>_uni`` then.
         options: How.
-        progress: Hears how far it is.
+        progress: Is told how far it is.
 
     Returns:
         The job that was carried out, with its report.
@@ -189,25 +189,77 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     Raises:
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
-    from .into_run import convert_into_run, is_run  # it is made of what is in here
-
     source, target = local_path(source), local_path(target)
-    if options.to == "universal" and is_run(target):
-        return convert_into_run(source, target, options, progress)
+    if options.to == "universal" and _is_run(target):
+        job = add_to_run(source, target, options, progress)
+        name_latest(target, job, options)
+        return job
     refuse_overlap(source, target)
-    publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
-    with publication:
+    with _publication(target, options) as publication:
         job = prepare(source, options)
-        check_space(target.parent, job.space)
-        files = write_target(job, publication.staging, options, progress)
-        part = {"role": job.source.role, "format": options.to, "parallel": str(job.target.parallel)}
-        job.published = publication.commit(
-            Manifest(
-                files, step=job.source.state.iteration, parts=(part,), lossless=job.lossless, provenance=provenance(),
-                report=job.as_json(),
-            )
-        )  # fmt: skip
+        _publish(job, publication, options, progress)
     return job
+
+
+def add_to_run(source: Path, root: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
+    """Convert a checkpoint to ``<root>/<tag>_uni``, which nothing names yet: see :func:`name_latest`.
+
+    Raises:
+        CheckpointError: Something is wrong; nothing was published.
+    """
+    job = prepare(source, options)
+    folder = root / str(job.target.texts[LATEST_UNIVERSAL])
+    read = {job.source.root / file.path.partition("/")[0] for file in job.source.files}
+    if any(real_path(path) == real_path(folder) for path in read):
+        raise UsageError(f"{folder}: source and target are the same folder.\nChoose another target.")
+    publish_tag(job, folder, options, progress)
+    return job
+
+
+def publish_tag(job: Job, folder: Path, options: ConvertOptions, progress: Progress | None = None) -> None:
+    """Carry out a planned universal conversion as exactly that folder, whatever its tag is called.
+
+    Raises:
+        CheckpointError: Something is wrong; nothing was published.
+    """
+    with _publication(folder, options) as publication:
+        _publish(job, publication, options, progress, tag=str(job.target.texts[LATEST_UNIVERSAL]))
+
+
+def name_latest(root: Path, job: Job, options: ConvertOptions) -> None:
+    """Let a run's ``latest_universal`` name what a job wrote.
+
+    Raises:
+        StorageError: It could not be replaced.
+    """
+    replace_text(root / LATEST_UNIVERSAL, str(job.target.texts[LATEST_UNIVERSAL]), fsync=options.fsync)
+
+
+def _is_run(root: Path) -> bool:
+    """Whether a folder is the root of a DeepSpeed run, and not a universal checkpoint that was converted as a whole."""
+    if (root / "latest").is_file():
+        return True
+    return (root / LATEST_UNIVERSAL).is_file() and not (root / MANIFEST_NAME).is_file()
+
+
+def _publication(folder: Path, options: ConvertOptions) -> Publication:
+    return Publication(folder, options.overwrite, options.fsync, replaceable=is_checkpoint)
+
+
+def _publish(
+    job: Job, publication: Publication, options: ConvertOptions, progress: Progress | None, *, tag: str = ""
+) -> None:
+    """Write a target and publish it; of one with a tag, what is below the tag's folder, and no tracker."""
+    check_space(publication.target.parent, job.space)
+    target = replace(job.target, texts={}) if tag else job.target
+    files = write_target(replace(job, target=target), publication.staging, options, progress)
+    if tag:
+        staging = publication.staging
+        for child in (staging / tag).iterdir():
+            os.rename(child, staging / child.name)
+        (staging / tag).rmdir()
+        files = {path.removeprefix(f"{tag}/"): entry for path, entry in files.items()}
+    job.published = publication.commit(job.manifest(files))
 
 
 def write_target(
@@ -219,7 +271,7 @@ def write_target(
         job: The job.
         folder: Becomes what the target's framework would be given to load.
         options: How.
-        progress: Hears how far it is.
+        progress: Is told how far it is.
 
     Returns:
         What was written, by path relative to the folder.
@@ -227,7 +279,7 @@ def write_target(
     Raises:
         CheckpointError: The source is damaged, or the target cannot be written.
     """
-    return _Conversion(job, folder, options, progress or Quiet()).run()
+    return _Conversion(job, folder, options, progress or Progress()).run()
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -20,11 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
-from mcore_rlhf.convert import ConvertOptions, Job, prepare
+from mcore_rlhf.convert import ConvertOptions, Job, add_to_run, name_latest, prepare, publish_tag
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
-from mcore_rlhf.formats.universal.files import SUFFIX
-from mcore_rlhf.into_run import TRACKER, add_to_run, name_latest, publish
+from mcore_rlhf.formats.universal.files import LATEST, SUFFIX
 from mcore_rlhf.storage.paths import inside
 
 ROLES = ("_actor", "_critic")
@@ -97,7 +96,7 @@ def convert_run(sources: Mapping[Path, Path], options: ConvertOptions) -> None:
     jobs = {folder: add_to_run(source, folder, options) for folder, source in sources.items()}
     for folder, job in jobs.items():  # actor and critic go on together, from the same step
         name_latest(folder, job, options)
-        tell(job, folder / job.target.texts[TRACKER])
+        tell(job, folder / job.target.texts[LATEST])
 
 
 def convert_folder(source: Path, target: Path, options: ConvertOptions) -> Job:
@@ -105,7 +104,7 @@ def convert_folder(source: Path, target: Path, options: ConvertOptions) -> Job:
     if source.resolve() == target.resolve():
         raise UsageError(f"{target}: --input_folder and --output_folder are the same")
     job = prepare(source, options)
-    publish(job, target, options, None, inner=job.target.texts[TRACKER])
+    publish_tag(job, target, options)
     return job
 
 

@@ -10,9 +10,8 @@ from mcore_rlhf.manager.run.adopt import Adoption, adopt
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.verify.checkpoint import Depth
 
-from .output import Facts, console, emit_json
+from .output import Facts, console, count, emit_json, size
 from .progress import shown_progress
-from .units import count, size
 
 
 def run(folder: Path, options: ReadOptions, deep: bool, workers: int, json: bool) -> None:

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+from mcore_rlhf.convert import Progress
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.merging import bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.manager.whole_step import WholeStep
-from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
+from mcore_rlhf.manager.subject import Subject, find
+from mcore_rlhf.verify.differ import Differ, Tolerance
 
-from .describe import source_facts
-from .meaning import Single, chosen_facts, meaning, only_model, print_choice
-from .output import Facts, emit_json
-from .progress import Progress, shown_progress
-from .units import count
+from .describe import chosen_facts, print_choice, source_facts, source_text, step_facts
+from .output import Column, Facts, console, count, emit_json, print_facts, print_table
+from .progress import shown_progress
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHOWN = 20
 _STATE_NBYTES = 4  # optimizer states are fp32 nearly always; this is for the progress bar
 
 
 def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, states: str | None, json: bool) -> None:
-    """Compare two checkpoints and print the differences.
+    """Compare two checkpoints and print the differences: two steps model by model, anything else as two models.
 
     Args:
         paths: The two.
@@ -40,56 +44,73 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         typer.Exit: With code 1, where something differs.
         UsageError: Neither checkpoint has a state of that name.
     """
-    first, second = (meaning(path, options) for path in paths)
-    if isinstance(first, WholeStep) and isinstance(second, WholeStep) and states is None:
-        from .whole import compare_steps
-
-        return compare_steps(first, second, options, tolerance, json)
+    a, b = (find(path, options) for path in paths)
+    steps = states is None and not (a.alone or b.alone)
     with shown_progress() as progress:
-        singles, beside = _as_models(first, second, options)
-        a, b = (_opened(meant, states) for meant in singles)
-        facts = compare_facts(a, b, tolerance, _chosen(states, a, b), progress)
-    facts["notes"] += beside
-    for name, meant in zip("ab", singles, strict=True):
-        facts[name]["chosen"] = chosen_facts(meant.chosen)
+        facts = _compare_steps(a, b, tolerance, progress) if steps else _compare(a, b, tolerance, states, progress)
     if json:
         emit_json(facts)
     else:
-        from .render_verify import print_comparison
-
-        for meant in singles:
-            print_choice(meant.chosen)
-        print_comparison(facts)
+        for subject in (a, b):
+            print_choice(subject.chosen)
+        (_print_steps if steps else _print_models)(facts)
     if not facts["equal"]:
         raise typer.Exit(1)
-    return None
 
 
-def _opened(meant: Single, states: str | None) -> Source:
-    """A checkpoint; of one whose optimizer is not understood, the parameters, where only those are compared.
+def _compare(a: Subject, b: Subject, tolerance: Tolerance, states: str | None, progress: Progress) -> Facts:
+    """Compare two models: the only one of a step, where there is a step; and say what is beside it."""
+    beside = [
+        f"{step.folder}: not compared: {count(len(step.others), 'file')} beside the model"
+        for step in (a, b)
+        if step.others
+    ]
+    lone = [subject.only("a step is compared with another step, in all states") for subject in (a, b)]
+    first, second = (_open(subject, next(iter(subject.models)), states) for subject in lone)
+    facts = compare_facts(first, second, tolerance, _chosen(states, first, second), progress)
+    facts["notes"] += beside
+    facts["a"]["chosen"], facts["b"]["chosen"] = (chosen_facts(subject.chosen) for subject in lone)
+    return facts
+
+
+def _compare_steps(a: Subject, b: Subject, tolerance: Tolerance, progress: Progress) -> Facts:
+    """Compare every model that both have, and the content of all other files.
+
+    Keys: ``a``, ``b`` (see :func:`~.describe.step_facts`); ``equal``; ``models`` by role (see :func:`compare_facts`);
+    ``others`` by file: ``equal``, ``different``, or which step lacks it.
+    """
+    models = {}
+    for role in sorted(a.models.keys() & b.models.keys()):
+        models[role] = compare_facts(_open(a, role), _open(b, role), tolerance, None, progress)
+    others = {}
+    for role in sorted(a.models.keys() ^ b.models.keys()):
+        others[role] = f"only {a.folder if role in a.models else b.folder} has it"
+    for name in sorted({*a.others, *b.others}):
+        others[name] = _compared(a, b, name)
+    equal = all(facts["equal"] for facts in models.values()) and set(others.values()) <= {"equal"}
+    return {"a": step_facts(a), "b": step_facts(b), "equal": equal, "models": models, "others": others}
+
+
+def _open(subject: Subject, role: str, states: str | None = None) -> Source:
+    """A model; of a lone one whose optimizer is not understood, the parameters, where only those are compared.
 
     Raises:
         Unsupported: Its optimizer is not understood, and is to be compared.
     """
-    source = open_checkpoint(meant.path, meant.options, partial=True)
+    source = open_checkpoint(subject.models[role], subject.reading(role), partial=subject.alone)
     if source.unread and (states is None or states.strip() != PARAM):
         raise Unsupported(f"{source.unread}\n--states {PARAM} compares the weights alone.")
     return source
 
 
-def _as_models(
-    first: WholeStep | Single, second: WholeStep | Single, options: ReadOptions
-) -> tuple[list[Single], list[str]]:
-    """Two models: the only one of a step, where there is a step; and what is said of everything beside it."""
-    models, notes = [], []
-    for meant in (first, second):
-        if isinstance(meant, WholeStep):
-            why = "a step is compared with another step, in all states"
-            if meant.others:
-                notes.append(f"{meant.folder}: not compared: {count(len(meant.others), 'file')} beside the model")
-            meant = only_model(meant, options, why)
-        models.append(meant)
-    return models, notes
+def _compared(a: Subject, b: Subject, name: str) -> str:
+    """By bytes: ``.pt`` files of ours are the same bytes for the same values."""
+    paths = [step.folder / name for step in (a, b)]
+    there = [path.is_file() for path in paths]
+    if not all(there):
+        return f"only {paths[0 if there[0] else 1].parent.parent} has it"
+    same = paths[0].stat().st_size == paths[1].stat().st_size and paths[0].read_bytes() == paths[1].read_bytes()
+    return "equal" if same else "different"
 
 
 def _chosen(states: str | None, a: Source, b: Source) -> list[str] | None:
@@ -118,20 +139,6 @@ def compare_facts(
     seen_a, seen_b = alike(a, b)
     with bytes_of(seen_a) as bytes_a, bytes_of(seen_b) as bytes_b:
         result = Differ(seen_a, seen_b, bytes_a, bytes_b, tolerance, states, progress.advance).compare()
-    return _facts(a, b, tolerance, states, result)
-
-
-def _nbytes(source: Source, states: Sequence[str] | None) -> int:
-    """About how many bytes will be compared."""
-    total = 0
-    for name in source.catalog:
-        spec = source.model.get(name.param)
-        if spec is not None and (states is None or name.state in states):
-            total += prod(spec.global_shape) * (spec.dtype.itemsize if name.state == PARAM else _STATE_NBYTES)
-    return total
-
-
-def _facts(a: Source, b: Source, tolerance: Tolerance, states: Sequence[str] | None, result: Comparison) -> Facts:
     differences = [
         {"name": d.name, "what": d.what, "differing": d.differing, "max_abs": d.max_abs} for d in result.differences
     ]
@@ -148,3 +155,50 @@ def _facts(a: Source, b: Source, tolerance: Tolerance, states: Sequence[str] | N
         "differences": differences,
         "notes": result.notes,
     }
+
+
+def _nbytes(source: Source, states: Sequence[str] | None) -> int:
+    """About how many bytes will be compared."""
+    total = 0
+    for name in source.catalog:
+        spec = source.model.get(name.param)
+        if spec is not None and (states is None or name.state in states):
+            total += prod(spec.global_shape) * (spec.dtype.itemsize if name.state == PARAM else _STATE_NBYTES)
+    return total
+
+
+def _print_models(facts: Facts) -> None:
+    out = console()
+    print_facts(out, [("first", source_text(facts["a"])), ("second", source_text(facts["b"]))])
+    out.print(comparison_line(facts))
+    print_differences(out, facts)
+
+
+def _print_steps(facts: Facts) -> None:
+    out = console()
+    print_facts(out, [("first", facts["a"]["path"]), ("second", facts["b"]["path"])])
+    out.print("equal" if facts["equal"] else "different")
+    for role, comparison in facts["models"].items():
+        out.print(f"  {role}  {comparison_line(comparison)}")
+        print_differences(out, comparison)
+    for name, verdict in facts["others"].items():
+        out.print(f"  {name}  {verdict}")
+
+
+def comparison_line(facts: Facts) -> str:
+    """``equal: 212 tensors, 853,504 elements, bit for bit``."""
+    how = "bit for bit" if facts["exact"] else f"within atol {facts['atol']:g}, rtol {facts['rtol']:g}"
+    what = f"{count(facts['tensors'], 'tensor')}, {count(facts['elements'], 'element')} compared {how}"
+    return (
+        f"equal: {what}" if facts["equal"] else f"different: {count(len(facts['differences']), 'difference')}; {what}"
+    )
+
+
+def print_differences(out: Console, facts: Facts) -> None:
+    """Print differences and notes."""
+    if facts["differences"]:
+        columns = [Column("what differs"), Column("how"), Column("largest |a − b|", True)]
+        rows = [(d["name"], d["what"], f"{d['max_abs']:.3g}" if d["differing"] else "") for d in facts["differences"]]
+        print_table(out, columns, rows, limit=_SHOWN)
+    for note in facts["notes"]:
+        out.print(f"  note: {note}")

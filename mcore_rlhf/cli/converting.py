@@ -1,28 +1,53 @@
-"""``mcore-rlhf convert``: convert, and with ``--verify`` prove that it worked."""
+"""``mcore-rlhf convert``: convert, and with ``--verify`` prove that it worked: the published target is verified deeply, opened anew,
+and compared with the source.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from mcore_rlhf.convert import Job, convert
+from mcore_rlhf.convert import Job, Progress
+from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.formats.registry import format_named
-from mcore_rlhf.manager.whole_step import WholeStep
+from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.formats.registry import format_named, open_checkpoint
+from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.staging import MANIFEST_NAME
+from mcore_rlhf.verify.checkpoint import Depth
+from mcore_rlhf.verify.differ import Tolerance
 
-from .describe import parallel_facts, source_facts, tensor_count
+from .comparing import compare_facts, comparison_line, print_differences
+from .describe import (
+    account_text,
+    chosen_facts,
+    layout_text,
+    parallel_facts,
+    print_choice,
+    print_problems,
+    print_report,
+    source_facts,
+    source_text,
+    yes_no,
+)
 from .guard import Interrupted
 from .job import ConversionJob
-from .meaning import Single, chosen_facts, meaning_of_source, print_choice
-from .output import Facts, emit_json
-from .progress import Progress, shown_progress
+from .output import Facts, console, count, duration, emit_json, print_facts, rate, size
+from .progress import shown_progress
+from .verifying import verdict_line, verify_facts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_HALF_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+"""Largest relative error of rounding to a type: half a unit in the last place."""
+_SMALLEST_HALF = {"float16": 2.0**-25}  # below its smallest normal number, float16 rounds to a fixed step
 
 
 def run(job: ConversionJob, json: bool) -> None:
@@ -36,48 +61,35 @@ def run(job: ConversionJob, json: bool) -> None:
         CheckpointError: It cannot be done; nothing was published.
         typer.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
     """
-    meant = meaning_of_source(job)
-    if isinstance(meant, WholeStep):
-        from .converting_steps import run as run_step
-
-        return run_step(job, meant, json)
+    subject = job.subject()
     with shown_progress() as progress:
-        facts = convert_facts(job, meant, progress)
-    facts["chosen"] = chosen_facts(meant.chosen)
+        target, began = job.target_folder(), time.monotonic()
+        with _said_when_interrupted(target):
+            done = convert_step(subject, target, job.options, progress)
+        seconds = time.monotonic() - began
+        with _said_when_interrupted(target, done.published):
+            proofs = _proofs(job, done, progress) if job.verify else {}
+    facts = _model_facts(job, done, seconds, proofs) if subject.alone else step_job_facts(done, seconds, proofs)
     if json:
         emit_json(facts)
     else:
-        from .render_convert import print_conversion
-
-        print_choice(meant.chosen)
-        print_conversion(facts)
-    if not facts.get("proved", True):
+        print_choice(subject.chosen)
+        (_print_model if subject.alone else print_step)(facts)
+    if not all(proof["proved"] for proof in proofs.values()):
         raise typer.Exit(1)
-    return None
 
 
-def convert_facts(job: ConversionJob, meant: Single, progress: Progress) -> Facts:
-    """Convert.
+def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict[str, Facts]) -> Facts:
+    """Of a lone checkpoint.
 
     Keys: ``name`` of the job; ``source``; ``target`` (``path``, ``format``, ``parallel``); ``tensors`` read, ``files``,
     ``copies``, ``bytes`` written, ``seconds``, ``bytes_per_second``; ``casts``; ``lossless``; ``account``; ``report``;
-    ``load`` (the framework's options); with ``--verify`` also ``verify``, ``diff`` and ``proved``.
-
-    Raises:
-        CheckpointError: It cannot be done; nothing was published.
+    ``load`` (the framework's options); with ``--verify`` also ``verify``, ``diff`` and ``proved``; ``chosen``.
     """
-    target, options = job.target_folder(), replace(job.options, read=meant.options)
-    began = time.monotonic()
-    with said_when_interrupted(target):
-        done = convert(meant.path, target, options, progress)
-    facts = _facts(job, done, target, time.monotonic() - began)
-    if job.verify:
-        with said_when_interrupted(target):
-            facts.update(_prove(job, done, done.published or target, progress))
-    return facts
-
-
-def _facts(job: ConversionJob, done: Job, target: Path, seconds: float) -> Facts:
+    ((role, done),) = step.jobs.items()
+    target, with_optimizer = job.target_folder(), not job.options.write.no_optimizer
+    catalog = done.source.catalog
+    optimizer = (done.seen or done.source).optimizer is not None and with_optimizer
     return {
         "name": job.name,
         "source": source_facts(done.source),
@@ -86,7 +98,7 @@ def _facts(job: ConversionJob, done: Job, target: Path, seconds: float) -> Facts
             "format": done.target.format,
             "parallel": parallel_facts(done.target.parallel),
         },
-        "tensors": tensor_count(done.source, with_optimizer=not job.options.write.no_optimizer),
+        "tensors": len(catalog) if with_optimizer else sum(name.state == PARAM for name in catalog),
         "files": len(done.target.files) + len(done.target.texts) + len(done.target.carried),
         "copies": done.copies,
         "bytes": done.nbytes,
@@ -96,29 +108,61 @@ def _facts(job: ConversionJob, done: Job, target: Path, seconds: float) -> Facts
         "lossless": done.lossless,
         "account": done.account.as_json(),
         "report": done.report.as_json(),
-        "load": format_named(done.target.format).load_hint(target, optimizer=_has_optimizer(job, done)),
+        "load": format_named(done.target.format).load_hint(target, optimizer=optimizer),
+        **proofs.get(role, {}),
+        "chosen": chosen_facts(step.source.chosen),
     }
 
 
-def _has_optimizer(job: ConversionJob, done: Job) -> bool:
-    return (done.seen or done.source).optimizer is not None and not job.options.write.no_optimizer
+def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] | None = None) -> Facts:
+    """Of a step, planned or converted.
 
-
-def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Facts:
-    from .proving import prove
-
-    return prove(job, done, target, progress)
+    Keys: ``path``, ``chosen``, ``step``; ``target`` (null where it was only planned); ``models`` by role (``source``, ``target``,
+    ``copies``, ``bytes``); ``carried`` files; ``bytes``; ``lossless``; ``account`` and ``report`` (of the ``step``, and by
+    role); once converted also ``seconds`` and ``load``; with ``--verify`` also ``proofs`` by role.
+    """
+    models = {
+        role: {
+            "source": source_facts(planned.source),
+            "target": {"format": planned.target.format, "parallel": parallel_facts(planned.target.parallel)},
+            "copies": planned.copies,
+            "bytes": planned.nbytes,
+        }
+        for role, planned in job.jobs.items()
+    }
+    facts: Facts = {
+        "path": str(job.source.folder),
+        "chosen": chosen_facts(job.source.chosen),
+        "step": job.source.step,
+        "target": None if job.published is None else str(job.published),
+        "models": models,
+        "carried": list(job.carried),
+        "bytes": job.nbytes,
+        "lossless": job.lossless,
+        "account": {
+            "step": job.account.as_json(),
+            **{role: planned.account.as_json() for role, planned in job.jobs.items()},
+        },
+        "report": {
+            "step": job.report.as_json(),
+            **{role: planned.report.as_json() for role, planned in job.jobs.items()},
+        },
+    }
+    if job.published is not None:
+        facts.update(seconds=round(seconds, 3), load=f"resume from {job.published}")
+    return {**facts, "proofs": proofs} if proofs else facts
 
 
 @contextmanager
-def said_when_interrupted(target: Path) -> Iterator[None]:
-    """Let an interrupt say whether the target was published."""
+def _said_when_interrupted(target: Path, published: Path | None = None) -> Iterator[None]:
+    """Let an interrupt say whether the target was published, where that is not known."""
     before = _transaction(target)
     try:
         yield
     except KeyboardInterrupt as stop:
         signum = stop.args[0] if stop.args else 2
-        raise Interrupted(_what_is_left(target, before), signum) from None
+        left = _published(published) if published is not None else _what_is_left(target, before)
+        raise Interrupted(left, signum) from None
 
 
 def _what_is_left(target: Path, before: str | None) -> str:
@@ -126,11 +170,15 @@ def _what_is_left(target: Path, before: str | None) -> str:
     if now is not None and now == before and not _leftovers(target):
         return f"{target} is as it was; the half-written copy was removed"
     if now is not None and now != before:
-        return f"{target} had just been published, and is complete"
+        return _published(target)
     left = _leftovers(target)
     if left:
         return f"nothing was published at {target}; another conversion to it, or what could not be removed, is in {left[0]}"
     return f"nothing was published at {target}; what was half-written has been removed"
+
+
+def _published(folder: Path) -> str:
+    return f"{folder} had just been published, and is complete"
 
 
 def _leftovers(target: Path) -> list[Path]:
@@ -145,3 +193,145 @@ def _transaction(target: Path) -> str | None:
         return Manifest.read(target / MANIFEST_NAME).transaction
     except CheckpointError:
         return None
+
+
+def _proofs(job: ConversionJob, done: StepJob, progress: Progress) -> dict[str, Facts]:
+    """Verify what was published and compare it with the source: every model, by role."""
+    assert done.published is not None
+    folder = done.published
+    models = {role: folder if done.source.alone else folder / role for role in done.jobs}
+    return {role: _prove(job, planned, models[role], progress) for role, planned in done.jobs.items()}
+
+
+def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Facts:
+    """Verify the target and compare it with the source.
+
+    Returns:
+        ``verify``, ``diff`` (null where the target could not be opened) and ``proved``.
+    """
+    options = job.options.read
+    reading = ReadOptions(options.role, rules=options.rules, stubs=options.stubs, vocab_size=options.vocab_size)
+    verdict = verify_facts(target, reading, Depth.DEEP, job.options.workers, progress)
+    diff = (
+        _compare(job, done.seen or done.source, open_checkpoint(target, reading), progress)
+        if verdict["checkpoint"]
+        else None
+    )
+    return {
+        "verify": verdict,
+        "diff": diff,
+        "proved": verdict["intact"] and diff is not None and diff["equal"] and diff["tensors"] > 0,
+    }
+
+
+def _compare(job: ConversionJob, a: Source, b: Source, progress: Progress) -> Facts:
+    """Compare all that both should have; parameters within their roundings, where their type was changed."""
+    if a.states == b.states and _dtypes(a) == _dtypes(b):
+        # What a folder has no place for was said before anything was written, and is no difference.
+        alone = a.state.scheduler is not None and b.state.scheduler is None and not b.states
+        return compare_facts(a, b, Tolerance(), [PARAM] if alone else None, progress)
+    common = [state for state in a.states if state in b.states]
+    if _dtypes(a) == _dtypes(b):
+        facts = compare_facts(a, b, Tolerance(), [PARAM, *common], progress)
+    else:
+        facts = _both(
+            compare_facts(a, b, _rounding(a, b), [PARAM], progress),
+            compare_facts(a, b, Tolerance(), common, progress),
+        )
+    left_out = [state for state in (*a.states, *b.states) if state not in common]
+    if left_out:
+        facts["notes"].append(
+            f"{', '.join(dict.fromkeys(left_out))}: only one of the two has it, and it was not compared"
+        )
+    return facts
+
+
+def _both(params: Facts, states: Facts) -> Facts:
+    return {
+        **params,
+        "equal": params["equal"] and states["equal"],
+        "states": [*params["states"], *states["states"]],
+        "tensors": params["tensors"] + states["tensors"],
+        "elements": params["elements"] + states["elements"],
+        "differences": params["differences"] + states["differences"],
+        "notes": list(
+            dict.fromkeys(
+                [
+                    "the parameters' type was changed: they were compared within their roundings, all other states bit for bit",
+                    *params["notes"],
+                    *states["notes"],
+                ]
+            )
+        ),
+    }
+
+
+def _rounding(*sources: Source) -> Tolerance:
+    """How far two roundings of the same value, one to each model's types, can lie apart."""
+    kinds = [_dtypes(source) for source in sources]
+    return Tolerance(
+        sum(max(_SMALLEST_HALF.get(name, 0.0) for name in names) for names in kinds),
+        sum(max(_HALF_UNITS.get(name, 0.0) for name in names) for names in kinds),
+    )
+
+
+def _dtypes(source: Source) -> set[str]:
+    """Of the parameters as they are stored; of the model, where only masters are."""
+    entries = (source.catalog.get(name) for name in source.catalog if name.state == PARAM)
+    return {str(e.dtype) for e in entries if e is not None} or {str(spec.dtype) for spec in source.model.params}
+
+
+def _print_model(facts: Facts) -> None:
+    out = console()
+    target = facts["target"]
+    out.print(f"converted {facts['name']}" if facts["name"] else "converted")
+    print_facts(
+        out,
+        [
+            ("source", source_text(facts["source"])),
+            ("target", f"{target['path']}: {target['format']}, {layout_text(target['parallel'])}"),
+            ("tensors", f"{count(facts['tensors'])} in all states, {count(facts['copies'])} copies"),
+            ("written", _written(facts)),
+            ("lossless", yes_no(facts["lossless"])),
+            ("account", account_text(facts["account"])),
+            ("load", facts["load"]),
+        ],
+    )
+    if facts["report"]:
+        out.print("\nreport")
+    print_report(out, facts["report"])
+    if "verify" in facts:
+        _print_proof(out, "", facts)
+
+
+def _written(facts: Facts) -> str:
+    nbytes, seconds = facts["bytes"], facts["seconds"]
+    return f"{size(nbytes)} in {count(facts['files'], 'file')}, {duration(seconds)}, {rate(nbytes, seconds)}"
+
+
+def print_step(facts: Facts) -> None:
+    """Print what ``convert`` of a step did, or ``plan`` says that it would do."""
+    out = console()
+    out.print("converted" if facts["target"] else "plan (nothing was written)")
+    lines = [("source", facts["path"]), ("target", facts["target"] or "")]
+    for role, model in facts["models"].items():
+        lines.append((role, f"{source_text(model['source'])} → {layout_text(model['target']['parallel'])}"))
+    if "seconds" in facts:
+        nbytes, seconds = facts["bytes"], facts["seconds"]
+        lines.append(("written", f"{size(nbytes)}, {duration(seconds)}, {rate(nbytes, seconds)}"))
+    lines += [("lossless", yes_no(facts["lossless"])), ("load", facts.get("load", ""))]
+    print_facts(out, lines)
+    for role, report in facts["report"].items():
+        if report:
+            out.print(f"\n{role}")
+        print_report(out, report)
+    for role, proof in facts.get("proofs", {}).items():
+        _print_proof(out, f"{role}: ", proof)
+
+
+def _print_proof(out: Console, whose: str, proof: Facts) -> None:
+    out.print(f"\n{whose}verify  {verdict_line(proof['verify'])}")
+    print_problems(out, proof["verify"]["problems"])
+    if proof["diff"] is not None:
+        out.print(f"{whose}diff    {comparison_line(proof['diff'])}")
+        print_differences(out, proof["diff"])

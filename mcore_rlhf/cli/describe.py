@@ -1,20 +1,30 @@
-"""A checkpoint as plain facts: what several commands say about a source or a target, with keys that stay."""
+"""What several commands say of a checkpoint, a chosen step, a report or a problem: as facts with keys that stay, and in words."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.errors import CheckpointError
 
-from .output import Facts
+from .output import Facts, console, count
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mcore_rlhf.errors import Problem
     from mcore_rlhf.families.source import Source
     from mcore_rlhf.layouts.parallel import ParallelConfig
-    from mcore_rlhf.models.spec import ModelSpec
+    from mcore_rlhf.manager.run.chosen_step import ChosenStep
+    from mcore_rlhf.manager.subject import Subject
+
+_SHOWN_PROBLEMS = 20
+_REASONS = {
+    "named": "one that was named",
+    "newest committed": "newest that is committed",
+    "newest intact": "newest that is intact",
+    "tracker": "one that its tracker names",
+}
 
 
 def parallel_facts(parallel: ParallelConfig) -> Facts:
@@ -40,55 +50,6 @@ def source_facts(source: Source) -> Facts:
     }
 
 
-def model_facts(model: ModelSpec) -> Facts:
-    """Layers, experts, vocabulary, number of tensors and of parameters, and parameters by dtype."""
-    dtypes: Counter[str] = Counter()
-    for param in model.params:
-        dtypes[str(param.dtype)] += prod(param.global_shape)
-    return {
-        "num_layers": model.num_layers,
-        "mtp_layers": model.mtp_layers,
-        "num_experts": model.num_experts,
-        "tied": model.tied,
-        "vocab_size": model.vocab_size,
-        "padded_vocab_size": model.padded_vocab_size,
-        "tensors": len(model.params),
-        "parameters": sum(dtypes.values()),
-        "dtypes": dict(dtypes),
-    }
-
-
-def optimizer_facts(source: Source) -> Facts | None:
-    """``kind``, ``states`` (name → dtype) and ``param_groups``, or None without optimizer."""
-    if source.optimizer is None:
-        return None
-    groups = [{**_plain(group.fields), "expert": group.expert} for group in source.state.groups]
-    return {"kind": source.optimizer, "states": _state_dtypes(source), "param_groups": groups}
-
-
-def _plain(fields: Mapping[str, object]) -> Facts:
-    """Numbers that are stored as tensors without dimensions, such as torch's ``step``, as numbers."""
-    return {key: value.item() if getattr(value, "shape", None) == () else value for key, value in fields.items()}  # type: ignore[attr-defined]
-
-
-def _state_dtypes(source: Source) -> dict[str, str | None]:
-    """The dtype of each state, as the first trained parameter that has it stores it."""
-    found: dict[str, str | None] = dict.fromkeys(source.states)
-    for param in source.model.params:
-        missing = [state for state, dtype in found.items() if dtype is None]
-        if not missing or not param.trainable:
-            continue
-        for state in missing:
-            entry = source.catalog.get(TensorName(source.role, param.name, state))
-            found[state] = str(entry.dtype) if entry is not None else None
-    return found
-
-
-def tensor_count(source: Source, *, with_optimizer: bool = True) -> int:
-    """Logical tensors, in all states or only the parameters themselves."""
-    return len(source.catalog) if with_optimizer else sum(name.state == PARAM for name in source.catalog)
-
-
 def layout_text(parallel: Facts) -> str:
     """``TP2×PP2×DP2 (8 ranks)``, with the pipeline layout where there is one."""
     ranks = parallel["world_size"]
@@ -99,3 +60,119 @@ def layout_text(parallel: Facts) -> str:
 def iteration_text(facts: Facts) -> str:
     """``iteration 50``, or ``release``."""
     return "release" if facts["release"] else f"iteration {facts['iteration']:,}"
+
+
+def layout_line(source: Facts) -> str:
+    """``megatron, iteration 50, TP2×PP2×DP2 (8 ranks)``."""
+    return f"{source['format']}, {iteration_text(source)}, {layout_text(source['parallel'])}"
+
+
+def source_text(source: Facts) -> str:
+    """``/runs/a: megatron, iteration 50, TP2×PP2×DP2 (8 ranks)``."""
+    return f"{source['path']}: {layout_line(source)}"
+
+
+def chosen_facts(chosen: ChosenStep | None) -> Facts | None:
+    """``root``, ``step``, ``path``, ``why``, ``passed_over`` (``step``, ``path``, ``state``, ``why``); null where no root was given."""
+    if chosen is None:
+        return None
+    over = [
+        {"step": step.step, "path": str(step.path), "state": step.state, "why": step.quarantined or step.why}
+        for step in chosen.passed_over
+    ]
+    return {
+        "root": str(chosen.root),
+        "step": chosen.step,
+        "path": str(chosen.folder),
+        "why": chosen.why,
+        "passed_over": over,
+    }
+
+
+def print_choice(chosen: ChosenStep | None) -> None:
+    """Say which step of a root is worked on, where newer ones are passed over."""
+    if chosen is None or not chosen.passed_over:
+        return
+    out = console()
+    out.print(f"{chosen.root}: {chosen.folder.name} is taken, the {_REASONS[chosen.why]}; newer, and passed over:")
+    for step in chosen.passed_over:
+        out.print(f"  {step.describe()}")
+
+
+def step_facts(step: Subject) -> Facts:
+    """``path``, ``step``, ``chosen``, ``manifest`` (``time``, ``metrics``, ``files``, ``bytes``, ``lossless``, ``live`` state; or null),
+    ``roles``, ``others`` (files beside the models).
+    """
+    from mcore_rlhf.manager.run.steps import live_of, metrics_of
+
+    manifest = step.manifest
+    return {
+        "path": str(step.folder),
+        "step": step.step,
+        "chosen": chosen_facts(step.chosen),
+        "roles": [dict(part) for part in manifest.parts] if manifest else [{"role": role} for role in step.models],
+        "others": list(step.others),
+        "manifest": manifest
+        and {
+            "time": manifest.provenance.get("time"),
+            "metrics": metrics_of(manifest),
+            "files": len(manifest.files),
+            "bytes": sum(entry.nbytes for entry in manifest.files.values()),
+            "lossless": manifest.lossless,
+            "live": live_of(manifest),
+        },
+    }
+
+
+def of_each(subject: Subject, look: Callable[[str], Facts]) -> dict[str, Facts]:
+    """What is found of every model, by role; ``error`` (``kind``, ``message``, ``exit_code``) of a step's that cannot be read.
+
+    Raises:
+        CheckpointError: A lone checkpoint cannot be read.
+    """
+    found: dict[str, Facts] = {}
+    for role in subject.models:
+        try:
+            found[role] = look(role)
+        except CheckpointError as error:
+            if subject.alone:
+                raise
+            told = {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+            found[role] = {"error": told, "intact": None}
+    return found
+
+
+def print_report(out: Console, report: list[Facts]) -> None:
+    """Print what is kept, derived, changed and lost."""
+    width = max((len(line["fate"]) for line in report), default=0)
+    for line in report:
+        out.print(f"  {line['fate']:<{width}}  {line['text']}")
+
+
+def account_text(account: Facts) -> str:
+    """``205 items: 203 kept, 2 derived``."""
+    fates = ("kept", "derived", "changed", "left_behind", "lost")
+    counts = [f"{count(account[fate])} {fate.replace('_', ' ')}" for fate in fates if account[fate]]
+    if account["unaccounted"]:
+        counts.append(f"{count(len(account['unaccounted']))} not accounted for")
+    return f"{count(account['items'], 'item')}: {', '.join(counts)}"
+
+
+def yes_no(value: bool) -> str:
+    """``yes`` or ``no``."""
+    return "yes" if value else "no"
+
+
+def problem_facts(problems: Iterable[Problem]) -> list[Facts]:
+    """``kind``, ``message``, ``advice`` of every problem."""
+    return [{"kind": item.kind.__name__, "message": item.message, "advice": item.advice} for item in problems]
+
+
+def print_problems(out: Console, problems: list[Facts]) -> None:
+    """Print problems, and each piece of advice once."""
+    for problem in problems[:_SHOWN_PROBLEMS]:
+        out.print(f"  {problem['kind']}: " + problem["message"].replace("\n", "\n    "))
+    if len(problems) > _SHOWN_PROBLEMS:
+        out.print(f"  … and {len(problems) - _SHOWN_PROBLEMS:,} more (all of them: --json)")
+    for advice in dict.fromkeys(problem["advice"] for problem in problems if problem["advice"]):
+        out.print(advice)

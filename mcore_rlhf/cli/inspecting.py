@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rlhf.errors import CheckpointError
+import typer
+
+from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.errors import CheckpointError, headline
 from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_without_manifest
-from mcore_rlhf.manager.whole_step import WholeStep
+from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 
-from .describe import model_facts, optimizer_facts, source_facts
-from .meaning import chosen_facts, meaning, only_model, print_choice
-from .output import Facts, emit_json
+from .describe import chosen_facts, iteration_text, layout_text, of_each, print_choice, source_facts, step_facts
+from .output import Column, Facts, console, count, emit_json, print_facts, print_table, size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mcore_rlhf.core.catalog import TensorEntry
+    from mcore_rlhf.models.spec import ModelSpec
 
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
 def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> None:
-    """Print what a checkpoint is.
+    """Print what a checkpoint is; a model of a step that cannot be read does not hide the others.
 
     Args:
         path: The checkpoint.
@@ -36,29 +42,36 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
 
     Raises:
         CheckpointError: It cannot be opened.
+        typer.Exit: With the code of the error of a step's model.
     """
-    meant = meaning(path, options)
-    if isinstance(meant, WholeStep) and pattern is not None:
-        meant = only_model(meant, options, "--tensors lists those of one model")
-    if isinstance(meant, WholeStep):
-        from .whole import inspect_step
-
-        return inspect_step(meant, options, json)
-    source = open_without_manifest(meant.path, meant.options)
-    facts = {**inspect_facts(source, meant.path), "chosen": chosen_facts(meant.chosen)}
+    subject = find(path, options)
     if pattern is not None:
-        facts["tensors"] = [_tensor_facts(source, entry) for entry in _matching(source, pattern)]
+        subject = subject.only("--tensors lists those of one model")
+    models = of_each(subject, lambda role: _look(subject, role, pattern))
+    facts = next(iter(models.values())) if subject.alone else {**step_facts(subject), "models": models}
     if json:
         emit_json(facts)
-        return None
-    from .render_inspect import print_inspection
+    else:
+        print_choice(subject.chosen)
+        (_print_model if subject.alone else _print_step)(facts)
+    codes = [model["error"]["exit_code"] for model in models.values() if "error" in model]
+    if codes:
+        raise typer.Exit(min(codes))
 
-    print_choice(meant.chosen)
-    return print_inspection(facts)
+
+def _look(subject: Subject, role: str, pattern: str | None) -> Facts:
+    folder = subject.models[role]
+    source = open_without_manifest(folder, subject.reading(role))
+    facts = model_facts(source, folder)
+    if subject.alone:
+        facts["chosen"] = chosen_facts(subject.chosen)
+    if pattern is not None:
+        facts["tensors"] = [_tensor_facts(source, entry) for entry in _matching(source, pattern)]
+    return facts
 
 
-def inspect_facts(source: Source, path: Path) -> Facts:
-    """What a checkpoint is.
+def model_facts(source: Source, path: Path) -> Facts:
+    """What a model's checkpoint is.
 
     Keys: those of :func:`~.describe.source_facts`; ``model``; ``optimizer`` (or null); ``unread`` (why the
     optimizer is not understood, or null); ``scheduler``; ``counters``;
@@ -67,8 +80,8 @@ def inspect_facts(source: Source, path: Path) -> Facts:
     args = source.state.args
     return {
         **source_facts(source),
-        "model": model_facts(source.model),
-        "optimizer": optimizer_facts(source),
+        "model": _spec_facts(source.model),
+        "optimizer": _optimizer_facts(source),
         "unread": source.unread or None,
         "scheduler": source.state.scheduler,
         "counters": {name: args[name] for name in _COUNTERS if name in args},
@@ -77,6 +90,50 @@ def inspect_facts(source: Source, path: Path) -> Facts:
         "notes": source.notes.as_json(),
         "manifest": _manifest_facts(path, source.root),
     }
+
+
+def _spec_facts(model: ModelSpec) -> Facts:
+    """Layers, experts, vocabulary, number of tensors and of parameters, and parameters by dtype."""
+    dtypes: Counter[str] = Counter()
+    for param in model.params:
+        dtypes[str(param.dtype)] += prod(param.global_shape)
+    return {
+        "num_layers": model.num_layers,
+        "mtp_layers": model.mtp_layers,
+        "num_experts": model.num_experts,
+        "tied": model.tied,
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": model.padded_vocab_size,
+        "tensors": len(model.params),
+        "parameters": sum(dtypes.values()),
+        "dtypes": dict(dtypes),
+    }
+
+
+def _optimizer_facts(source: Source) -> Facts | None:
+    """``kind``, ``states`` (name → dtype) and ``param_groups``, or None without optimizer."""
+    if source.optimizer is None:
+        return None
+    groups = [{**_plain(group.fields), "expert": group.expert} for group in source.state.groups]
+    return {"kind": source.optimizer, "states": _state_dtypes(source), "param_groups": groups}
+
+
+def _plain(fields: Mapping[str, object]) -> Facts:
+    """Numbers that are stored as tensors without dimensions, such as torch's ``step``, as numbers."""
+    return {key: value.item() if getattr(value, "shape", None) == () else value for key, value in fields.items()}  # type: ignore[attr-defined]
+
+
+def _state_dtypes(source: Source) -> dict[str, str | None]:
+    """The dtype of each state, as the first trained parameter that has it stores it."""
+    found: dict[str, str | None] = dict.fromkeys(source.states)
+    for param in source.model.params:
+        missing = [state for state, dtype in found.items() if dtype is None]
+        if not missing or not param.trainable:
+            continue
+        for state in missing:
+            entry = source.catalog.get(TensorName(source.role, param.name, state))
+            found[state] = str(entry.dtype) if entry is not None else None
+    return found
 
 
 def _manifest_facts(*folders: Path) -> Facts | None:
@@ -122,3 +179,150 @@ def _tensor_facts(source: Source, entry: TensorEntry) -> Facts:
         "replicas": len(entry.chunks) - chunks,
         "bytes": prod(entry.global_shape) * entry.dtype.itemsize,
     }
+
+
+def _print_model(facts: Facts) -> None:
+    out = console()
+    out.print(facts["path"])
+    print_facts(
+        out,
+        [
+            ("format", f"{facts['format']}, {iteration_text(facts)}"),
+            ("role", facts["role"]),
+            ("layout", layout_text(facts["parallel"])),
+            ("model", _model(facts["model"])),
+            ("vocabulary", _vocabulary(facts["model"])),
+            ("parameters", _parameters(facts["model"])),
+            ("optimizer", _optimizer(facts)),
+            ("samples", ", ".join(f"{name} {_value(value)}" for name, value in facts["counters"].items())),
+            ("files", f"{count(len(facts['files']), 'file')}, {size(facts['bytes'])}"),
+            ("manifest", _manifest(facts["manifest"])),
+        ],
+    )
+    if facts["optimizer"] is not None:
+        _print_groups(out, facts["optimizer"]["param_groups"])
+    _print_notes(out, facts["notes"])
+    if "tensors" in facts:
+        _print_tensors(out, facts["tensors"])
+
+
+def _model(model: Facts) -> str:
+    parts = [count(model["num_layers"], "layer")]
+    parts += [f"{model['mtp_layers']} for multi-token prediction"] if model["mtp_layers"] else []
+    parts += [f"{model['num_experts']} experts per mixture layer"] if model["num_experts"] else []
+    parts += ["embedding and output tied" if model["tied"] else "embedding and output not tied"]
+    return ", ".join(parts)
+
+
+def _vocabulary(model: Facts) -> str:
+    words, rows = model["vocab_size"], model["padded_vocab_size"]
+    if rows is None:
+        return ""
+    if words is None:
+        return f"{count(rows)} rows with padding; the true number of words is not stored (--vocab-size)"
+    return f"{count(words)} words in {count(rows)} rows, {count(rows - words)} of them padding"
+
+
+def _parameters(model: Facts) -> str:
+    dtypes = model["dtypes"]
+    kinds = ", ".join(dtypes if len(dtypes) == 1 else [f"{count(n)} {dtype}" for dtype, n in dtypes.items()])
+    return f"{count(model['parameters'])} in {count(model['tensors'], 'tensor')}, {kinds}"
+
+
+def _optimizer(facts: Facts) -> str:
+    optimizer = facts["optimizer"]
+    if optimizer is None:
+        return f"not understood: {headline(facts['unread'])}" if facts["unread"] else "none stored"
+    states = ", ".join(f"{state} {dtype or ''}".strip() for state, dtype in optimizer["states"].items())
+    return f"{optimizer['kind']}: {states}"
+
+
+def _manifest(manifest: Facts | None) -> str:
+    if manifest is None:
+        return "none: not written by mcore_rlhf"
+    if "error" in manifest:
+        return f"damaged: {manifest['error']}"
+    made = manifest["provenance"]
+    kept = {True: ", lossless", False: ", not lossless"}.get(manifest["lossless"], "")
+    return (
+        f"{count(manifest['files'], 'file')}{kept}, mcore_rlhf {made.get('mcore_rlhf', '?')}, {made.get('time', '?')}"
+    )
+
+
+def _print_groups(out: Console, groups: list[Facts]) -> None:
+    if not groups:
+        return
+    names = ("lr", "weight_decay", "step", "betas", "eps", "wd_mult", "lr_mult", "max_lr", "min_lr")
+    shown = [name for name in names if any(name in group for group in groups)]
+    out.print("\nparam groups")
+    rows = [
+        [f"{number} (experts)" if group["expert"] else str(number), *(_value(group.get(name, "")) for name in shown)]
+        for number, group in enumerate(groups)
+    ]
+    print_table(out, [Column("group"), *(Column(name, True) for name in shown)], rows)
+
+
+def _print_notes(out: Console, notes: list[Facts]) -> None:
+    if notes:
+        out.print("\nnotes")
+    for note in notes:
+        fate = "" if note["fate"] == "note" else f"{note['fate']}: "
+        out.print(f"  {fate}{note['text']}")
+
+
+def _print_tensors(out: Console, tensors: list[Facts]) -> None:
+    out.print(f"\n{count(len(tensors), 'tensor')}")
+    columns = [Column("name"), Column("state"), Column("global_shape"), Column("dtype"), Column("cut")]
+    rows = [
+        (t["name"], t["state"], str(tuple(t["global_shape"])), t["dtype"], t["partition"] or "",
+         count(t["chunks"]), count(t["replicas"]))
+        for t in tensors
+    ]  # fmt: skip
+    if rows:
+        print_table(out, [*columns, Column("chunks", True), Column("replicas", True)], rows)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return count(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _print_step(facts: Facts) -> None:
+    out = console()
+    out.print(facts["path"])
+    models = [(role, _model_line(model)) for role, model in facts["models"].items()]
+    manifest = facts["manifest"]
+    lines = [("step", str(facts["step"])), ("manifest", _step_manifest(manifest)), ("live state", _live(manifest))]
+    print_facts(out, [*lines, *models, *_others(facts)])
+    out.print("\nOne model in detail: mcore-rlhf inspect … --role ROLE")
+
+
+def _model_line(model: Facts) -> str:
+    if "error" in model:
+        return f"cannot be read: {model['error']['message']}"
+    none = "an optimizer that is not understood" if model["unread"] else "no optimizer"
+    optimizer = model["optimizer"]["kind"] + " optimizer" if model["optimizer"] else none
+    parameters = f"{count(model['model']['parameters'])} parameters"
+    return f"{model['format']}, {layout_text(model['parallel'])}, {parameters}, {optimizer}, {size(model['bytes'])}"
+
+
+def _step_manifest(manifest: Facts | None) -> str:
+    if manifest is None:
+        return "none: another trainer's step (mcore-rlhf adopt verifies it and writes one)"
+    metrics = ", ".join(f"{name} {value:.6g}" for name, value in manifest["metrics"].items())
+    text = f"{count(manifest['files'], 'file')}, {size(manifest['bytes'])}, {manifest['time']}"
+    return f"{text}; {metrics}" if metrics else text
+
+
+def _live(manifest: Facts | None) -> str:
+    """How much state the roles held when the step was saved, all of which is in it."""
+    held = manifest["live"] if manifest else {}
+    return "; ".join(f"{role} {count(own['tensors'], 'tensor')}, {size(own['bytes'])}" for role, own in held.items())
+
+
+def _others(facts: Facts) -> list[tuple[str, str]]:
+    unknown = [f"{role['role']} ({role['format']})" for role in facts["roles"] if role["role"] not in facts["models"]]
+    return [("models of formats that are not read", ", ".join(unknown)), ("beside", ", ".join(facts["others"]))]

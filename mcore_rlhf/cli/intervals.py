@@ -12,9 +12,8 @@ from mcore_rlhf.manager.run.interval import Costs, Estimate
 from mcore_rlhf.manager.run.measured import Measured, measure
 from mcore_rlhf.storage.sizes import parse_size
 
-from .output import Column, Facts, console, emit_json, print_table
+from .output import Column, Facts, console, count, duration, emit_json, print_table, size
 from .steps import require_root
-from .units import count, duration, size
 
 
 @dataclass(frozen=True, slots=True)

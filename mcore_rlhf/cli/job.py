@@ -31,9 +31,11 @@ from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import local_path
 
 from .options import default_workers
+from .progress import shown_progress
 
 if TYPE_CHECKING:
     from mcore_rlhf.convert import ConvertOptions
+    from mcore_rlhf.manager.subject import Subject
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _ROWS = {row.name: row for row in of_command("convert")}
@@ -68,6 +70,26 @@ class ConversionJob:
             UsageError: Neither the command line nor the job file names one.
         """
         return self._folder("source", "SRC")
+
+    def subject(self) -> Subject:
+        """What the source means: never an older step than the newest, unless that was asked for.
+
+        Raises:
+            UsageError: Neither the command line nor the job file names one.
+            Corrupt: The newest step is damaged, and neither ``--step`` nor ``--newest-intact`` was given.
+            CheckpointError: See :func:`mcore_rlhf.manager.subject.find`.
+        """
+        from mcore_rlhf.manager.subject import chosen_step, find
+
+        path, options = self.source_folder(), self.options.read
+        if self.newest_intact:
+            with shown_progress() as progress:
+                progress.stage(f"looking for the newest intact step of {path}", 0)
+                return find(path, options, chosen_step(path, newest_intact=True, progress=progress.advance))
+        found = find(path, options)
+        if found.chosen is not None:
+            found.chosen.require_newest()
+        return found
 
     def target_folder(self) -> Path:
         """The target.

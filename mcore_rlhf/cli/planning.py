@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from mcore_rlhf.convert import Job, prepare
+from mcore_rlhf.convert import Job
 from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
-from mcore_rlhf.formats.base import FileLayout, TargetFile
-from mcore_rlhf.manager.whole_step import WholeStep
+from mcore_rlhf.core.plan import Copy, plan_file
+from mcore_rlhf.formats.base import TargetFile
+from mcore_rlhf.manager.convert_step import prepare_step
 
-from .describe import parallel_facts, source_facts
+from .converting import print_step, step_job_facts
+from .describe import (
+    account_text,
+    chosen_facts,
+    layout_text,
+    parallel_facts,
+    print_choice,
+    print_report,
+    source_facts,
+    source_text,
+    yes_no,
+)
 from .job import ConversionJob
-from .meaning import chosen_facts, meaning_of_source, print_choice
-from .output import Facts, emit_json
+from .output import Column, Facts, console, count, emit_json, print_facts, print_table, size
 
-SHOWN_COPIES = 10
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHOWN_COPIES = 10
 """Copies per file that are printed for people; JSON has all of them."""
+_SHOWN_FILES = 40
 
 
 def run(job: ConversionJob, copies: bool, json: bool) -> None:
@@ -24,32 +38,28 @@ def run(job: ConversionJob, copies: bool, json: bool) -> None:
 
     Args:
         job: What to convert, and to what.
-        copies: Whether the copies themselves are listed.
+        copies: Whether the copies themselves are listed; those of a lone checkpoint are.
         json: For machines.
 
     Raises:
         CheckpointError: The source is not sound, or the target cannot be made of it.
     """
-    meant = meaning_of_source(job)
-    if isinstance(meant, WholeStep):
-        from .converting_steps import plan
-
-        return plan(job, meant, json)
-    planned = prepare(meant.path, replace(job.options, read=meant.options))
-    facts = {
-        **plan_facts(planned, copies, limit=None if json else SHOWN_COPIES),
-        "chosen": chosen_facts(meant.chosen),
-    }
+    subject = job.subject()
+    planned = prepare_step(subject, job.options)
+    if subject.alone:
+        (alone,) = planned.jobs.values()
+        facts = _model_facts(alone, copies, None if json else _SHOWN_COPIES)
+        facts["chosen"] = chosen_facts(subject.chosen)
+    else:
+        facts = step_job_facts(planned)
     if json:
         emit_json(facts)
-        return None
-    print_choice(meant.chosen)
-    from .render_plan import print_plan
-
-    return print_plan(facts)
+    else:
+        print_choice(subject.chosen)
+        (_print_model if subject.alone else print_step)(facts)
 
 
-def plan_facts(job: Job, copies: bool, limit: int | None) -> Facts:
+def _model_facts(job: Job, copies: bool, limit: int | None) -> Facts:
     """What a plan would do.
 
     Keys: ``source``; ``target`` (``format``, ``parallel``); ``files`` (``path``, ``records``, ``copies``, ``bytes``,
@@ -75,8 +85,8 @@ def plan_facts(job: Job, copies: bool, limit: int | None) -> Facts:
 
 
 def _file_facts(job: Job, file: TargetFile, copies: bool, limit: int | None) -> Facts:
-    layout: FileLayout = file.layout()
-    plan: FilePlan = plan_file(file.path, layout.holds, job.target.source)
+    layout = file.layout()
+    plan = plan_file(file.path, layout.holds, job.target.source)
     facts: Facts = {
         "path": file.path,
         "records": len(layout.records),
@@ -85,11 +95,11 @@ def _file_facts(job: Job, file: TargetFile, copies: bool, limit: int | None) -> 
         "casts": sum(copy.cast is not None for copy in plan.copies),
     }
     if copies:
-        facts["copy_list"] = [copy_facts(copy) for copy in plan.copies[:limit]]
+        facts["copy_list"] = [_copy_facts(copy) for copy in plan.copies[:limit]]
     return facts
 
 
-def copy_facts(copy: Copy) -> Facts:
+def _copy_facts(copy: Copy) -> Facts:
     """One strided copy; ``start`` and ``strides`` in elements of the record."""
     return {
         "shape": list(copy.shape),
@@ -106,3 +116,62 @@ def _end(record: Record, start: int, strides: tuple[int, ...]) -> Facts:
         "start": start,
         "strides": list(strides),
     }
+
+
+def _print_model(facts: Facts) -> None:
+    out = console()
+    totals = facts["totals"]
+    casts = f", {count(totals['casts'])} of them with a cast" if totals["casts"] else ""
+    out.print("plan (nothing was written)")
+    print_facts(
+        out,
+        [
+            ("source", source_text(facts["source"])),
+            ("target", f"{facts['target']['format']}, {layout_text(facts['target']['parallel'])}"),
+            ("work", f"{count(totals['copies'])} copies{casts}"),
+            ("output", f"{size(totals['bytes'])} of tensors in {_records(totals)}"),
+            ("lossless", yes_no(facts["lossless"])),
+            ("account", account_text(facts["account"])),
+        ],
+    )
+    if facts["report"]:
+        out.print("\nreport")
+    print_report(out, facts["report"])
+    out.print("\nfiles")
+    columns = [Column("file"), *(Column(name, True) for name in ("records", "copies", "casts", "bytes"))]
+    rows = [
+        (f["path"], count(f["records"]), count(f["copies"]), count(f["casts"]), size(f["bytes"]))
+        for f in facts["files"]
+    ]
+    print_table(out, columns, rows, limit=_SHOWN_FILES)
+    for file in facts["files"][:_SHOWN_FILES]:
+        if "copy_list" in file:
+            _print_copies(out, file)
+
+
+def _records(totals: Facts) -> str:
+    return f"{count(totals['records'], 'record')} of {count(totals['files'], 'file')}"
+
+
+def _print_copies(out: Console, file: Facts) -> None:
+    out.print(f"\n{file['path']}")
+    columns = [Column("shape"), Column("source"), Column("start", True), Column("strides"), Column("")]
+    columns += [Column("target record"), Column("start", True), Column("strides")]
+    rows = [_copy_row(copy) for copy in file["copy_list"]]
+    if rows:
+        print_table(out, columns, rows)
+    if file["copies"] > len(rows):
+        out.print(f"  … and {file['copies'] - len(rows):,} more (all of them: --json)")
+
+
+def _copy_row(copy: Facts) -> list[str]:
+    source, target = copy["source"], copy["target"]
+    cast = "→" if source["dtype"] == target["dtype"] else f"→ {target['dtype']} →"
+    return [
+        _dims(copy["shape"]), f"{source['file']}:{source['record']}", count(source["start"]), _dims(source["strides"]),
+        cast, target["record"], count(target["start"]), _dims(target["strides"]),
+    ]  # fmt: skip
+
+
+def _dims(numbers: list[int]) -> str:
+    return "×".join(map(str, numbers))

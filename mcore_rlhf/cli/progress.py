@@ -8,26 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import printable
 
-from .units import duration, rate, size
+from .output import duration, rate, size
 
 _BAR_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
-
-
-class Progress(Protocol):
-    """Hears how far long work has come; what :func:`mcore_rlhf.convert.convert` takes."""
-
-    def stage(self, text: str, total_bytes: int) -> None:
-        """A new stage of the work begins; 0 bytes where nobody knows how many there will be."""
-        ...
-
-    def advance(self, nbytes: int) -> None:
-        """So many more bytes are done. Called from many threads, thousands of times a second."""
-        ...
 
 
 @contextmanager
@@ -43,7 +32,7 @@ def shown_progress() -> Iterator[Progress]:
     reporter.close(completed=True)
 
 
-class _Reporter:
+class _Reporter(Progress):
     """Counts bytes, and shows them now and then."""
 
     every_s: float

@@ -14,11 +14,10 @@ from mcore_rlhf.manager.run import retention, steps
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.storage.sizes import parse_size
 
-from .output import Column, Facts, console, emit_json, print_table
+from .output import Column, Facts, console, count, emit_json, print_table, size
 from .progress import shown_progress
 from .steps import require_root
-from .units import count, size
-from .whole import check_manifest
+from .verifying import check_manifest
 
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max)(?::(?P<k>[1-9][0-9]*))?)?")
 

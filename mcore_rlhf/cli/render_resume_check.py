@@ -9,8 +9,7 @@ from mcore_rlhf.manager.prove.findings import Finding, Tally
 from mcore_rlhf.manager.prove.killing import Kill
 from mcore_rlhf.manager.prove.outcome import Comparison, Control, Outcome
 
-from .output import Column, Facts, console, print_facts, print_table
-from .units import count, duration
+from .output import Column, Facts, console, count, duration, print_facts, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,8 +12,7 @@ from mcore_rlhf.manager.run import adopt, steps
 from mcore_rlhf.manager.run.steps import Step
 from mcore_rlhf.storage.paths import local_path
 
-from .output import Column, Facts, console, emit_json, print_table
-from .units import count, size
+from .output import Column, Facts, console, count, emit_json, print_table, size
 
 _TRIED = 5
 

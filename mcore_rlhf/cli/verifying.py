@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import typer
 
+from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import Problem
 from mcore_rlhf.families.source import ReadOptions
-from mcore_rlhf.manager.run.chosen_step import ChosenStep
-from mcore_rlhf.manager.whole_step import WholeStep
-from mcore_rlhf.verify.checkpoint import Depth, Verdict, verify
+from mcore_rlhf.manager.run.step_names import MANIFEST
+from mcore_rlhf.manager.run.step_values import check_values
+from mcore_rlhf.manager.subject import Subject, find
+from mcore_rlhf.storage.manifest import Manifest, check
+from mcore_rlhf.verify.checkpoint import Depth, verify
 
-from .describe import source_facts
-from .meaning import Single, chosen_facts, meaning, print_choice
-from .output import Facts, emit_json
-from .progress import Progress, shown_progress
+from .describe import (
+    chosen_facts,
+    layout_line,
+    of_each,
+    print_choice,
+    print_problems,
+    problem_facts,
+    source_facts,
+    step_facts,
+)
+from .output import Facts, console, count, duration, emit_json, rate, size
+from .progress import shown_progress
 
 
 def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:
@@ -33,19 +43,18 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
     Raises:
         typer.Exit: With code 1, where something is wrong; with 2, where a model of a step cannot be read.
     """
-    meant = meaning(path, options)
-    newer = meant.chosen.damage() if meant.chosen is not None else []
+    subject = find(path, options)
+    newer = problem_facts(subject.chosen.damage()) if subject.chosen is not None else []
     with shown_progress() as progress:
-        if isinstance(meant, WholeStep):
-            from .whole import verify_step_facts
-
-            facts = verify_step_facts(meant, options, depth, workers, progress)
-        else:
-            facts = verify_facts(meant.path, meant.options, depth, workers, progress)
+        facts = _verify(subject, depth, workers, progress)
     if json:
-        emit_json(_with_newer(facts, newer, meant.chosen))
+        # The root is as good as its newest step.
+        problems, chosen = [*newer, *facts["problems"]], chosen_facts(subject.chosen)
+        emit_json({**facts, "intact": facts["intact"] and not newer, "problems": problems, "chosen": chosen})
     else:
-        _print(meant, facts, newer)
+        print_choice(subject.chosen)
+        (_print_model if subject.alone else _print_step)(facts)
+        _print_newer(newer)
     if newer or not facts["intact"]:
         raise typer.Exit(1 if newer or _is_damaged(facts) else 2)
 
@@ -57,32 +66,27 @@ def _is_damaged(facts: Facts) -> bool:
     return bool(facts["problems"]) or not unknown or any(model["intact"] is False for model in models)
 
 
-def _with_newer(facts: Facts, newer: list[Problem], chosen: ChosenStep | None) -> Facts:
-    """What was found, and that newer steps of the root are damaged: the root is as good as its newest step."""
-    return {
-        **facts,
-        "intact": facts["intact"] and not newer,
-        "problems": [*problem_facts(newer), *facts["problems"]],
-        "chosen": chosen_facts(chosen),
-    }
+def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) -> Facts:
+    """Verify every file of a step's manifest, open every file beside the models, then verify every model.
 
-
-def _print(meant: WholeStep | Single, facts: Facts, newer: list[Problem]) -> None:
-    from .render_verify import print_newer, print_verdict
-    from .render_whole import print_step_verdict
-
-    print_choice(meant.chosen)
-    (print_step_verdict if isinstance(meant, WholeStep) else print_verdict)(facts)
-    print_newer(problem_facts(newer))
-
-
-def problem_facts(problems: Iterable[Problem]) -> list[Facts]:
-    """``kind``, ``message``, ``advice`` of every problem."""
-    return [{"kind": item.kind.__name__, "message": item.message, "advice": item.advice} for item in problems]
+    Keys of a lone checkpoint: see :func:`verify_facts`. Of a step those of :func:`~.describe.step_facts`; ``intact``; ``depth``;
+    ``problems`` of the manifest's files and of those beside the models; ``models`` by role; ``intact`` is null of one that
+    cannot be read.
+    """
+    found = check_manifest(subject.folder, subject.manifest, progress, depth is Depth.QUICK) if subject.manifest else []
+    found += _unfit_values(subject, depth, found)
+    problems = problem_facts(found)
+    models = of_each(
+        subject, lambda role: verify_facts(subject.models[role], subject.reading(role), depth, workers, progress)
+    )
+    if subject.alone:
+        return next(iter(models.values()))
+    intact = not problems and all(verdict["intact"] for verdict in models.values())
+    return {**step_facts(subject), "intact": intact, "depth": depth.value, "problems": problems, "models": models}
 
 
 def verify_facts(path: Path, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
-    """Verify a checkpoint.
+    """Verify one model.
 
     Keys: ``path``; ``intact``; ``depth``; ``checked`` (texts); ``problems`` (``kind``, ``message``, ``advice``);
     ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could
@@ -91,10 +95,6 @@ def verify_facts(path: Path, options: ReadOptions, depth: Depth, workers: int, p
     progress.stage(f"verifying {path}", 0)
     began = time.monotonic()
     verdict = verify(path, options, depth, workers, progress.advance)
-    return _facts(path, depth, verdict, time.monotonic() - began)
-
-
-def _facts(path: Path, depth: Depth, verdict: Verdict, seconds: float) -> Facts:
     return {
         "path": str(path),
         "intact": verdict.intact,
@@ -103,7 +103,77 @@ def _facts(path: Path, depth: Depth, verdict: Verdict, seconds: float) -> Facts:
         "problems": problem_facts(verdict.problems.found),
         "manifest": verdict.manifest,
         "bytes": verdict.nbytes,
-        "seconds": round(seconds, 3),
+        "seconds": round(time.monotonic() - began, 3),
         "checkpoint": source_facts(verdict.source) if verdict.source is not None else None,
         "unread": (verdict.source and verdict.source.unread) or None,
     }
+
+
+def check_manifest(folder: Path, manifest: Manifest, progress: Progress, sizes_only: bool = False) -> list[Problem]:
+    """Compare a step with its manifest, byte by byte, and show how far that is."""
+    progress.stage(f"verifying {folder / MANIFEST}", sum(entry.nbytes for entry in manifest.files.values()))
+    advance = progress.advance
+    return check(folder, manifest, sizes_only=sizes_only, progress=lambda _, nbytes: advance(nbytes)).found
+
+
+def _unfit_values(step: Subject, depth: Depth, damaged: list[Problem]) -> list[Problem]:
+    """What is wrong with the files beside the models, but for those of which that is known already."""
+    known = [problem.message for problem in damaged]
+    files = [name for name in step.others if not any(text.startswith(f"{step.folder / name}: ") for text in known)]
+    records = step.manifest is None and depth is not Depth.QUICK
+    return check_values(step.folder, files, step.options.stubs, records=records).found
+
+
+def _print_model(facts: Facts) -> None:
+    out = console()
+    found = facts["checkpoint"]
+    out.print(f"{facts['path']}: {layout_line(found) if found else 'could not be opened'}")
+    out.print(verdict_line(facts))
+    for text in facts["checked"]:
+        out.print(f"  checked  {text}")
+    if facts["unread"]:
+        out.print("  not understood  " + facts["unread"].replace("\n", "\n    "))
+    print_problems(out, facts["problems"])
+
+
+def _print_newer(problems: list[Facts]) -> None:
+    """Print that newer steps than the one that was looked at are damaged."""
+    if problems:
+        out = console()
+        out.print("damaged, by a newer step of the root:")
+        print_problems(out, problems)
+
+
+def verdict_line(facts: Facts) -> str:
+    """``intact: 3.2 GiB in 1.5 s, 2.2 GB/s``."""
+    word = "intact" if facts["intact"] else f"damaged: {count(len(facts['problems']), 'problem')}"
+    if not facts["bytes"]:
+        return word
+    nbytes, seconds = facts["bytes"], facts["seconds"]
+    return f"{word} ({size(nbytes)} read in {duration(seconds)}, {rate(nbytes, seconds)})"
+
+
+def _print_step(facts: Facts) -> None:
+    out = console()
+    word = "intact" if facts["intact"] else "damaged"
+    out.print(f"{facts['path']}: step {facts['step']}, {word}")
+    problems = count(len(facts["problems"]), "problem") if facts["problems"] else "no problem"
+    out.print(f"  files  {_looked_at(facts)}: {problems}")
+    print_problems(out, facts["problems"])
+    for role, verdict in facts["models"].items():
+        if "error" in verdict:
+            out.print(f"  {role}  cannot be read: {verdict['error']['message']}")
+            continue
+        found = verdict["checkpoint"]
+        out.print(f"  {role}  {layout_line(found) if found else 'not opened'}: {verdict_line(verdict)}")
+        if verdict["unread"]:
+            out.print("    not understood  " + verdict["unread"].replace("\n", "\n      "))
+        print_problems(out, verdict["problems"])
+
+
+def _looked_at(facts: Facts) -> str:
+    beside = "those beside the models opened"
+    if facts["manifest"] is None:
+        return f"no manifest, {beside}"
+    what = "sizes" if facts["depth"] == "quick" else "CRC-32"
+    return f"{what} of {count(facts['manifest']['files'], 'file')} of the manifest, {beside}"

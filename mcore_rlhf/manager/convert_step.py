@@ -1,4 +1,4 @@
-"""Converting a whole step gives a whole step: every model, with data, RLHF state and random states, in one commit."""
+"""Converting a step gives a step: every model, with data, RLHF state and RNG states, in one commit. A lone checkpoint gives one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mcore_rlhf.convert import ConvertOptions, Job, Progress, Quiet, prepare, write_target
+from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, prepare, write_target
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
 from mcore_rlhf.storage.leftovers import carry
@@ -19,26 +19,28 @@ from .run.quarantine import NOTE
 from .run.rng import FILE as RNG_FILE
 from .run.save_job import TRACKER
 from .run.step_values import check_values
-from .whole_step import WholeStep
+from .subject import Subject
 
 
 @dataclass(slots=True)
 class StepJob:
-    """The conversion of a step.
+    """The conversion of a step, or of a lone checkpoint.
 
     Args:
-        source: The step.
+        source: What is converted.
         jobs: The conversion of every model, by role.
         carried: Files that are taken over byte for byte.
         report: What is said of the step as a whole; every model has a report of its own.
         account: What becomes of every file beside the models; every model has an account of its own.
+        published: The folder that was published, once it is: the step's own.
     """
 
-    source: WholeStep
+    source: Subject
     jobs: Mapping[str, Job]
-    carried: tuple[str, ...]
+    carried: tuple[str, ...] = ()
     report: Report = field(default_factory=Report)
     account: Account = field(default_factory=lambda: Account({}, ()))
+    published: Path | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,19 +54,22 @@ class StepJob:
         return self.account.lossless and all(job.lossless for job in self.jobs.values())
 
 
-def prepare_step(source: WholeStep, options: ConvertOptions) -> StepJob:
+def prepare_step(source: Subject, options: ConvertOptions) -> StepJob:
     """Plan the conversion of every model; nothing is written.
 
     Raises:
         CheckpointError: A model cannot be converted, or a file beside them is damaged or would run code when it is loaded;
             all problems of all of them together.
     """
+    if source.alone:
+        (lone,) = source.models
+        return StepJob(source, {lone: prepare(source.folder, replace(options, read=source.options))})
     if not source.models:
         raise Unsupported(f"{source.folder}: none of its models is in a format that can be converted")
-    problems, jobs = _unfit_values(source, options.read.stubs), {}
+    problems, jobs = _unfit_values(source), {}
     for role, folder in source.models.items():
         try:
-            jobs[role] = prepare(folder, replace(options, read=replace(options.read, role=role, step=None)))
+            jobs[role] = prepare(folder, replace(options, read=source.reading(role)))
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")
     problems.raise_if_any()
@@ -73,9 +78,9 @@ def prepare_step(source: WholeStep, options: ConvertOptions) -> StepJob:
     return job
 
 
-def _unfit_values(source: WholeStep, stubs: tuple[str, ...]) -> Problems:
+def _unfit_values(source: Subject) -> Problems:
     """What may not be carried: a new manifest would vouch for it."""
-    return check_values(source.folder, source.others, stubs, records=source.manifest is None)
+    return check_values(source.folder, source.others, source.options.stubs, records=source.manifest is None)
 
 
 def _note(job: StepJob) -> None:
@@ -101,7 +106,7 @@ def _note(job: StepJob) -> None:
     job.report.close(job.account)
 
 
-def _unlisted(source: WholeStep) -> list[str]:
+def _unlisted(source: Subject) -> list[str]:
     """Files beside the models that the step's manifest does not know: somebody put them there after it was committed."""
     if source.manifest is None:
         return []
@@ -110,40 +115,39 @@ def _unlisted(source: WholeStep) -> list[str]:
     return sorted(name for name in names if name not in source.manifest.files)
 
 
-def convert_step(
-    source: WholeStep, target: Path, options: ConvertOptions, progress: Progress | None = None
-) -> tuple[StepJob, Path]:
-    """Convert a step and publish it at once.
+def convert_step(source: Subject, target: Path, options: ConvertOptions, progress: Progress | None = None) -> StepJob:
+    """Convert a step, or a lone checkpoint, and publish it at once.
 
     Args:
-        source: The step.
-        target: The root of a run, in which ``global_step_N`` appears, or the step's new folder itself, by its name.
+        source: What is converted.
+        target: Of a step: the root of a run, in which ``global_step_N`` appears, or the step's new folder itself, by its name.
+            Of a lone checkpoint: see :func:`mcore_rlhf.convert.convert`.
         options: How.
-        progress: Hears how far it is.
-
-    Returns:
-        The job, and the new step's folder.
+        progress: Is told how far it is.
 
     Raises:
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
+    if source.step is None:
+        (lone,) = source.models
+        done = convert(source.folder, target, replace(options, read=source.options), progress)
+        return StepJob(source, {lone: done}, published=done.published)
     folder = target if steps.step_of(target) is not None else steps.step_folder(target, source.step)
     if steps.step_of(folder) != source.step:
         raise Unsupported(
             f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
         )
     refuse_overlap(source.folder, folder)
-    publication = Publication(
-        folder, overwrite=options.overwrite, fsync=options.fsync, replaceable=_is_step, manifest_name=steps.MANIFEST
-    )
+    publication = Publication(folder, options.overwrite, options.fsync, _is_step, steps.MANIFEST)
     with publication:
         job = prepare_step(source, options)
         check_space(folder.parent, job.nbytes)
-        publication.commit(_written(job, publication.staging, options, progress or Quiet()))
+        publication.commit(_written(job, publication.staging, options, progress or Progress()))
+    job.published = folder
     newest = steps.newest(folder.parent)
     if folder.parent == target and (newest is None or newest.step <= source.step):
         write_text(target / TRACKER, str(source.step))
-    return job, folder
+    return job
 
 
 def _is_step(folder: Path) -> bool:
@@ -156,7 +160,7 @@ def _written(job: StepJob, staging: Path, options: ConvertOptions, progress: Pro
     for role, planned in job.jobs.items():
         written = write_target(planned, staging / role, options, progress)
         files.update((f"{role}/{name}", entry) for name, entry in written.items())
-        parts.append({"role": role, "format": options.to, "parallel": str(planned.target.parallel)})
+        parts.append({**planned.part, "role": role})
         lines[role], accounts[role] = planned.report.as_json(), planned.account.as_json()
     for name in job.carried:
         files[name] = _carry(job.source, name, staging)
@@ -169,7 +173,7 @@ def _written(job: StepJob, staging: Path, options: ConvertOptions, progress: Pro
     )
 
 
-def _carry(source: WholeStep, name: str, staging: Path) -> FileEntry:
+def _carry(source: Subject, name: str, staging: Path) -> FileEntry:
     """Take a file over, and see that it is what the source's manifest says."""
     here = source.folder / name
     entry = carry(here, staging / name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 import mcore_rlhf.consolidate
+import mcore_rlhf.convert
 import mcore_rlhf.engines.adapter
 import mcore_rlhf.engines.plain
-import mcore_rlhf.into_run
 import mcore_rlhf.manager.rlhf.sampler
 import mcore_rlhf.manager.run.manager
 import mcore_rlhf.manager.state  # noqa: F401

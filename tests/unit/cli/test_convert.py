@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.cli import converting
+from mcore_rlhf.manager import convert_step as converting
 
 from .conftest import Cli, everything_below
 

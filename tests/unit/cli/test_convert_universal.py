@@ -32,15 +32,15 @@ def test_into_the_run_itself_with_proof(cli: Cli, run: Path) -> None:
 
 
 def test_the_proof_looks_at_what_was_written(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_rlhf.cli import proving
+    from mcore_rlhf.cli import converting
 
-    before = proving.verify_facts
+    before = converting.verify_facts
 
     def broken(path: Path, *rest: object) -> object:
         flip_a_bit(path / "zero" / "critic.value_head.weight" / "exp_avg.pt")
         return before(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(proving, "verify_facts", broken)
+    monkeypatch.setattr(converting, "verify_facts", broken)
     assert cli("convert", run, run, "--to", "universal", "--no-fsync", "--verify").code == 1
 
 

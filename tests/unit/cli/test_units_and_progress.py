@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rlhf.cli import progress
-from mcore_rlhf.cli.output import plain
-from mcore_rlhf.cli.units import count, duration, rate, size
+from mcore_rlhf.cli.output import count, duration, plain, rate, size
 from mcore_rlhf.storage.sizes import parse_size
 
 

@@ -15,7 +15,7 @@ from mcore_rlhf.manager.config.run import load_run_config, parse_resume
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
 from mcore_rlhf.manager.run.resume import Resume
-from mcore_rlhf.manager.whole_step import whole_step
+from mcore_rlhf.manager.subject import whole_step
 from mcore_rlhf.verify.checkpoint import verify
 
 from .conftest import Cli
@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[Path, Path], object]] = {
     "universal": lambda url, there: convert_checkpoint(there, url, ConvertOptions(to="universal")),
     "tokenizer": lambda url, there: WriteOptions(tokenizer=str(url)),
     "verify": lambda url, there: verify(url, ReadOptions()),
-    "step": lambda url, there: whole_step(url),
+    "step": lambda url, there: whole_step(url, ReadOptions()),
     "steps": lambda url, there: steps.listed(url),
     "adopt": lambda url, there: adopt(url / "global_step_1"),
     "manager": lambda url, there: CheckpointManager(url, torch.nn.Linear(1, 1)),

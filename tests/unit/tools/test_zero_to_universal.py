@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-import mcore_rlhf.into_run as into_run
+import mcore_rlhf.convert as converting
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.families.source import ReadOptions
@@ -178,7 +178,7 @@ class TestIntoRun:
             seen.append(_is_whole(path.parent / text))
             raise StorageError("no space")
 
-        monkeypatch.setattr(into_run, "replace_text", refuse)
+        monkeypatch.setattr(converting, "replace_text", refuse)
         with pytest.raises(StorageError):
             convert(run, run, OPTIONS)
         assert seen == [True]  # whole, and under its name, before anything names it

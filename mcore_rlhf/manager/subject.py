@@ -1,0 +1,172 @@
+"""What a path means: a step of roles, with everything else that belongs to it; a lone checkpoint is a step of one role without the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mcore_rlhf.errors import Corrupt, NotACheckpoint, UsageError
+from mcore_rlhf.families.selection import with_role
+from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.formats.registry import FORMATS
+from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.paths import local_path
+
+from .run import steps
+from .run.chosen_step import ChosenStep, choose
+from .run.step_names import RESERVED
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A step of roles, or a lone checkpoint.
+
+    Args:
+        folder: The step's folder; of a lone checkpoint, its folder, or what it is found in.
+        models: Role → folder, for models in a format that is known. A lone checkpoint's role is empty where nobody named it.
+        options: How the models are opened.
+        step: The step's number; None for a lone checkpoint, which has nothing of what follows.
+        manifest: The step's manifest, or None for another trainer's step.
+        others: Files of everything else, relative to the step's folder: data, RLHF state, RNG states, and roles in formats
+            that cannot be converted.
+        chosen: How the step was found in a root; None where the path says which.
+    """
+
+    folder: Path
+    models: Mapping[str, Path]
+    options: ReadOptions
+    step: int | None = None
+    manifest: Manifest | None = None
+    others: tuple[str, ...] = ()
+    chosen: ChosenStep | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is a lone checkpoint."""
+        return self.step is None
+
+    def reading(self, role: str) -> ReadOptions:
+        """How the model of a role is opened, in the role's folder."""
+        return self.options if self.alone else replace(self.options, role=role, step=None)
+
+    def of(self, role: str) -> Subject:
+        """One of its models, alone."""
+        return Subject(self.models[role], {role: self.models[role]}, self.reading(role), chosen=self.chosen)
+
+    def only(self, why: str) -> Subject:
+        """The one model of a step that has no other.
+
+        Args:
+            why: What asks for one model.
+
+        Raises:
+            UsageError: The step has several, or none.
+        """
+        if self.alone:
+            return self
+        if len(self.models) != 1:
+            raise UsageError(f"{why}, and {self.folder} is a whole step\nName one of its models with --role.")
+        return self.of(next(iter(self.models)))
+
+
+def find(path: Path, options: ReadOptions, chosen: ChosenStep | None = None) -> Subject:
+    """Understand a path: the root of a run, a step, a role's folder, an iteration.
+
+    Args:
+        path: The path.
+        options: ``role`` picks one model of a step, ``step`` one step of a root.
+        chosen: The step, where it is a root's and was chosen already.
+
+    Raises:
+        NotACheckpoint: The step does not have that role.
+        CheckpointError: There is no such step, or it is damaged.
+    """
+    chosen = chosen or chosen_step(path, options.step)
+    if chosen is not None:
+        path, options = chosen.folder, replace(options, step=None)
+    found = whole_step(path, options)
+    if found is None:
+        return Subject(path, {options.role or "": path}, options, chosen=chosen)
+    options = with_role(options, found.models)
+    found = replace(found, options=options, chosen=chosen)
+    if options.role is None:
+        return found
+    if options.role not in found.models:
+        there = ", ".join(found.models) or "none in a format that is known"
+        raise NotACheckpoint(f"{found.folder}: has no model of the role {options.role!r}; it has: {there}")
+    return found.of(options.role)
+
+
+def whole_step(path: Path, options: ReadOptions) -> Subject | None:
+    """The step that a folder is, whatever it holds; None where it is something else, such as a lone checkpoint.
+
+    Raises:
+        Corrupt: The step is damaged; what is wrong is said.
+    """
+    path = local_path(path)
+    return _opened(path, options) if _is_step(path) and path.is_dir() and not _is_model(path) else None
+
+
+def chosen_step(
+    path: Path, step: int | None = None, *, newest_intact: bool = False, progress: Callable[[int], None] | None = None
+) -> ChosenStep | None:
+    """The step that the root of a run means; None where the path is no root.
+
+    Args:
+        path: Any path.
+        step, newest_intact, progress: See :func:`~.chosen_step.choose`.
+
+    Raises:
+        UsageError: ``newest_intact``, and the path is no root.
+        CheckpointError: See :func:`~.chosen_step.choose`.
+    """
+    path = local_path(path)
+    if _is_root(path):
+        return choose(path, step, newest_intact=newest_intact, progress=progress)
+    if newest_intact:
+        raise UsageError(f"--newest-intact chooses one of several steps, and {path} is not the root of a run")
+    return None
+
+
+def _is_root(path: Path) -> bool:
+    if not path.is_dir() or _is_step(path) or _is_model(path):
+        return False
+    return any(steps.step_of(child) is not None for child in path.iterdir())
+
+
+def _is_step(path: Path) -> bool:
+    return steps.step_of(path) is not None or (path / steps.MANIFEST).is_file()
+
+
+def _is_model(path: Path) -> bool:
+    return any(known.detect(path) for known in FORMATS)
+
+
+def _opened(folder: Path, options: ReadOptions) -> Subject | None:
+    has_manifest = (folder / steps.MANIFEST).is_file()
+    manifest = steps.read_manifest(folder) if has_manifest else None
+    if manifest is not None and steps.step_of(folder) is not None and not steps.is_committed(folder):
+        raise Corrupt(
+            f"{folder}: is damaged: {steps.why_not_committed(folder)}\nUse another step: mcore-rlhf steps {folder.parent}"
+        )
+    models = {
+        child.name: child
+        for child in sorted(folder.iterdir())
+        if child.is_dir() and child.name not in RESERVED and _is_model(child)
+    }
+    number = steps.step_of(folder)
+    if number is None and manifest is not None:
+        number = manifest.step
+    if not models and manifest is None:
+        return None
+    return Subject(folder, models, options, number or 0, manifest, _others(folder, manifest, models))
+
+
+def _others(folder: Path, manifest: Manifest | None, models: Mapping[str, Path]) -> tuple[str, ...]:
+    """Everything that no model has; of a step of ours, what its manifest lists."""
+    if manifest is not None:
+        names = sorted(manifest.files)
+    else:
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return tuple(name for name in names if name.partition("/")[0] not in models)
