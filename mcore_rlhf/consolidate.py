@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, is_checkpoint, write_target
-from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog, FixedCatalog, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
@@ -23,14 +23,15 @@ from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, WriteOptions
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.hf.names import BIN, MODEL_STEM, SAFETENSORS
 from mcore_rlhf.formats.hf.shards import DEFAULT_SHARD, Part, Shard, index_of, shards_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import inside, local_path
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
+from mcore_rlhf.storage.record_file import Raw, RecordFile
 from mcore_rlhf.storage.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -145,37 +146,54 @@ def load_fp32_state_dict(
     return OrderedDict((name, found[name]) for name in parts.order)
 
 
-@dataclass(slots=True)
-class _MemoryFile:
+class _MemoryFile(RecordFile):
     """A tensor that is filled as if it were a file."""
 
-    tensor: torch.Tensor
+    def __init__(self, record: Record, shape: Shape) -> None:
+        import torch
 
-    def write(self, key: str, byte_offset: int, data: memoryview) -> None:
-        """Put bytes into it."""
+        self.tensor = torch.zeros(shape, dtype=getattr(torch, record.dtype.name))
+        super().__init__(Path(record.file), Raw([record]).layout(record.file))
+
+    def _create(self) -> None:
+        """Nothing on a disk."""
+
+    def _reserve(self) -> None:
+        """It is there."""
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
         import numpy as np
         import torch
 
         flat = self.tensor.reshape(-1).view(torch.uint8)
-        flat.numpy()[byte_offset : byte_offset + len(data)] = np.frombuffer(data, np.uint8)
+        flat.numpy()[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> FileEntry:
+    def _close(self, fsync: bool) -> None:
         """Nothing more to do."""
-        return FileEntry(self.tensor.nbytes, next(iter(crcs.values()), 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory(Raw):
+    """Makes tensors in memory.
+
+    Args:
+        shape: That of the tensor.
+        made: Told of it, by the file's name.
+    """
+
+    shape: Shape = ()
+    made: dict[str, _MemoryFile] = field(default_factory=dict)
+
+    def create_below(self, root: Path, file: str) -> RecordFile:
+        (record,) = self.records
+        self.made[file] = _MemoryFile(record, self.shape)
+        return self.made[file]
 
 
 def _memory_layout(part: Part, memory: dict[str, _MemoryFile]) -> FileLayout:
-    import torch
-
     name = part.names[0]
     record = Record(name, name, part.dtype, prod(part.shape), 0)
-
-    def create(_: Path) -> FileWriter:
-        made = torch.zeros(part.shape, dtype=getattr(torch, part.dtype.name))
-        memory[name] = _MemoryFile(made)
-        return memory[name]
-
-    return FileLayout([part.placed(record)], [record], create)
+    return FileLayout([part.placed(record)], [record], _InMemory([record], shape=part.shape, made=memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +266,8 @@ def _bin_layout(shard: Shard) -> FileLayout:
         Record(shard.file, f"data/{number}", part.dtype, prod(part.shape), 0) for number, part in enumerate(shard.parts)
     ]
     pairs = list(zip(shard.parts, records, strict=True))
-    stored = {part.names[0]: StoredTensor(record, 0, part.shape, row_major(part.shape)) for part, record in pairs}
+    stored = {part.names[0]: StoredTensor.whole(record, part.shape) for part, record in pairs}
     tree = OrderedDict(stored)
     tree.update({alias: stored[part.names[0]] for part in shard.parts for alias in part.names[1:]})
     entries = [part.placed(record) for part, record in pairs]
-    return FileLayout(entries, records, lambda root: PtWriter.create(root / shard.file, tree, file=shard.file))
+    return FileLayout(entries, records, Pt.of(tree))

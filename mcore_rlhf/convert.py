@@ -320,10 +320,9 @@ class _Conversion:
     def _write(self, file: TargetFile, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
         layout = file.layout()
         plan = plan_file(file.path, layout.holds, self.job.target.source)
-        writer = layout.create(self.staging)
-        run = FileRun(plan, layout.records, source, writer, ledger, self._window(), self._advance)
-        written = writer.finish(run.run(), fsync=self.options.fsync)
-        files[file.path] = FileEntry(written.nbytes, written.crc32)
+        with layout.container.create_below(self.staging, file.path) as writer:
+            run = FileRun(plan, layout.records, source, writer, ledger, self._window(), self._advance, writer.offset)
+            files[file.path] = writer.finish(run.run(), fsync=self.options.fsync)
 
     def _window(self) -> int:
         share = self.options.max_memory // (max(1, self.options.workers) * _BUFFERS_PER_WORKER)

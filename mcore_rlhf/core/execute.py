@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
@@ -45,15 +45,6 @@ class RecordSink(Protocol):
         ...
 
 
-@runtime_checkable
-class KnowsOffsets(Protocol):
-    """A sink that knows where its records lie in the file, so that windows can end at round offsets of the file."""
-
-    def offset(self, key: str) -> int:
-        """Where a record starts in the file, in bytes."""
-        ...
-
-
 class Checksums(Protocol):
     """CRC-32 over windows, and over the source ranges that passed by."""
 
@@ -82,6 +73,7 @@ class FileRun:
         checksums: Computes the records' CRCs, and hears of what was read.
         window_bytes: Size of the buffer.
         progress: Called with the number of bytes just written.
+        offset: Where a record starts in the file, in bytes, so that windows can end at round offsets of the file.
     """
 
     plan: FilePlan
@@ -91,6 +83,7 @@ class FileRun:
     checksums: Checksums
     window_bytes: int = WINDOW_BYTES
     progress: Callable[[int], None] = lambda nbytes: None
+    offset: Callable[[str], int] = lambda key: _GRID_BYTES
     _buffer: Words = field(default_factory=lambda: np.empty(0, np.uint8))
 
     def run(self) -> dict[str, int]:
@@ -106,15 +99,12 @@ class FileRun:
 
     def _fill(self, record: Record, copies: list[Copy]) -> int:
         limit = max(1, self.window_bytes // record.dtype.itemsize)
-        crc, phase = 0, self._offset(record) // record.dtype.itemsize
+        crc, phase = 0, (self.offset(record.key) - _GRID_BYTES) // record.dtype.itemsize
         for window in windows(copies, record.numel, limit, phase):
             nbytes = window.numel * record.dtype.itemsize
             crc = self.checksums.combine(crc, self._pass(record, window), nbytes)
             self.progress(nbytes)
         return crc
-
-    def _offset(self, record: Record) -> int:
-        return self.sink.offset(record.key) - _GRID_BYTES if isinstance(self.sink, KnowsOffsets) else 0
 
     def _pass(self, record: Record, window: Window) -> int:
         """Move one window; returns its checksum."""

@@ -36,8 +36,8 @@ from mcore_rlhf.families.lora.names import (
     without_prefix,
 )
 from mcore_rlhf.formats.peft.origin import Origin
-from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
-from mcore_rlhf.storage.safetensors_reader import SafetensorsFile, read_safetensors
+from mcore_rlhf.storage.safetensors import Safetensors, SafetensorsFile, read_safetensors
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .base import HeldTensor, LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
 from .load import fill_named
@@ -130,10 +130,11 @@ class AdapterEngine:
             if why := no_bytes(tensor):
                 raise Unsupported(f"{name} {why}; it cannot be saved")
             shape = tuple(tensor.shape)
-            tensors.append(SafeTensor(Record(SAFETENSORS, name, dtype_of(tensor.dtype), prod(shape), 0), shape))
+            record = Record(SAFETENSORS, name, dtype_of(tensor.dtype), prod(shape), 0)
+            tensors.append(StoredTensor.whole(record, shape))
             segments.append(Segment(name, 0, tensor.contiguous()))
             memory.put(tensor)
-        return LiveFile(SAFETENSORS, self.ranks[:1], tuple(segments), create=_Layout(tuple(tensors)))
+        return LiveFile(SAFETENSORS, self.ranks[:1], tuple(segments), Safetensors(tensors, {"format": "pt"}))
 
     def prepare_load(self, request: LoadRequest) -> PreparedLoad:
         """Open the adapter and compare it, and the base that it needs, with what is live.
@@ -183,17 +184,6 @@ class AdapterEngine:
                 "This is an adapter without the state of its training: load the weights alone, load(optimizer=False)."
             )
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Makes the file, behind training."""
-
-    tensors: tuple[SafeTensor, ...]
-
-    def __call__(self, path: Path) -> SafetensorsWriter:
-        """Lay it out at a path."""
-        return SafetensorsWriter.create(path, list(self.tensors), {"format": "pt"})
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.storage.record_writer import RecordWriter
+from mcore_rlhf.storage.record_file import Container
 
 from .stateful import Undo
 
@@ -47,27 +47,24 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveFile:
-    """A file to which this rank contributes: a ``.pt``, unless :attr:`create` makes another.
+    """A file to which this rank contributes.
 
     Args:
         path: Relative to the role's folder, with ``/``; equal on all ranks that contribute.
         writers: Global ranks that contribute, in any order after the first, which lays the file out and completes it.
         segments: What this rank contributes. What nobody contributes reads as zeros.
-        tree: Only on the first writer: what the file holds, with :class:`~mcore_rlhf.storage.stored.StoredTensor` for what
-            segments fill (their records' ``file`` is :attr:`path`), and small real tensors as they are. Nothing in it may
-            change later: containers are copies.
-        labels: Only on the first writer: label → key of the record in the tree (``data/0``). A label that is not listed is
+        container: Only on the first writer: what the file holds, with :class:`~mcore_rlhf.storage.stored.StoredTensor` for what
+            segments fill (their records' ``file`` is :attr:`path`), and small real tensors as they are. It is laid out behind
+            training: nothing in it may change later, dictionaries and lists are copies.
+        labels: Only on the first writer: label → key of the record in the container (``data/0``). A label that is not listed is
             the key itself.
-        create: Only on the first writer: makes a file that is no ``.pt`` at a path, laid out for its records; it is called
-            behind training, and holds no live value.
     """
 
     path: str
     writers: tuple[int, ...]
     segments: Sequence[Segment]
-    tree: object = None
+    container: Container | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    create: Callable[[Path], RecordWriter] | None = None
 
 
 @dataclass(frozen=True, slots=True)

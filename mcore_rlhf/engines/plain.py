@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, UsageError
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
 from .base import HeldTensor, LiveFile, LiveState, LoadRequest, PreparedLoad
@@ -89,7 +90,7 @@ class TorchEngine:
         tree: dict[str, object] = {name: live.placed(part) for name, part in parts.items()}
         if self.optimizer is not None:
             tree[RECORD] = described(self.optimizer, self.module)
-        files = (LiveFile(FILE, self.ranks[:1], tuple(live.segments), tree),)
+        files = (LiveFile(FILE, self.ranks[:1], tuple(live.segments), Pt.of(tree)),)
         memory = Memory.of(files, (live,))
         given = (Alive(name, part, tensor) for part in self._given() for name, tensor in tensors_in(parts[part]))
         return LiveState("torch", self.layout, files, held=(*self._held(memory), *memory.held(given)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,32 +11,7 @@ from mcore_rlhf.core.account import Inventory, Report
 from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
 from mcore_rlhf.families.source import Names, ReadOptions, Source, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
-
-
-class Written(Protocol):
-    """A file that is complete."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        ...
-
-    @property
-    def crc32(self) -> int:
-        """CRC-32 of all its bytes."""
-        ...
-
-
-class FileWriter(Protocol):
-    """A target file that is open for its records."""
-
-    def write(self, key: str, byte_offset: int, data: memoryview) -> None:
-        """Put bytes into a record, at an offset from the record's start."""
-        ...
-
-    def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> Written:
-        """Complete the file, with the CRC-32 of every record."""
-        ...
+from mcore_rlhf.storage.record_file import Container
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +21,12 @@ class FileLayout:
     Args:
         holds: The logical tensors of which it holds parts, with those parts as chunks.
         records: Its records.
-        create: Creates the file below a folder, ready for its records.
+        container: What kind of file it is, and what it holds besides.
     """
 
     holds: Sequence[TensorEntry]
     records: Sequence[Record]
-    create: Callable[[Path], FileWriter]
+    container: Container
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.box import Shape, dot
+from ..core.box import Shape, dot, row_major
 from ..core.catalog import Record
 from .stubs import NAMESPACES, Namespace
 
@@ -27,6 +27,11 @@ class StoredTensor:
     start: int
     shape: Shape
     strides: Shape
+
+    @classmethod
+    def whole(cls, record: Record, shape: Shape) -> StoredTensor:
+        """A contiguous tensor that is the whole of a record."""
+        return cls(record, 0, shape, row_major(shape))
 
     @property
     def stop(self) -> int:

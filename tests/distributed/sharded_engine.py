@@ -16,6 +16,7 @@ from mcore_rlhf.engines.load import copy_into
 from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
 
 WEIGHTS, MOMENTS = "weights.pt", "moments.pt"
@@ -60,7 +61,8 @@ class ShardedEngine:
 
     def _file(self, name: str, owner: int, step: int) -> LiveFile:
         record = Record(name, "data/0", dtype_of(torch.float32), self.numel, 0)
-        tree = {"vector": StoredTensor(record, 0, (self.numel,), (1,)), "step": step} if owner == self.rank else None
+        vector = StoredTensor(record, 0, (self.numel,), (1,))
+        tree = Pt.of({"vector": vector, "step": step}) if owner == self.rank else None
         writers = (owner, *(rank for rank in range(self.size) if rank != owner))
         segment = Segment("vector", self.rank * self.share * 4, self.values[name])
         return LiveFile(name, writers, (segment,), tree, {"vector": "data/0"} if tree else {})

@@ -10,7 +10,7 @@ from mcore_rlhf.engines.base import LiveFile, LiveState
 from mcore_rlhf.engines.save import Counted, account_of, compare
 from mcore_rlhf.errors import Problems
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.record_file import RecordFile
 
 
 def write_live(state: LiveState, root: Path) -> None:
@@ -60,14 +60,13 @@ def _check_writers(state: LiveState) -> None:
         assert set(named.pop()) == contributing, path
 
 
-def _create(file: LiveFile, root: Path) -> PtWriter:
-    path = root / file.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return PtWriter.create(path, file.tree, file=file.path)
+def _create(file: LiveFile, root: Path) -> RecordFile:
+    assert file.container is not None
+    return file.container.create_below(root, file.path)
 
 
-def _offsets(file: LiveFile, writer: PtWriter) -> dict[str, int]:
-    keys = {key: key for key in writer.members if key.startswith("data/")} | dict(file.labels)
+def _offsets(file: LiveFile, writer: RecordFile) -> dict[str, int]:
+    keys = {key: key for key in writer.open_records} | dict(file.labels)
     return {label: writer.offset(key) for label, key in keys.items()}
 
 
@@ -95,7 +94,7 @@ def _write(file: LiveFile, path: Path, offsets: dict[str, int]) -> None:
         os.close(fd)
 
 
-def _checksums(writer: PtWriter, path: Path) -> dict[str, int]:
+def _checksums(writer: RecordFile, path: Path) -> dict[str, int]:
     data = path.read_bytes()
-    places = {key: member for key, member in writer.members.items() if key.startswith("data/")}
-    return {key: crc32(data[m.data_offset : m.data_offset + m.nbytes]) for key, m in places.items()}
+    places = {key: (writer.offset(key), writer.record_nbytes(key)) for key in writer.open_records}
+    return {key: crc32(data[at : at + nbytes]) for key, (at, nbytes) in places.items()}

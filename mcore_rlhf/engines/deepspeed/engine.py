@@ -18,6 +18,7 @@ from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.deepspeed.files import LATEST, TagFiles, is_tag_folder, locate
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.pt import Pt
 
 from ..base import Engine, LiveFile, LiveState, LoadRequest
 from ..optimizers import say_what_is_unknown
@@ -121,7 +122,7 @@ class DeepSpeedEngine:
         for path, state in self._own_files(tag, live).items():
             tree = LiveTree(path)
             placed = tree.placed(state)
-            files.append(LiveFile(path, (rank,), tuple(tree.segments), placed))
+            files.append(LiveFile(path, (rank,), tuple(tree.segments), Pt.of(placed)))
             trees.append(tree)
         texts = {LATEST: tag} if self.save_latest and rank == self.ranks[0] else {}
         weights, frozen = weights_of(self.engine, live), not self.exclude_frozen_parameters

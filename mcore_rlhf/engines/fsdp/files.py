@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from math import prod
 
@@ -24,7 +23,7 @@ from mcore_rlhf.formats.dcp.keys import PARAMS, RLINF, joined
 from mcore_rlhf.formats.dcp.nest import leaves
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,
-    DcpFileWriter,
+    Distcp,
     Item,
     ObjectItem,
     Path_,
@@ -192,9 +191,7 @@ def live_state(table: LiveTable, layout: str) -> LiveState:
     """
     whole, rank = table.table, table.rank
     items = whole.items(rank)
-    file = LiveFile(
-        f"{FOLDER}/{whole.name(rank)}", (rank,), table.segments, create=partial(DcpFileWriter.create, items=items)
-    )
+    file = LiveFile(f"{FOLDER}/{whole.name(rank)}", (rank,), table.segments, Distcp(items))
     texts = {f"{FOLDER}/{METADATA_FILE}": whole.metadata} if rank == whole.ranks[0] else {}
     return LiveState("dcp", layout, (file,) if items else (), texts)
 

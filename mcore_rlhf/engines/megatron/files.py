@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, iteration_folder_name
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from ..base import HeldTensor, LiveFile, Segment
@@ -66,7 +67,7 @@ class LiveFiles:
             tree["optimizer"] = self._optimizer_state()
         placed = live.placed({**tree, **after})
         self.trees.append(live)
-        return LiveFile(path, (self.place.rank,), tuple(live.segments), placed)
+        return LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed))
 
     def optimizer_files(self) -> list[LiveFile]:
         """The ``distrib_optim.pt`` files to which this rank contributes: its dense and its expert shards may go to two."""
@@ -84,7 +85,7 @@ class LiveFiles:
         live = LiveTree(path)
         placed = live.placed(self._optimizer_state())
         self.trees.append(live)
-        return [LiveFile(path, (self.place.rank,), tuple(live.segments), placed)]
+        return [LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed))]
 
     def _flat(self) -> list[Member]:
         """The members with shards; of several instances of the distributed optimizer, all hold the same."""
@@ -109,7 +110,7 @@ class LiveFiles:
         live = LiveTree(path)
         labels: dict[str, str] = {}
         trees = [None if m is None or m not in present else _buffers(m, live, labels) for m in self.chain]
-        return LiveFile(path, writers, segments, trees if len(trees) > 1 else trees[0], labels)
+        return LiveFile(path, writers, segments, Pt.of(trees if len(trees) > 1 else trees[0]), labels)
 
     def _optimizer_state(self) -> object:
         states = [{} if member is None else member.state_dict() for member in self.chain]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Inventory, Kind, Report
 from mcore_rlhf.core.box import Box, Shape, row_major
@@ -16,11 +15,11 @@ from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,
-    DcpFileWriter,
+    Distcp,
     Item,
     ObjectItem,
     Path_,
@@ -28,7 +27,7 @@ from mcore_rlhf.storage.dcp import (
     dcp_metadata,
     records,
 )
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .choices import Choices, choose
@@ -151,16 +150,10 @@ class _Writer:
                 continue
             numel = Box.whole(part.shape).numel
             record = Record(FULL_WEIGHTS, f"data/{len(holds)}", part.dtype, numel, 0)
-            tree[part.name.param] = StoredTensor(record, 0, part.shape, row_major(part.shape))
+            tree[part.name.param] = StoredTensor.whole(record, part.shape)
             chunk = Chunk(Box.whole(part.shape), record, 0, row_major(part.shape))
             holds.append(TensorEntry(part.name, part.shape, part.dtype, (chunk,)))
-
-        def create(root: Path) -> FileWriter:
-            full = root / FULL_WEIGHTS
-            full.parent.mkdir(parents=True, exist_ok=True)
-            return PtWriter.create(full, tree, file=FULL_WEIGHTS)
-
-        return FileLayout(holds, [chunk.record for entry in holds for chunk in entry.chunks], create)
+        return FileLayout(holds, [chunk.record for entry in holds for chunk in entry.chunks], Pt.of(tree))
 
 
 def _layout(path: str, items: Sequence[Item], keyed: dict[str, Planned]) -> FileLayout:
@@ -172,13 +165,7 @@ def _layout(path: str, items: Sequence[Item], keyed: dict[str, Planned]) -> File
             part = keyed[item.fqn]
             chunk = Chunk(Box(item.offset, item.shape), placed[item.key], 0, row_major(item.shape))
             holds[part.name] = TensorEntry(part.name, part.shape, part.dtype, (chunk,))
-
-    def create(root: Path) -> FileWriter:
-        full = root / path
-        full.parent.mkdir(parents=True, exist_ok=True)
-        return DcpFileWriter.create(full, items)
-
-    return FileLayout(list(holds.values()), list(placed.values()), create)
+    return FileLayout(list(holds.values()), list(placed.values()), Distcp(items))
 
 
 def _shapes(parts: Sequence[Part]) -> dict[str, Shape]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
@@ -15,11 +14,11 @@ from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
 from mcore_rlhf.families.source import Source, WriteOptions
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.carried import AT_THE_TOP
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.pt import Pt
 
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
 from .layout import Blueprint, Choices, Records, choose
@@ -254,10 +253,4 @@ class _Writer:
 def _lay_out(path: str, role: str, make: _Tree) -> FileLayout:
     records = Records(path, role)
     tree = make(records)
-
-    def create(root: Path) -> FileWriter:
-        full = root / path
-        full.parent.mkdir(parents=True, exist_ok=True)
-        return PtWriter.create(full, tree, file=path)
-
-    return FileLayout(records.entries, records.records, create)
+    return FileLayout(records.entries, records.records, Pt.of(tree))

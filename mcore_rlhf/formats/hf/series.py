@@ -13,7 +13,7 @@ from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import cannot_open, inside
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
-from mcore_rlhf.storage.safetensors_reader import read_safetensors
+from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .names import BIN, MODEL_STEM, SAFETENSORS, file_name, index_name, shard_count

@@ -16,8 +16,9 @@ from mcore_rlhf.core.box import Box, Shape, row_major
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.formats.base import FileLayout, FileWriter, TargetFile
-from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
+from mcore_rlhf.formats.base import FileLayout, TargetFile
+from mcore_rlhf.storage.safetensors import Safetensors
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .names import SAFETENSORS, file_name, index_name
 
@@ -78,15 +79,9 @@ class Shard:
         named = [(name, part) for part in self.parts for name in part.names]
         named.sort(key=lambda item: -item[1].dtype.itemsize)
         records = [Record(self.file, name, part.dtype, prod(part.shape), 0) for name, part in named]
-        tensors = [SafeTensor(record, part.shape) for record, (_, part) in zip(records, named, strict=True)]
+        tensors = [StoredTensor.whole(record, part.shape) for record, (_, part) in zip(records, named, strict=True)]
         entries = [part.placed(record) for record, (_, part) in zip(records, named, strict=True)]
-
-        def create(root: Path) -> FileWriter:
-            path = root / self.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return SafetensorsWriter.create(path, tensors, {"format": "pt"})
-
-        return FileLayout(entries, records, create)
+        return FileLayout(entries, records, Safetensors(tensors, {"format": "pt"}))
 
     def target(self) -> TargetFile:
         """The file as part of a target."""

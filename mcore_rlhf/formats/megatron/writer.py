@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.blueprint import Blueprint
@@ -14,9 +13,9 @@ from mcore_rlhf.families.megatron.native import COUNTER, PER_RANK_KEYS
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.rank_layout import RankLayout, Records
 from mcore_rlhf.families.source import Source, WriteOptions
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.pt import Pt
 
 from .opaque import OpaqueValues
 from .trees import TreeMaker, needs_distrib_file
@@ -98,9 +97,4 @@ class _Writer:
 
 
 def _layout(records: Records, tree: Callable[[], object]) -> FileLayout:
-    def create(root: Path) -> FileWriter:
-        path = root / records.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return PtWriter.create(path, tree(), file=records.file)
-
-    return FileLayout(records.entries, records.records, create)
+    return FileLayout(records.entries, records.records, Pt(tree))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.source import Source, WriteOptions
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
-from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFileWriter, Item, ObjectItem, dcp_metadata, records
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.storage.dcp import METADATA_FILE, Distcp, Item, ObjectItem, dcp_metadata, records
+from mcore_rlhf.storage.pt import Pt
 
 from .common import common_tree
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT
@@ -87,25 +86,14 @@ class _Writer:
         return [*self.contents.items(number - 1)] if number else [*self.objects]
 
     def _file(self, number: int) -> FileLayout:
-        path = f"{self.folder}/{_name(number)}"
-        found = records(path, self._items(number))
+        items = self._items(number)
+        found = records(f"{self.folder}/{_name(number)}", items)
         entries = self.contents.entries(number - 1, found) if number else []
-
-        def create(root: Path) -> FileWriter:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            return DcpFileWriter.create(root / path, self._items(number))
-
-        return FileLayout(entries, found, create)
+        return FileLayout(entries, found, Distcp(items))
 
     def _common(self) -> FileLayout:
-        path = f"{self.folder}/{COMMON}"
-
-        def create(root: Path) -> FileWriter:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            _, first = next(rng_ranks(self.run.choices.parallel))
-            return PtWriter.create(root / path, common_tree(self.run, first), file=path)
-
-        return FileLayout((), (), create)
+        _, first = next(rng_ranks(self.run.choices.parallel))
+        return FileLayout((), (), Pt(lambda: common_tree(self.run, first)))
 
     def _note_sharding(self) -> None:
         """Say what the optimizer's states become where the source had them otherwise."""

@@ -31,7 +31,7 @@ from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, Training
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import read_pt
-from mcore_rlhf.storage.safetensors_reader import read_safetensors
+from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .origin import Origin

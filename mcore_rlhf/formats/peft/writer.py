@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.box import Box, row_major
@@ -22,9 +21,10 @@ from mcore_rlhf.families.lora.names import CONFIG, ORIGIN, SAFETENSORS
 from mcore_rlhf.families.lora.parts import CARRIED, Adapter, adapter_in, carried, known_config
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
+from mcore_rlhf.storage.safetensors import Safetensors
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .origin import Origin
 
@@ -100,8 +100,8 @@ class _Writer:
             record = Record(SAFETENSORS, file, self._dtype(memory), prod(spec.global_shape), 0)
             chunk = Chunk(Box.whole(spec.global_shape), record, 0, row_major(spec.global_shape))
             entries.append(TensorEntry(TensorName(self.source.role, file), spec.global_shape, record.dtype, (chunk,)))
-            tensors.append(SafeTensor(record, spec.global_shape))
-        return FileLayout(entries, [tensor.record for tensor in tensors], lambda root: _create(root, tensors))
+            tensors.append(StoredTensor.whole(record, spec.global_shape))
+        return FileLayout(entries, [tensor.record for tensor in tensors], Safetensors(tensors, {"format": "pt"}))
 
     def _view(self, names: Mapping[str, str]) -> Catalog:
         """The adapter's tensors under peft's names."""
@@ -129,8 +129,3 @@ class _Writer:
         new = sorted(set(config.values) - set(self.given.values))
         if new:
             report.add(Fate.DERIVED, f"{CONFIG}: {', '.join(new)} follow from the tensors, or are peft's own defaults")
-
-
-def _create(root: Path, tensors: list[SafeTensor]) -> FileWriter:
-    root.mkdir(parents=True, exist_ok=True)
-    return SafetensorsWriter.create(root / SAFETENSORS, tensors, {"format": "pt"})

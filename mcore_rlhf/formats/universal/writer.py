@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Report
@@ -23,9 +22,9 @@ from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
 from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
-from mcore_rlhf.formats.base import FileLayout, FileWriter, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import INFO, LATEST, OPTIMIZER_FILE, PARAM_KEY, STEP, SUFFIX, ZERO, model_file, stage3_model_file, state_key
@@ -64,7 +63,7 @@ class StateFiles:
             if state == MASTER or self.catalog.get(TensorName(self.role, spec.name, state)) is not None:
                 yield TargetFile(self._path(spec, state_key(state)), partial(self._layout, spec, state))
         if step is not None and spec.trainable:
-            yield TargetFile(self._path(spec, STEP), partial(self._step_layout, spec, step))
+            yield TargetFile(self._path(spec, STEP), partial(_step_layout, step))
 
     def shape(self, spec: ParamSpec) -> Shape:
         """The shape as written: without the padding of a vocabulary."""
@@ -82,28 +81,22 @@ class StateFiles:
             name, spec.global_shape, shape, Record(file, "data/0", self._dtype(name), prod(shape), 0)
         )
         keys = self.keys.of_param(spec.name) if spec.trainable else {}
-        return FileLayout([entry], [stored.record], partial(create, file, {**keys, PARAM_KEY: stored}))
+        return FileLayout([entry], [stored.record], Pt.of({**keys, PARAM_KEY: stored}))
 
     def _dtype(self, name: TensorName) -> DType:
         """States keep their type; what has no master becomes one."""
         entry = self.catalog.get(name)
         return entry.dtype if entry is not None else FLOAT32
 
-    def _step_layout(self, spec: ParamSpec, step: object) -> FileLayout:
-        return FileLayout([], [], partial(create, self._path(spec, STEP), step))
+
+def _step_layout(step: object) -> FileLayout:
+    return FileLayout([], [], Pt.of(step))
 
 
 def placed(name: TensorName, global_shape: Shape, shape: Shape, record: Record) -> tuple[TensorEntry, StoredTensor]:
     """A tensor, or its first rows, as the whole of a record: the entry for the plan, and the tensor for the pickle."""
     chunk = Chunk(Box.whole(shape), record, 0, row_major(shape))
-    return TensorEntry(name, global_shape, record.dtype, (chunk,)), StoredTensor(record, 0, shape, row_major(shape))
-
-
-def create(file: str, tree: object, root: Path) -> FileWriter:
-    """Create a ``.pt`` file below a folder, ready for its records."""
-    path = root / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return PtWriter.create(path, tree, file=file)
+    return TensorEntry(name, global_shape, record.dtype, (chunk,)), StoredTensor.whole(record, shape)
 
 
 VERSION = "0.19.8"
@@ -138,7 +131,7 @@ class ModelFile:
         """What the file will hold."""
         module = self._module()
         tree = self._tree(module)
-        return FileLayout(self.entries, self.records, partial(create, self.file, tree))
+        return FileLayout(self.entries, self.records, Pt.of(tree))
 
     def _module(self) -> OrderedDict[str, object]:
         """The module in the order of its own state dict; aliases share the storage of their owners."""
@@ -342,8 +335,7 @@ class _Writer:
         return ModelFile(self.source, self.native, path, mp_rank, whole).layout()
 
     def _optimizer_layout(self) -> FileLayout:
-        path = f"{self.folder}/{ZERO}/{OPTIMIZER_FILE}"
-        return FileLayout([], [], partial(create, path, optimizer_tree(self.source, self.native)))
+        return FileLayout([], [], Pt.of(optimizer_tree(self.source, self.native)))
 
     def _steps(self) -> dict[str, object]:
         """The step of every trained parameter: its group's, or that of all groups where members are not known."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
-from mcore_rlhf.storage.ptwriter import PtWriter
-from mcore_rlhf.storage.reserved_file import WrittenFile
+from mcore_rlhf.storage.record_file import RecordFile
 
 from .leaves import children
 from .template import metrics_of
@@ -140,15 +140,15 @@ def _rewrite(folder: Path, broken: Broken, stubs: tuple[str, ...]) -> None:
     aside = path.with_name(".control")  # the archive's own root folder is named after the file, so that keeps its name
     aside.mkdir()
     pt = read_pt(folder, broken.file, stubs=stubs)
-    with PtWriter.create(aside / path.name, pt.tree, file=broken.file) as writer:
+    with Pt.of(pt.tree).create(aside / path.name, broken.file) as writer:
         crcs = {key: _copy(pt, writer, key, broken.record) for key in writer.open_records}
         written = writer.finish(crcs)
     os.replace(aside / path.name, path)
     aside.rmdir()
-    _update_manifest(folder, {broken.file: written})
+    _update_manifest(folder, broken.file, written)
 
 
-def _copy(pt: PtFile, writer: PtWriter, key: str, broken: Record) -> int:
+def _copy(pt: PtFile, writer: RecordFile, key: str, broken: Record) -> int:
     """Copy a record, or its broken form; returns its CRC-32."""
     member, crc = pt.directory.members[key], 0
     with pt.directory.path.open("rb") as file:
@@ -174,7 +174,6 @@ def flipped(data: bytes, itemsize: int) -> bytes:
     return bytes(words.tobytes())
 
 
-def _update_manifest(folder: Path, files: Mapping[str, WrittenFile]) -> None:
+def _update_manifest(folder: Path, file: str, entry: FileEntry) -> None:
     manifest = read_manifest(folder)
-    entries = {name: FileEntry(written.nbytes, written.crc32) for name, written in files.items()}
-    write_text(folder / MANIFEST, replace(manifest, files={**manifest.files, **entries}).to_json())
+    write_text(folder / MANIFEST, replace(manifest, files={**manifest.files, file: entry}).to_json())

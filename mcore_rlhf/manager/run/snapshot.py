@@ -11,6 +11,7 @@ import torch
 from mcore_rlhf.engines.base import LiveFile, LiveState, Text
 from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare
 from mcore_rlhf.errors import Problems
+from mcore_rlhf.storage.pt import Pt
 
 from ..rlhf.carried import Carried
 from ..state import RlhfState
@@ -103,8 +104,8 @@ def _add_state(snapshot: Snapshot, state: RlhfState, rank: int) -> None:
     snapshot.texts[STATE_FILE] = state.to_json()
     for stem, tensors in state.tensor_files().items():
         live = LiveTree(f"{stem}.pt")
-        tree = live.placed(tensors)
-        snapshot.files.append(StepFile(_STATE_FOLDER, LiveFile(live.file, (rank,), tuple(live.segments), tree)))
+        container = Pt.of(live.placed(tensors))
+        snapshot.files.append(StepFile(_STATE_FOLDER, LiveFile(live.file, (rank,), tuple(live.segments), container)))
 
 
 def _add_data(snapshot: Snapshot, parts: Components, crew: Crew) -> None:

@@ -20,9 +20,8 @@ from mcore_rlhf.errors import CoverageError
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
-from mcore_rlhf.storage.ptwriter import PtWriter
-from mcore_rlhf.storage.record_writer import RecordWriter
-from mcore_rlhf.storage.reserved_file import WrittenFile
+from mcore_rlhf.storage.pt import Pt
+from mcore_rlhf.storage.record_file import RecordFile
 
 from .mailbox import Mailbox
 from .staging import StepFile, as_bytes
@@ -101,8 +100,8 @@ class RankWriter:
             path: Relative to the step's folder.
             tree: Containers, plain values and real tensors.
         """
-        with PtWriter.create(self._target(path), tree, file=path) as writer:
-            self._note(path, writer.finish({}, fsync=self.fsync))
+        with Pt.of(tree).create(self._target(path), path) as writer:
+            self.written[path] = writer.finish({}, fsync=self.fsync)
 
     def save_text(self, path: str, text: Text) -> None:
         """Write a small file."""
@@ -119,9 +118,9 @@ class RankWriter:
             raise storage_error(error, target, "write") from error
         self.written[path] = FileEntry(len(data), crc32(data))
 
-    def _create(self, file: StepFile) -> RecordWriter:
-        target, live = self._target(file.path), file.live
-        return live.create(target) if live.create is not None else PtWriter.create(target, live.tree, file=live.path)
+    def _create(self, file: StepFile) -> RecordFile:
+        assert file.live.container is not None  # of its first writer
+        return file.live.container.create(self._target(file.path), file.live.path)
 
     def _target(self, path: str) -> Path:
         target = self.folder / path
@@ -138,7 +137,7 @@ class RankWriter:
             if path != Path():
                 (self.folder / path).mkdir(exist_ok=True)
 
-    def _laid_out(self, file: StepFile) -> RecordWriter:
+    def _laid_out(self, file: StepFile) -> RecordFile:
         live = file.live
         writer = self._create(file)
         if len(live.writers) > 1:
@@ -147,7 +146,7 @@ class RankWriter:
             self.mailbox.post_json(f"layout-{_short(file.path)}", offsets)
         return writer
 
-    def _fill(self, file: LiveFile, writer: RecordWriter) -> list[Piece]:
+    def _fill(self, file: LiveFile, writer: RecordFile) -> list[Piece]:
         def put(label: str, byte_offset: int, data: memoryview) -> None:
             writer.write(file.labels.get(label, label), byte_offset, data)
 
@@ -187,7 +186,7 @@ class RankWriter:
             self.advance(len(window))
         return Piece(segment.label, segment.byte_offset, at, total)
 
-    def _finish(self, file: StepFile, writer: RecordWriter, pieces: list[Piece]) -> None:
+    def _finish(self, file: StepFile, writer: RecordFile, pieces: list[Piece]) -> None:
         for rank in file.live.writers[1:]:
             told = self.mailbox.take_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
             assert isinstance(told, list)
@@ -202,10 +201,7 @@ class RankWriter:
             key: _record_crc(f"{file.path}: {key}", by_key.get(key, []), writer.record_nbytes(key))
             for key in writer.open_records
         }
-        self._note(file.path, writer.finish(crcs, fsync=self.fsync))
-
-    def _note(self, path: str, written: WrittenFile) -> None:
-        self.written[path] = FileEntry(written.nbytes, written.crc32)
+        self.written[file.path] = writer.finish(crcs, fsync=self.fsync)
 
 
 def _record_crc(what: str, pieces: Sequence[Piece], nbytes: int) -> int:

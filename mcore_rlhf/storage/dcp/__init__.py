@@ -19,7 +19,7 @@ from .rankfile import read_rank_file as read_rank_file
 from .small import load_tensor as load_tensor
 from .small import unwrap as unwrap
 from .small import wrapped as wrapped
-from .writer import DcpFileWriter as DcpFileWriter
+from .writer import Distcp as Distcp
 from .writer import Item as Item
 from .writer import ObjectItem as ObjectItem
 from .writer import TensorItem as TensorItem
@@ -30,10 +30,10 @@ from .writer import saved as saved
 __all__ = [
     "METADATA_FILE",
     "DcpFile",
-    "DcpFileWriter",
     "DcpFolder",
     "DcpObject",
     "DcpTensor",
+    "Distcp",
     "Item",
     "Local",
     "ObjectItem",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from .. import zipheaders as z
 from ..checksum import crc32
-from ..ptwriter import SERIALIZATION_ID
+from ..pt import SERIALIZATION_ID
 from ..stored import StoredTensor
 from ..torchzip import Directory, Member
 from .items import Item, OpenFile, open_item, stored_tensor

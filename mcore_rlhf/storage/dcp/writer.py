@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from math import prod
+from typing import Any, ClassVar
 
-from mcore_rlhf.core.box import Shape, row_major
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import DType
 
-from ..checksum import combine, crc32
 from ..pickling import pickle_tree
-from ..reserved_file import ReservedFile, WrittenFile
+from ..pt import stream_layout
+from ..record_file import Container, Layout, Piece, in_memory
 from ..stored import StoredTensor
 from .checks import item_key
 from .metadata import DcpMetadata, Path_, Place, TensorMeta
 from .pickled import pickle_metadata
-from .zipitem import ZipItem, zip_item
 
 _DATA = "data/0"
 
@@ -76,19 +75,13 @@ def saved(tree: Any) -> bytes:
     Raises:
         Unsupported: It holds something that cannot be saved.
     """
-    pickled = pickle_tree(tree, "")
-    contents = {key: tensor.numpy().tobytes() for key, tensor in pickled.contents.items()}
-    return zip_item(pickled).whole(contents)
+    return in_memory(stream_layout(pickle_tree(tree, "")))
 
 
 @lru_cache(maxsize=4096)
-def _tensor_zip(dtype: DType, shape: Shape) -> ZipItem:
+def _tensor_zip(dtype: DType, shape: Shape) -> Layout:
     """The zip of a contiguous tensor; chunks of one shape share it."""
-    numel = 1
-    for count in shape:
-        numel *= count
-    stored = StoredTensor(Record("", _DATA, dtype, numel, 0), 0, shape, row_major(shape))
-    return zip_item(pickle_tree(stored, ""))
+    return stream_layout(pickle_tree(StoredTensor.whole(Record("", _DATA, dtype, prod(shape), 0), shape), ""))
 
 
 @lru_cache(maxsize=4096)
@@ -117,17 +110,10 @@ def records(file: str, items: Iterable[Item]) -> list[Record]:
         items: What it will hold.
     """
     return [
-        Record(file, item.key, item.dtype, _numel(item), offset + _tensor_zip(item.dtype, item.shape).offset(_DATA))
+        Record(file, item.key, item.dtype, numel, offset + _tensor_zip(item.dtype, item.shape).records[_DATA][0])
         for item, offset, _ in _placed(items)
-        if isinstance(item, TensorItem) and item.data is None and _numel(item)
+        if isinstance(item, TensorItem) and item.data is None and (numel := prod(item.shape))
     ]
-
-
-def _numel(item: TensorItem) -> int:
-    numel = 1
-    for count in item.shape:
-        numel *= count
-    return numel
 
 
 def dcp_metadata(
@@ -162,90 +148,38 @@ def dcp_metadata(
     return pickle_metadata(DcpMetadata(tensors, objects, places, planner_data or {}))
 
 
-@dataclass(slots=True)
-class DcpFileWriter(ReservedFile):
-    """A ``.distcp`` being written; ``write`` may be called from several threads."""
+@dataclass(frozen=True, slots=True)
+class Distcp(Container):
+    """A ``.distcp`` file.
 
-    _items: Sequence[Item]
-    _data: dict[str, tuple[int, int]]
+    Args:
+        items: What it will hold, in this order.
+    """
 
-    @classmethod
-    def create(cls, path: Path, items: Sequence[Item]) -> DcpFileWriter:
-        """Lay the file out and reserve it; objects and the zips' own headers are written at once.
+    name: ClassVar[str] = ".distcp"
+    items: Sequence[Item]
 
-        Args:
-            path: Where to write; must not exist.
-            items: What it will hold, in this order.
+    def layout(self, file: str) -> Layout:
+        """Item after item; objects and the zips' own headers are known, and the data of constants."""
+        places = {record.key: (record.byte_offset, record.nbytes) for record in records(file, self.items)}
+        return Layout(sum(map(_length, self.items)), places, self._known(), self._ending)
 
-        Raises:
-            StorageError: The file cannot be created.
-        """
-        data = {record.key: (record.byte_offset, record.nbytes) for record in records(path.name, items)}
-        writer = cls(path, sum(map(_length, items)), items, data)
-        writer.reserve()
-        for item, offset, _ in _placed(items):
+    def _known(self) -> Iterator[Piece]:
+        for item, offset, _ in _placed(self.items):
             if isinstance(item, ObjectItem):
-                writer.pwrite(item.data, offset)
-            else:
-                head = _tensor_zip(item.dtype, item.shape).head()
-                writer.pwrite(head + (item.data or b""), offset)
-        return writer
+                yield Piece(offset, item.data)
+                continue
+            zipped = _tensor_zip(item.dtype, item.shape)
+            yield from _moved(zipped.known, offset)
+            if item.data is not None:
+                yield Piece(offset + zipped.records[_DATA][0], item.data, item.key)
 
-    @property
-    def open_records(self) -> list[str]:
-        """Keys of the records that have yet to be written, and whose checksums :meth:`finish` wants."""
-        return list(self._data)
+    def _ending(self, crcs: Mapping[str, int]) -> Iterator[Piece]:
+        for item, offset, _ in _placed(self.items):
+            if isinstance(item, TensorItem):
+                crc = crcs.get(item.key, 0)  # of a tensor without elements nobody has one
+                yield from _moved(_tensor_zip(item.dtype, item.shape).ending({_DATA: crc}), offset)
 
-    def offset(self, key: str) -> int:
-        """Where a record starts in the file, in bytes."""
-        return self._data[key][0]
 
-    def record_nbytes(self, key: str) -> int:
-        """Length of a record, in bytes."""
-        return self._data[key][1]
-
-    def write(self, key: str, byte_offset: int, data: memoryview) -> None:
-        """Put bytes into a tensor's data. What is never written reads as zeros.
-
-        Args:
-            key: The item's key.
-            byte_offset: Where, from the first byte of its data.
-            data: The bytes.
-
-        Raises:
-            StorageError: They cannot be written.
-            ValueError: They would lie outside the tensor.
-        """
-        start, nbytes = self._data[key]
-        if byte_offset < 0 or byte_offset + len(data) > nbytes:
-            raise ValueError(f"{self.path}: {len(data)} bytes at {byte_offset} do not fit into {key} of {nbytes} bytes")
-        self.pwrite(data, start + byte_offset)
-
-    def finish(self, crcs: Mapping[str, int], *, fsync: bool = False) -> WrittenFile:
-        """Put the checksums and the zips' directories in place, and close the file.
-
-        Args:
-            crcs: CRC-32 of every record, by key, over all its bytes.
-            fsync: Whether to wait until the file is on the disk.
-
-        Raises:
-            StorageError: The file cannot be completed.
-            ValueError: A CRC is missing.
-        """
-        missing = sorted(self._data.keys() - crcs.keys())
-        if missing:
-            raise ValueError(f"{self.path}: no CRC was given for {', '.join(missing)}")
-        total = 0
-        for item, offset, length in _placed(self._items):
-            crc = crc32(item.data) if isinstance(item, ObjectItem) else self._end(item, offset, crcs)
-            total = combine(total, crc, length)
-        return self.complete(total, fsync=fsync)
-
-    def _end(self, item: TensorItem, offset: int, crcs: Mapping[str, int]) -> int:
-        """Write what follows the data of an item; returns the CRC of the whole item."""
-        crc = crcs.get(item.key, 0) if item.data is None else crc32(item.data)
-        zipped = _tensor_zip(item.dtype, item.shape)
-        head, tail = zipped.head(), zipped.tail(crc)
-        nbytes = zipped.nbytes - len(head) - len(tail)
-        self.pwrite(tail, offset + len(head) + nbytes)
-        return crc32(tail, combine(crc32(head), crc, nbytes))
+def _moved(pieces: Iterable[Piece], by: int) -> Iterator[Piece]:
+    return (Piece(by + offset, data) for offset, data, _ in pieces)

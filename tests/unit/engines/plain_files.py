@@ -10,13 +10,13 @@ import torch
 from mcore_rlhf.engines.base import LoadRequest, apply
 from mcore_rlhf.engines.plain import FILE, RECORD, TorchEngine
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.ptwriter import PtWriter
 
 
 def save(engine: TorchEngine, folder: Path) -> Path:
     """As the manager does: segment by segment."""
     (live,) = engine.live(1).files
-    with PtWriter.create(folder / FILE, live.tree, file=FILE) as writer:
+    assert live.container is not None
+    with live.container.create(folder / FILE) as writer:
         crcs = {}
         for segment in live.segments:
             data = segment.tensor.contiguous().view(torch.uint8).numpy().data

@@ -38,9 +38,9 @@ def _write(state: LiveState, folder: Path) -> None:
     for file in state.files:
         path = folder / file.path
         path.parent.mkdir(exist_ok=True, parents=True)
-        assert file.create is not None
+        assert file.container is not None
         crcs = {}
-        with file.create(path) as writer:
+        with file.container.create(path) as writer:
             for segment in file.segments:
                 data = segment.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
                 writer.write(segment.label, 0, data)

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rlhf.engines.save import SMALL_NBYTES, LiveTree
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.ptwriter import PtWriter
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 LARGE = SMALL_NBYTES  # elements of float32: four times the limit
@@ -20,7 +20,7 @@ def saved(tmp_path: Path, tree: object) -> object:
     """What torch itself reads of a tree that was written segment by segment."""
     live = LiveTree("state.pt")
     placed = live.placed(tree)
-    with PtWriter.create(tmp_path / "state.pt", placed, file="state.pt") as writer:
+    with Pt.of(placed).create(tmp_path / "state.pt", "state.pt") as writer:
         crcs = {}
         for segment in live.segments:
             data = segment.tensor.contiguous().view(torch.uint8).numpy().data

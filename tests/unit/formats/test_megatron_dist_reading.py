@@ -15,7 +15,7 @@ from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.megatron_dist.folders import CONFIG_TEXT
 from mcore_rlhf.formats.registry import detect, open_checkpoint
-from mcore_rlhf.storage.dcp import DcpFileWriter, Item, ObjectItem, TensorItem, dcp_metadata, records, saved
+from mcore_rlhf.storage.dcp import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records, saved
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
@@ -195,7 +195,7 @@ def ranges(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 def write(folder: Path, items: list[Item], data: dict[str, torch.Tensor]) -> None:
     from mcore_rlhf.storage.checksum import crc32
 
-    writer = DcpFileWriter.create(folder / "__0_0.distcp", items)
+    writer = Distcp(items).create(folder / "__0_0.distcp")
     crcs = {}
     for record in records("__0_0.distcp", items):
         raw = data[record.key].view(torch.uint8).numpy().tobytes()

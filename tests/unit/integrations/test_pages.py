@@ -19,8 +19,8 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import NotACheckpoint
 from mcore_rlhf.integrations import megatron_lm
 from mcore_rlhf.manager.run import steps
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import read_pt
-from mcore_rlhf.storage.ptwriter import PtWriter
 
 PROJECT = Path(__file__).resolve().parents[3]
 HOW_TO = PROJECT / "docs" / "how-to"
@@ -181,7 +181,7 @@ def test_the_page_for_verl_users_reads_a_dist_ckpt_without_arguments(folder: Pat
     shutil.copytree(DIST, folder / convert[1])
     common = folder / convert[1] / "common.pt"
     tree = read_pt(common.parent, common.name).tree
-    written = PtWriter.create(folder / "common.pt", {k: v for k, v in tree.items() if k != "args"}, file="common.pt")
+    written = Pt.of({k: v for k, v in tree.items() if k != "args"}).create(folder / "common.pt", "common.pt")
     written.finish({})
     shutil.move(folder / "common.pt", common)
     assert CliRunner().invoke(app, ["convert", str(GOLDEN), "base", "--to", "hf", "--no-optimizer"]).exit_code == 0

@@ -21,6 +21,7 @@ from mcore_rlhf.manager.run import writer as writers
 from mcore_rlhf.manager.run.mailbox import Mailbox, Stopped
 from mcore_rlhf.manager.run.staging import StepFile
 from mcore_rlhf.manager.run.writer import Piece, RankWriter, _record_crc, _with_zeros
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 NUMEL = 500
@@ -70,7 +71,7 @@ def shared_file(rank: int, size: int, whole: torch.Tensor, gap: int = 0) -> Step
     record = Record("v.pt", "data/0", dtype_of(whole.dtype), whole.numel(), 0)
     mine = whole[rank * share : (rank + 1) * share - gap]
     halves = (Segment("v", rank * share * 4, mine[:3]), Segment("v", rank * share * 4 + 12, mine[3:]))
-    tree = {"v": StoredTensor(record, 0, (whole.numel(),), (1,)), "n": 7} if rank == 0 else None
+    tree = Pt.of({"v": StoredTensor(record, 0, (whole.numel(),), (1,)), "n": 7}) if rank == 0 else None
     return StepFile("actor", LiveFile("v.pt", tuple(range(size)), halves, tree, {"v": "data/0"} if rank == 0 else {}))
 
 
@@ -121,7 +122,7 @@ def test_a_file_of_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_ranks_that_overlap(tmp_path: Path) -> None:
     whole = torch.zeros(NUMEL)
     files = [shared_file(0, 1, whole).live, shared_file(1, 2, whole).live]
-    shares = [StepFile("actor", LiveFile("v.pt", (0, 1), f.segments, files[0].tree, f.labels)) for f in files]
+    shares = [StepFile("actor", LiveFile("v.pt", (0, 1), f.segments, files[0].container, f.labels)) for f in files]
     _, errors = written(tmp_path, shares)
     assert any(isinstance(error, CoverageError) for error in errors)
     assert not (tmp_path / "actor" / "v.pt").exists(), "an unfinished file is removed"

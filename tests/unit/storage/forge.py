@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile
-from mcore_rlhf.storage.ptwriter import PtWriter
-from mcore_rlhf.storage.reserved_file import WrittenFile
 from mcore_rlhf.storage.zipheaders import archive
 
 
@@ -54,16 +54,16 @@ def called(function: Any, *args: Any, protocol: int = 2) -> bytes:
     return pickle.dumps(Call(function, *args), protocol)
 
 
-def copy_pt(source: PtFile, path: Path, tree: Any = None) -> WrittenFile:
+def copy_pt(source: PtFile, path: Path, tree: Any = None) -> FileEntry:
     """Write a file's tree again, with the bytes of its records."""
     crcs = {}
     tree = source.tree if tree is None else tree
     with (
         MappedFiles(source.root) as files,
-        PtWriter.create(path, tree, file=source.file) as writer,
+        Pt.of(tree).create(path, source.file) as writer,
     ):
         for name, item in source.directory.members.items():
-            if name.startswith("data/") and name in writer.members:
+            if name.startswith("data/") and name in writer.layout.records:
                 data = files.view(source.file, item.byte_offset, item.nbytes)
                 writer.write(name, 0, data)
                 crcs[name] = crc32(data)

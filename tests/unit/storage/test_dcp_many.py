@@ -19,8 +19,8 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.errors import CheckpointError, Corrupt
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,
-    DcpFileWriter,
     DcpFolder,
+    Distcp,
     Item,
     ObjectItem,
     TensorItem,
@@ -44,7 +44,7 @@ def written(folder: Path, rows: int = 2) -> Path:
     items: list[Item] = [*tensors, *(ObjectItem(f"o{number}", saved([None])) for number in range(COUNT))]
     folder.mkdir(exist_ok=True)
     (folder / METADATA_FILE).write_bytes(dcp_metadata({item.fqn: item.shape for item in tensors}, {FILE: items}))
-    with DcpFileWriter.create(folder / FILE, items) as writer:
+    with Distcp(items).create(folder / FILE) as writer:
         crcs = {}
         for number, item in enumerate(tensors):
             data = torch.full(item.shape, float(number)).numpy().tobytes()

@@ -19,8 +19,8 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported,
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,
-    DcpFileWriter,
     DcpFolder,
+    Distcp,
     Item,
     ObjectItem,
     TensorItem,
@@ -124,7 +124,7 @@ def test_strides_are_those_that_were_saved(tmp_path: Path) -> None:
 
 def write(folder: Path, files: dict[str, list[Item]], tensors: dict[str, torch.Tensor]) -> None:
     for name, items in files.items():
-        writer = DcpFileWriter.create(folder / name, items)
+        writer = Distcp(items).create(folder / name)
         crcs = {}
         for record in records(name, items):
             item = next(i for i in items if isinstance(i, TensorItem) and i.key == record.key)
@@ -137,7 +137,7 @@ def write(folder: Path, files: dict[str, list[Item]], tensors: dict[str, torch.T
             writer.write(record.key, 0, memoryview(data)[:half])
             crcs[record.key] = crc32(data)
         written = writer.finish(crcs, fsync=True)
-        assert (written.nbytes, written.crc32) == (len(written.path.read_bytes()), crc32(written.path.read_bytes()))
+        assert (written.nbytes, written.crc32) == (len(writer.path.read_bytes()), crc32(writer.path.read_bytes()))
 
 
 def test_torch_loads_what_we_write(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_an_item_is_what_torch_saves(shape: tuple[int, ...], dtype: torch.dtype,
     item = TensorItem(
         "t", dtype_of(dtype), (0,) * len(shape), shape, bytes(tensor.reshape(-1).view(torch.uint8).numpy())
     )
-    DcpFileWriter.create(tmp_path / "f", [item]).finish({})
+    Distcp([item]).create(tmp_path / "f").finish({})
     ours, theirs = (tmp_path / "f").read_bytes(), buffer.getvalue()
     assert len(ours) == len(theirs)
     differing = [n for n, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
@@ -231,13 +231,13 @@ def test_a_wrapped_object_needs_no_class_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    writer = DcpFileWriter.create(tmp_path / "f", [TensorItem("w", FLOAT, (0,), (2,))])
+    writer = Distcp([TensorItem("w", FLOAT, (0,), (2,))]).create(tmp_path / "f")
     with pytest.raises(ValueError, match="do not fit"):
         writer.write("w[0]", 4, memoryview(bytes(8)))
     with pytest.raises(ValueError, match="no CRC"):
         writer.finish({})
     with pytest.raises(CheckpointError, match="exist"):
-        DcpFileWriter.create(tmp_path / "f", [])
+        Distcp([]).create(tmp_path / "f")
 
 
 # What is broken

@@ -27,8 +27,8 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.errors import StorageError, Unsupported
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.pickling import pickle_tree
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
-from mcore_rlhf.storage.ptwriter import PtWriter
 from mcore_rlhf.storage.stubs import new_stub, stub_class
 from tests.unit.storage.forge import copy_pt, member
 
@@ -43,7 +43,7 @@ def stored(key: str, shape: tuple[int, ...], numel: int, dtype: str = "float32",
 
 
 def written(path: Path, tree: Any) -> Path:
-    with PtWriter.create(path, tree, file="x.pt") as writer:
+    with Pt.of(tree).create(path, "x.pt") as writer:
         writer.finish({})
     return path
 
@@ -63,9 +63,9 @@ def same(path: Path, original: Path) -> None:
 
 def test_a_genuine_file_is_written_again_byte_for_byte(tmp_path: Path) -> None:
     result = copy_pt(read_pt(GOLDENS, GOLDEN), tmp_path / "model_optim_rng.pt")
-    same(result.path, GOLDENS / GOLDEN)
+    same(tmp_path / "model_optim_rng.pt", GOLDENS / GOLDEN)
     assert result.nbytes == (GOLDENS / GOLDEN).stat().st_size
-    assert result.crc32 == crc32(result.path.read_bytes())
+    assert result.crc32 == crc32((tmp_path / "model_optim_rng.pt").read_bytes())
 
 
 def test_the_same_tree_gives_torchs_own_bytes(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_torch_loads_it(tmp_path: Path, options: dict[str, Any]) -> None:
     source = tmp_path / "x.pt"
     torch.save({"view": base[1:, 2:], "tied": base, "f8": torch.ones(3).to(torch.float8_e5m2)}, source)
     (tmp_path / "out").mkdir()
-    result = copy_pt(read_pt(tmp_path, "x.pt"), tmp_path / "out" / "x.pt")
-    loaded = torch.load(result.path, **options)
+    copy_pt(read_pt(tmp_path, "x.pt"), tmp_path / "out" / "x.pt")
+    loaded = torch.load(tmp_path / "out" / "x.pt", **options)
     assert torch.equal(loaded["view"], base[1:, 2:])
     assert loaded["view"].storage_offset() == 8
     assert loaded["view"].untyped_storage().data_ptr() == loaded["tied"].untyped_storage().data_ptr()
@@ -109,19 +109,19 @@ def test_unzip_agrees(tmp_path: Path) -> None:
 def test_records_are_filled_in_any_order_and_holes_are_zeros(tmp_path: Path) -> None:
     tree = {"a": stored("0", (4,), 4), "b": stored("1", (2, 2), 4)}
     zeros, ones = bytes(8), np.ones(2, np.float32).tobytes()
-    with PtWriter.create(tmp_path / "x.pt", tree, file="x.pt") as writer:
+    with Pt.of(tree).create(tmp_path / "x.pt", "x.pt") as writer:
         writer.write("data/1", 8, memoryview(np.ones(2, np.float32)))
         writer.write("data/0", 0, ones)
         result = writer.finish({"data/0": crc32(ones + zeros), "data/1": crc32(zeros + ones)}, fsync=True)
     loaded = torch.load(tmp_path / "x.pt")
     assert loaded["a"].tolist() == [1, 1, 0, 0]
     assert loaded["b"].tolist() == [[0, 0], [1, 1]]
-    assert result.crc32 == crc32(result.path.read_bytes())
+    assert result.crc32 == crc32((tmp_path / "x.pt").read_bytes())
 
 
 def test_keys_that_are_not_in_torchs_order_are_kept_without_the_promise_of_order(tmp_path: Path) -> None:
     tree = {"a": stored("7", (2,), 2), "real": torch.ones(1), "b": stored("0", (1,), 1)}
-    with PtWriter.create(tmp_path / "x.pt", tree, file="x.pt") as writer:
+    with Pt.of(tree).create(tmp_path / "x.pt", "x.pt") as writer:
         two, one = np.array([5, 6], np.float32).tobytes(), np.array([9], np.float32).tobytes()
         writer.write("data/7", 0, two)
         writer.write("data/0", 0, one)
@@ -135,7 +135,7 @@ def test_keys_that_are_not_in_torchs_order_are_kept_without_the_promise_of_order
 def test_one_record_under_two_dtypes(tmp_path: Path) -> None:
     tree = [stored("0", (2,), 2, "float32"), stored("0", (8,), 8, "uint8"), stored("1", (1,), 1)]
     data = np.array([1, 2], np.float32).tobytes()
-    with PtWriter.create(tmp_path / "x.pt", tree, file="x.pt") as writer:
+    with Pt.of(tree).create(tmp_path / "x.pt", "x.pt") as writer:
         writer.write("data/0", 0, data)
         writer.finish({"data/0": crc32(data), "data/1": crc32(bytes(4))})
     floats, raw, _ = torch.load(tmp_path / "x.pt")
@@ -152,7 +152,7 @@ def test_any_records_in_any_pieces(sizes: list[int], random: Any) -> None:
     tree = [stored(str(i), (size,), size, "uint8") for i, size in enumerate(sizes)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.pt")
-        with PtWriter.create(path, tree, file="x.pt") as writer:
+        with Pt.of(tree).create(path, "x.pt") as writer:
             pieces = [(i, at) for i, size in enumerate(sizes) for at in range(0, size, 50)]
             random.shuffle(pieces)
             for i, at in pieces:
@@ -170,7 +170,7 @@ def test_files_past_4_gib(tmp_path: Path) -> None:
         pytest.skip("not enough space for a file system without sparse files")
     tree = {"a": stored("0", (large,), large, "uint8"), "b": stored("1", (3,), 3), "e": stored("2", (0,), 0)}
     tail = np.array([1, 2, 3], np.float32).tobytes()
-    with PtWriter.create(tmp_path / "x.pt", tree, file="x.pt") as writer:
+    with Pt.of(tree).create(tmp_path / "x.pt", "x.pt") as writer:
         if writer.path.stat().st_blocks * 512 > 1 << 20:
             pytest.skip("this file system has no sparse files")
         writer.write("data/0", large - 3, b"end")
@@ -250,7 +250,8 @@ def test_the_real_framework_gets_its_own_objects_back(tmp_path: Path, framework:
     assert (dict_stub.stub_items, dict_stub.note) == ({"a": 1}, "x")
     assert function is stub_class("megatron.core.fake.gelu")
     (tmp_path / "out").mkdir()
-    path = copy_pt(found, tmp_path / "out" / "x.pt").path
+    path = tmp_path / "out" / "x.pt"
+    copy_pt(found, path)
     assert member(path, "data.pkl") == member(source, "data.pkl")
     real = torch.load(path, weights_only=False)
     assert real[0] is framework.Backend.auto
@@ -274,21 +275,21 @@ def test_stubs_of_two_files_are_equal_and_travel_to_other_processes() -> None:
 
 def test_output_is_the_same_in_every_process(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from mcore_rlhf.storage.ptwriter import PtWriter\n"
-        "w = PtWriter.create(Path(sys.argv[1]), {'s': {'b', 'a', 'c'}, 't': (1, 'x')}, file='x')\n"
+        "import sys; from pathlib import Path; from mcore_rlhf.storage.pt import Pt\n"
+        "w = Pt.of({'s': {'b', 'a', 'c'}, 't': (1, 'x')}).create(Path(sys.argv[1]), 'x')\n"
         "print(w.finish({}).crc32)"
     )
     (tmp_path / "there").mkdir()
     run = [sys.executable, "-c", program, str(tmp_path / "there" / "x.pt")]
     env = {**os.environ, "PYTHONHASHSEED": "1"}
     there = subprocess.run(run, capture_output=True, text=True, check=True, env=env).stdout
-    with PtWriter.create(tmp_path / "x.pt", {"s": {"c", "b", "a"}, "t": (1, "x")}, file="x") as writer:
+    with Pt.of({"s": {"c", "b", "a"}, "t": (1, "x")}).create(tmp_path / "x.pt", "x") as writer:
         assert writer.finish({}).crc32 == int(there)
 
 
 def test_abandoned_files_are_removed(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with PtWriter.create(tmp_path / "x.pt", {"a": 1}, file="x.pt") as writer:
+        with Pt.of({"a": 1}).create(tmp_path / "x.pt", "x.pt") as writer:
             assert writer.path.exists()
             raise KeyboardInterrupt
 
@@ -301,7 +302,7 @@ def test_a_full_disk_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_args: Any) -> int:
         raise OSError(errno.ENOSPC, "full")
 
-    with PtWriter.create(tmp_path / "x.pt", [stored("0", (1000,), 1000)], file="x.pt") as writer:
+    with Pt.of([stored("0", (1000,), 1000)]).create(tmp_path / "x.pt", "x.pt") as writer:
         monkeypatch.setattr(os, "pwrite", full)
         with pytest.raises(StorageError, match=r"x\.pt: cannot write: .* \(the file needs 5\.\d kB, .* are free\)"):
             writer.write("data/0", 0, bytes(10))
@@ -309,10 +310,10 @@ def test_a_full_disk_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_folders_that_cannot_be_written_and_files_that_exist(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"none/x\.pt: cannot create"):
-        PtWriter.create(tmp_path / "none" / "x.pt", {}, file="x.pt")
+        Pt.of({}).create(tmp_path / "none" / "x.pt", "x.pt")
     (tmp_path / "x.pt").write_text("mine")
     with pytest.raises(StorageError, match="cannot create: File exists"):
-        PtWriter.create(tmp_path / "x.pt", {}, file="x.pt")
+        Pt.of({}).create(tmp_path / "x.pt", "x.pt")
     assert (tmp_path / "x.pt").read_text() == "mine"
 
 
@@ -324,7 +325,7 @@ def test_mistakes_of_the_caller(tmp_path: Path) -> None:
         pickle_tree([foreign], "x.pt")
     with pytest.raises(ValueError, match="two lengths"):
         pickle_tree([tensor, longer], "x.pt")
-    with PtWriter.create(tmp_path / "x.pt", [tensor], file="x.pt") as writer:
+    with Pt.of([tensor]).create(tmp_path / "x.pt", "x.pt") as writer:
         with pytest.raises(ValueError, match="do not fit"):
             writer.write("data/0", 4, bytes(5))
         with pytest.raises(ValueError, match="no CRC was given for data/0"):

@@ -23,7 +23,7 @@ from mcore_rlhf.storage.manifest import Manifest, crc_of_file
 from mcore_rlhf.storage.mapped import MappedFile
 from mcore_rlhf.storage.paths import cannot_open
 from mcore_rlhf.storage.ptfile import read_pt
-from mcore_rlhf.storage.safetensors_reader import read_safetensors
+from mcore_rlhf.storage.safetensors import read_safetensors
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 

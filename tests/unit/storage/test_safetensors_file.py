@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.errors import StorageError, Unsupported
-from mcore_rlhf.storage.safetensors_file import SafeTensor, SafetensorsWriter
+from mcore_rlhf.storage.safetensors import Safetensors
+from mcore_rlhf.storage.stored import StoredTensor
 
 TENSORS = {
     "a.weight": torch.randn(3, 5),
@@ -25,8 +26,8 @@ TENSORS = {
 }
 
 
-def _wanted(name: str, tensor: torch.Tensor) -> SafeTensor:
-    return SafeTensor(Record("x", name, dtype_of(tensor.dtype), tensor.numel(), 0), tuple(tensor.shape))
+def _wanted(name: str, tensor: torch.Tensor) -> StoredTensor:
+    return StoredTensor.whole(Record("x", name, dtype_of(tensor.dtype), tensor.numel(), 0), tuple(tensor.shape))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -35,7 +36,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def test_the_library_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    writer = SafetensorsWriter.create(path, [_wanted(*item) for item in TENSORS.items()], {"format": "pt"})
+    writer = Safetensors([_wanted(*item) for item in TENSORS.items()], {"format": "pt"}).create(path)
     for name, tensor in reversed(TENSORS.items()):
         data = _bytes(tensor)
         for at in range(0, len(data), 7):  # in pieces, in any order
@@ -54,7 +55,7 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
 
 def test_what_is_never_written_is_zero(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    writer = SafetensorsWriter.create(path, [_wanted("w", torch.ones(4))], {})
+    writer = Safetensors([_wanted("w", torch.ones(4))], {}).create(path)
     writer.write("w", 4, memoryview(_bytes(torch.ones(1))))
     writer.finish({"w": 0})
     assert load_file(path)["w"].tolist() == [0, 1, 0, 0]
@@ -62,7 +63,7 @@ def test_what_is_never_written_is_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("at", "length"), [(-1, 1), (15, 2), (17, 0), (0, 17)])
 def test_bytes_outside_are_refused(tmp_path: Path, at: int, length: int) -> None:
-    writer = SafetensorsWriter.create(tmp_path / "x.safetensors", [_wanted("w", torch.ones(4))], {})
+    writer = Safetensors([_wanted("w", torch.ones(4))], {}).create(tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match="do not fit into w of 16 bytes"):
         writer.write("w", at, memoryview(bytes(length)))
     writer.finish({"w": 0})
@@ -70,12 +71,12 @@ def test_bytes_outside_are_refused(tmp_path: Path, at: int, length: int) -> None
 
 def test_types_that_safetensors_lacks(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="w: safetensors has no complex128"):
-        SafetensorsWriter.create(tmp_path / "x.safetensors", [_wanted("w", torch.ones(2, dtype=torch.complex128))], {})
+        Safetensors([_wanted("w", torch.ones(2, dtype=torch.complex128))], {}).create(tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
 
 
 def test_an_existing_file_stays(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_text("mine")
     with pytest.raises(StorageError):
-        SafetensorsWriter.create(tmp_path / "x.safetensors", [], {})
+        Safetensors([], {}).create(tmp_path / "x.safetensors")
     assert (tmp_path / "x.safetensors").read_text() == "mine"

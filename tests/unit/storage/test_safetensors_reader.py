@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted
-from mcore_rlhf.storage.safetensors_reader import read_safetensors
+from mcore_rlhf.storage.safetensors import read_safetensors
 
 TENSORS = {
     "w": torch.arange(12, dtype=torch.float32).reshape(3, 4), "half": torch.ones(5, dtype=torch.bfloat16),

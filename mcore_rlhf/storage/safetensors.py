@@ -1,26 +1,38 @@
-"""Opening a safetensors file: its header at once, its tensors as places in the file.
+"""The container safetensors: a header of JSON, then tensors without gaps.
 
-The header comes from strangers: everything that it says is held against the file before anything points into it. A file
-must be as the format's own parser wants it: no gap, no overlap, no byte left over.
-Source: safetensors 0.8.0, ``safetensors/src/tensor.rs`` (``SafeTensors::read_metadata``, ``Metadata::validate``).
+Layout: the length of the header in 8 bytes, the header, then the tensors in the header's order. What is read comes from strangers:
+everything that the header says is held against the file before anything points into it. A file must be as the format's own parser
+wants it: no gap, no overlap, no byte left over.
+Source: safetensors 0.8.0, ``README.md`` ("Format"), ``safetensors/src/tensor.rs`` (``SafeTensors::read_metadata``,
+``Metadata::validate``).
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import ClassVar
 
-from ..core.box import Shape, row_major
+from ..core.box import Shape
 from ..core.catalog import Record
 from ..core.dtype import DType, dtype_of
 from ..errors import Corrupt, Incomplete, Problems, Unsupported
 from . import regular
 from .paths import cannot_open, human, inside
-from .safetensors_file import DTYPES
+from .record_file import Container, Layout, Piece, end_to_end
 from .stored import StoredTensor
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+"""torch's names of element types, and safetensors'."""
 
 MAX_HEADER = 100_000_000
 """Source: safetensors 0.8.0, ``safetensors/src/tensor.rs`` (``MAX_HEADER_SIZE``)."""
@@ -29,6 +41,42 @@ _LENGTH = 8
 _METADATA = "__metadata__"
 _AGAIN = "Copy the file again from where it came from, and compare its checksum with the one that is published there."
 _TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Safetensors(Container):
+    """A safetensors file.
+
+    Args:
+        tensors: In the order in which they will lie; each is the whole of its record, whose key is its name.
+        metadata: The header's own texts.
+    """
+
+    name: ClassVar[str] = "safetensors"
+    tensors: Sequence[StoredTensor]
+    metadata: Mapping[str, str]
+
+    def layout(self, file: str) -> Layout:
+        """The header, and the tensors behind it.
+
+        Raises:
+            Unsupported: A tensor has a type that safetensors does not have.
+        """
+        entries: dict[str, object] = {_METADATA: dict(self.metadata)}
+        at = 0
+        for tensor in self.tensors:
+            record = tensor.record
+            if record.dtype.name not in DTYPES:
+                raise Unsupported(f"{file}: {record.key}: safetensors has no {record.dtype}")
+            span = [at, at + record.nbytes]
+            dtype = DTYPES[record.dtype.name]
+            entries[record.key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": span}
+            at += record.nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        header = len(text).to_bytes(_LENGTH, "little") + text
+        return Layout(*end_to_end((tensor.record for tensor in self.tensors), len(header)), [Piece(0, header)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +195,7 @@ class _Reading:
 
     def _stored(self, name: str, dtype: DType, shape: Shape, begin: int) -> StoredTensor:
         record = Record(self.file, name, dtype, prod(shape), self.start + begin)
-        return StoredTensor(record, 0, shape, row_major(shape))
+        return StoredTensor.whole(record, shape)
 
     def _span(self, name: str, entry: object) -> tuple[str, DType, Shape, int, int] | None:
         """One tensor of the header: name, type, shape, first byte and end."""

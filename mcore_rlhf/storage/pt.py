@@ -1,0 +1,139 @@
+"""The container ``.pt``: a zip laid out as ``torch.save`` does it, so that torch's shortcuts hold for it.
+
+``torch.load`` with ``mmap=True``, and the calculation of record offsets that ``.format_version`` promises. Headers: :mod:`.zipheaders`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+from .checksum import crc32
+from .pickling import PickledTree, pickle_tree
+from .record_file import Container, Layout, Piece, joined
+from .zipheaders import ALIGNMENT, Placed, central_entry, descriptor, end_records, local_header, place
+
+SERIALIZATION_ID = ".data/serialization_id"
+_ID_DIGITS = 40
+_STREAM = "archive"
+"""torch's name for what is saved to a stream and not to a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pt(Container):
+    """A ``.pt`` file.
+
+    Args:
+        make: Gives what it holds, when the file is laid out: see :func:`.pickling.pickle_tree`. Records keep their keys. The file's
+            stem becomes the archive's root folder, as torch has it.
+    """
+
+    name: ClassVar[str] = ".pt"
+    make: Callable[[], Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> Pt:
+        """A file that holds this; nothing in it may change before the file is laid out."""
+        return cls(lambda: tree)
+
+    def layout(self, file: str) -> Layout:
+        """Everything but the records' bytes and what follows from them; real tensors are written at once.
+
+        Raises:
+            Unsupported: The tree holds something that cannot be saved.
+        """
+        return zip_layout(PurePosixPath(file).stem or _STREAM, pickle_tree(self.make(), file))
+
+
+def stream_layout(pickled: PickledTree) -> Layout:
+    """The zip that ``torch.save`` writes to a stream."""
+    return zip_layout(_STREAM, pickled, sorted)
+
+
+def zip_layout(stem: str, pickled: PickledTree, id_order: Callable[[Iterable[str]], list[str]] = list[str]) -> Layout:
+    """Lay a zip out.
+
+    Args:
+        stem: Its root folder.
+        pickled: Its pickle, and the lengths of its records.
+        id_order: Puts the names of the members in the order in which the serialization id is made of them.
+    """
+    small = _small_members(pickled)
+    members = _placed(stem, small, pickled)
+    small_crcs = {name: crc32(data) for name, data in small.items()}
+    names = list(members)
+    first = next(number for number, name in enumerate(names) if name not in small)
+
+    def head() -> Iterator[Piece]:
+        for name in names[:first]:
+            yield from _pieces(members[name], small[name], small_crcs[name])
+        yield Piece(members[names[first]].header_offset, local_header(members[names[first]]))
+
+    def ending(given: Mapping[str, int]) -> Iterator[Piece]:
+        crcs = small_crcs | {name: given[name] for name in pickled.records}
+        digits = _identity(crcs, id_order(name for name in names if name in crcs))
+        crcs[SERIALIZATION_ID] = crc32(digits)
+        content = small | {SERIALIZATION_ID: digits}
+        for name in names[first:]:
+            header, *rest = _pieces(members[name], content.get(name), crcs[name])
+            if name != names[first]:  # its header is in the head
+                yield header
+            yield from rest
+        yield Piece(start, _directory(members, crcs))
+
+    start = members[SERIALIZATION_ID].end
+    filled = [name for name in pickled.records if name not in pickled.contents]
+    contents = (Piece(members[name].data_offset, t.numpy().data, name) for name, t in pickled.contents.items())
+    return Layout(
+        start + len(_directory(members, {})),
+        {name: (members[name].data_offset, members[name].nbytes) for name in filled},
+        [*joined(head()), *contents],
+        lambda crcs: joined(ending(crcs)),
+    )
+
+
+def _pieces(member: Placed, content: bytes | None, crc: int) -> list[Piece]:
+    """A member: its header, its bytes where they are no record's, and what follows them."""
+    between = [] if content is None else [Piece(member.data_offset, content)]
+    header = Piece(member.header_offset, local_header(member))
+    return [header, *between, Piece(member.data_end, descriptor(member, crc))]
+
+
+def _directory(members: Mapping[str, Placed], crcs: Mapping[str, int]) -> bytes:
+    entries = b"".join(central_entry(member, crcs.get(name, 0)) for name, member in members.items())
+    return entries + end_records(len(members), len(entries), members[SERIALIZATION_ID].end)
+
+
+def _identity(crcs: Mapping[str, int], names: Iterable[str]) -> bytes:
+    """Torch stores a hash of names and CRCs (``PyTorchStreamWriter::writeSerializationId``); ours is one too."""
+    text = ";".join(f"{name}:{crcs[name]:08x}" for name in names)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10**_ID_DIGITS
+    return f"{number:0{_ID_DIGITS}d}".encode()
+
+
+def _small_members(pickled: PickledTree) -> dict[str, bytes]:
+    """Everything but records and the id, in torch's order; see ``torch/serialization.py`` 2.13, ``_save``."""
+    small = {"data.pkl": pickled.data, ".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode()}
+    in_torch_order = [f"data/{number}" for number in range(len(pickled.records))]
+    if list(pickled.records) != in_torch_order:
+        # It promises records numbered in the order of first use, and torch computes offsets from that.
+        del small[".format_version"]
+    return small | {"byteorder": b"little", "version": b"3\n"}
+
+
+def _placed(stem: str, small: Mapping[str, bytes], pickled: PickledTree) -> dict[str, Placed]:
+    """Where everything lies, records and id included."""
+    sizes: dict[str, int] = {}
+    for name, data in small.items():
+        if name == "version":
+            sizes |= pickled.records
+        sizes[name] = len(data)
+    members: dict[str, Placed] = {}
+    cursor = 0
+    for name, nbytes in (sizes | {SERIALIZATION_ID: _ID_DIGITS}).items():
+        members[name] = place(f"{stem}/{name}", nbytes, cursor)
+        cursor = members[name].end
+    return members
