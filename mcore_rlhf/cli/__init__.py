@@ -1,9 +1,8 @@
 """The command line, ``mcore-rlhf``: the only place that prints.
 
 ``app`` holds the commands' signatures and ``options`` their options; ``job`` turns options and YAML files into what the
-library takes. Each command has a module that does it and gathers plain facts (``inspecting``, ``planning``,
-``converting``, ``verifying``, ``comparing``); ``--json`` prints those facts, the ``render_…`` modules write them for
-people. ``guard`` turns every error into a message and an exit code.
+library takes. Each command has a module that does it, gathers plain facts, which are what ``--json`` prints, and writes them
+for people; ``describe`` has what several of them say. ``guard`` turns every error into a message and an exit code.
 """
 
 from __future__ import annotations

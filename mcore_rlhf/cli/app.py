@@ -12,7 +12,6 @@ from mcore_rlhf import __version__
 from mcore_rlhf.errors import UsageError
 
 from . import options as o
-from . import run_commands
 from .guard import GuardedGroup
 
 app = typer.Typer(
@@ -25,6 +24,10 @@ app = typer.Typer(
     rich_markup_mode=None,  # with it, --help would load rich
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+
+Root = Annotated[
+    Path, typer.Argument(help="The run's root, which holds global_step_N folders.", metavar="ROOT", show_default=False)
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -173,5 +176,188 @@ def demo(
         raise typer.Exit(1)
 
 
-for _command, _summary in run_commands.COMMANDS:
-    app.command(short_help=_summary)(_command)
+@app.command(short_help="List the steps of a run, and what each is worth.")
+def steps(
+    root: Root,
+    quarantine: Annotated[
+        int | None, typer.Option(help="Tell resume to leave this step alone.", metavar="STEP", min=0)
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why, with --quarantine.", metavar="TEXT", show_default=False)] = "",
+    release: Annotated[
+        int | None, typer.Option(help="Take this step out of quarantine.", metavar="STEP", min=0)
+    ] = None,
+    json: o.Json = False,
+) -> None:
+    """List the steps of a run, oldest first, and what each is worth: committed, damaged, partial, foreign.
+
+    The exit code is 0 when at least one step is committed, otherwise 1.
+
+    Example: mcore-rlhf steps runs/grpo/checkpoints --quarantine 1840 --reason "reward collapsed"
+    """
+    from .steps import list_steps
+
+    list_steps(root, quarantine, reason, release, json)
+
+
+@app.command(short_help="Delete the steps that no rule wants to keep.")
+def prune(
+    root: Root,
+    keep_last: Annotated[int | None, typer.Option(help="Keep the newest N.", metavar="N", min=1)] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Keep multiples of N.", metavar="N", min=1)] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Keep the best K (1) by a metric, largest (max) or smallest (min); may be repeated.",
+            metavar="METRIC[:min|max[:K]]",
+        ),
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option(help="Of what is kept, delete the oldest beyond this total.", metavar="SIZE")
+    ] = None,
+    include_damaged: Annotated[
+        bool, typer.Option("--include-damaged", help="Delete damaged and partial steps as well.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not read the newest step that stays before deleting others.")
+    ] = False,
+    json: o.Json = False,
+) -> None:
+    """Delete the steps that no --keep rule wants. Steps and their exports go together.
+
+    Never deleted: the newest committed step and anything newer, steps in quarantine, steps of other trainers, and what is
+    being written. Before anything goes, every byte of the newest step that stays is verified.
+
+    Example: mcore-rlhf prune runs/grpo/checkpoints --keep-last 3 --keep-best reward:max:2 --max-size 500GB --dry-run
+    """
+    from . import steps
+
+    steps.prune(
+        root,
+        steps.retention_of(keep_last, keep_every, keep_best or [], max_size),
+        include_damaged,
+        dry_run,
+        json,
+        verified=not no_verify,
+    )
+
+
+@app.command(short_help="Compute how often to save.")
+def interval(
+    root: Annotated[
+        Path | None, typer.Option(help="Measure step, save and size from the steps of a run.", metavar="ROOT")
+    ] = None,
+    step_seconds: Annotated[float | None, typer.Option(help="Time of a training step.", metavar="S")] = None,
+    save_seconds: Annotated[
+        float | None, typer.Option(help="Time from the start of a save until it is committed.", metavar="S")
+    ] = None,
+    stall_seconds: Annotated[
+        float | None,
+        typer.Option(help="How long an asynchronous save stops training. [default: all of it]", metavar="S"),
+    ] = None,
+    mtbf_hours: Annotated[
+        float | None, typer.Option(help="Mean time between failures of the whole job.", metavar="H")
+    ] = None,
+    restart_seconds: Annotated[float, typer.Option(help="From a failure until training goes on.", metavar="S")] = 0.0,
+    steps: Annotated[int, typer.Option(help="Length of the run.", metavar="N")] = 1000,
+    size: Annotated[str | None, typer.Option(help="Size of one step, such as 1.2TB.", metavar="SIZE")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Steps kept at a time, for the disk use.", metavar="N")] = None,
+    every: Annotated[int | None, typer.Option(help="An interval of your own to compare.", metavar="N", min=1)] = None,
+    json: o.Json = False,
+) -> None:
+    """Compute how often to save: the interval with the least expected cost, beside Young's and Daly's.
+
+    Example: mcore-rlhf interval --step-seconds 45 --save-seconds 60 --stall-seconds 2 --mtbf-hours 8 --size 1.2TB
+    """
+    from .intervals import Given, run
+
+    given = Given(step_seconds, save_seconds, stall_seconds, mtbf_hours, restart_seconds, steps, size, keep_last)
+    run(root, given, every, json)
+
+
+@app.command("resume-check", short_help="Prove that a trainer resumes exactly, by killing it.")
+@o.takes("resume-check")
+def resume_check(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Behind --: the command, with {dir}, {steps}, {resume} and {metrics}.",
+            metavar="-- COMMAND",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Kill once this step is committed.", metavar="N", min=1)] = 3,
+    more: Annotated[int, typer.Option(help="Steps after it, to the end of the run.", metavar="M", min=1)] = 2,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where to work; new or empty. [default: removed again]", metavar="DIR")
+    ] = None,
+    kill_after: Annotated[
+        str, typer.Option(help="The moment: step-commit, during-save or random.", metavar="MOMENT")
+    ] = "step-commit",
+    runs: Annotated[int, typer.Option(help="How many runs are killed and resumed.", metavar="K", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Draws random moments.", metavar="S")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one start may take.", metavar="S", min=1.0)] = 3600.0,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="A value that may differ, with *; may be repeated.", metavar="FILE:KEY|metrics:NAME"),
+    ] = None,
+    environment: Annotated[
+        bool, typer.Option("--environment", help="The command reads MCORE_RLHF_CHECK_DIR, …_STEPS and so on.")
+    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints although all is well.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Check the demo's trainer; COMMAND is options for it.")] = False,
+    algorithm: Annotated[str, typer.Option(help="With --demo: grpo or ppo.", metavar="NAME")] = "grpo",
+    tp: Annotated[int, typer.Option(help="With --demo: tensor-parallel ranks.", metavar="N", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="With --demo: pipeline stages.", metavar="N", min=1)] = 1,
+    print_commands: Annotated[
+        bool, typer.Option("--print-commands", help="Print what to run by hand, on several nodes; run nothing.")
+    ] = False,
+    make_control: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Copy killed run B to C, and break it.", metavar="B C")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Only compare two runs that were done by hand.", metavar="A B")
+    ] = None,
+    control: Annotated[
+        Path | None, typer.Option(help="With --compare: the control, which must differ.", metavar="C")
+    ] = None,
+    json: o.Json = False,
+    **given: Any,
+) -> None:
+    """Prove that a trainer resumes exactly: run it N+M steps, run it again, kill it after N, resume, and compare every bit.
+
+    A third run resumes from a step of which one tensor was broken on purpose; if that is not noticed either, the check is
+    blind and fails. The exit code is 0 when all is equal and the control was caught, 1 when not, 2 when the command failed.
+
+    Example: mcore-rlhf resume-check --steps 3 -- torchrun --nproc-per-node 2 train.py --output-dir {dir} --steps {steps}
+    """
+    from .resume_checking import Request, dispatch
+
+    dispatch(
+        Request(
+            command or [], steps, more, folder, kill_after, runs, seed, timeout, tuple(ignore or ()), environment, keep,
+            demo, algorithm, tp, pp, print_commands, make_control, compare, control, o.read_options(given).stubs, json,
+        )
+    )  # fmt: skip
+
+
+@app.command(short_help="Verify another trainer's step, and commit it.")
+@o.takes("adopt")
+def adopt(
+    step: Annotated[
+        Path,
+        typer.Argument(help="A step's folder, global_step_N, without a manifest.", metavar="STEP", show_default=False),
+    ],
+    deep: Annotated[bool, typer.Option("--deep", help="Also compare replicas, and masters with parameters.")] = False,
+    json: o.Json = False,
+    **given: Any,
+) -> None:
+    """Verify a step that another trainer wrote, and give it a manifest, so that it counts as committed.
+
+    Every model, state file and byte is checked first; a damaged step is refused, and nothing is written then.
+
+    Example: mcore-rlhf adopt runs/grpo/checkpoints/global_step_1840
+    """
+    from .steps import adopt_step
+
+    adopt_step(step, o.read_options(given), deep, given["workers"] or o.default_workers(), json)

@@ -1,23 +1,35 @@
-"""``mcore-rlhf steps``: which steps lie in a root, and what each is worth."""
+"""``mcore-rlhf steps``, ``prune`` and ``adopt``: which steps lie in a root, which of them go, and which begin to count."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, cast
 
 import typer
 
-from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.manager.run import adopt, steps
+from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems, UsageError
+from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.manager.run import adopt, retention, steps
+from mcore_rlhf.manager.run.adopt import Adoption
+from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
+from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.verify.checkpoint import Depth
 
 from .output import Column, Facts, console, count, emit_json, print_table, size
+from .progress import shown_progress
+from .verifying import check_manifest
 
 _TRIED = 5
+_BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max)(?::(?P<k>[1-9][0-9]*))?)?")
 
 
-def run(root: Path, quarantine: int | None, reason: str, release: int | None, json: bool) -> None:
+def list_steps(root: Path, quarantine: int | None, reason: str, release: int | None, json: bool) -> None:
     """Change the quarantine where that is wanted, then list.
 
     Args:
@@ -43,7 +55,7 @@ def run(root: Path, quarantine: int | None, reason: str, release: int | None, js
     if json:
         emit_json([step_facts(step) for step in found])
     else:
-        _print(root, found)
+        _print_steps(root, found)
     if not any(step.state == "committed" for step in found):
         raise typer.Exit(1)
 
@@ -91,17 +103,17 @@ def step_facts(step: Step) -> Facts:
     }
 
 
-def _print(root: Path, found: list[Step]) -> None:
+def _print_steps(root: Path, found: list[Step]) -> None:
     out = console()
     committed = sum(step.state == "committed" for step in found)
     out.print(f"{root}: {count(len(found), 'step')}, {committed} committed")
     if not found:
         return
     columns = [Column("step", True), Column("state"), Column("size", True), Column("roles"), Column("time"), Column("")]
-    print_table(out, columns, [_row(step) for step in found])
+    print_table(out, columns, [_step_row(step) for step in found])
 
 
-def _row(step: Step) -> tuple[str, ...]:
+def _step_row(step: Step) -> tuple[str, ...]:
     note = f"quarantined: {step.quarantined}" if step.quarantined else ""
     return (
         str(step.step),
@@ -111,3 +123,187 @@ def _row(step: Step) -> tuple[str, ...]:
         step.time,
         "; ".join(text for text in (note, step.why) if text),
     )
+
+
+def retention_of(
+    keep_last: int | None, keep_every: int | None, keep_best: Sequence[str], max_size: str | None
+) -> Retention:
+    """What the options say.
+
+    Raises:
+        UsageError: They say nothing, or cannot be understood.
+    """
+    keep: list[KeepRule] = [_best(text) for text in keep_best]
+    keep += [KeepLast(keep_last)] if keep_last is not None else []
+    keep += [KeepEvery(keep_every)] if keep_every is not None else []
+    if not keep and max_size is None:
+        raise UsageError("nothing says what to keep\nGive --keep-last, --keep-every, --keep-best or --max-size.")
+    try:
+        cap = SizeCap(parse_size(max_size)) if max_size is not None else None
+    except ValueError as error:
+        raise UsageError(f"--max-size: {error}") from None
+    return Retention(keep, cap)
+
+
+def _best(text: str) -> KeepBest:
+    match = _BEST.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--keep-best: expected METRIC, METRIC:min or METRIC:max:3, found {text!r}")
+    mode = cast(Literal["min", "max"], match["mode"] or "max")
+    return KeepBest(match["metric"], mode, int(match["k"] or 1))
+
+
+def prune(
+    root: Path, policy: Retention, include_damaged: bool, dry_run: bool, json: bool, *, verified: bool = True
+) -> None:
+    """Delete, and say what was.
+
+    Args:
+        root: The run's root.
+        policy: What to keep.
+        include_damaged: Whether damaged and partial steps go as well.
+        dry_run: Whether to delete nothing.
+        json: For machines.
+        verified: Whether nothing goes before every byte of the newest step that stays was verified.
+
+    Raises:
+        Corrupt: That step is damaged; nothing was deleted.
+        typer.Exit: With code 1, where something could not be deleted.
+    """
+    require_root(root)
+    _require_metrics(root, policy)
+    if verified and not dry_run and retention.plan_deletions(root, policy, include_damaged=include_damaged):
+        _verify_newest(root)
+    cleaned = [] if dry_run else retention.clean_up(root)
+    planned = retention.plan_deletions(root, policy, include_damaged=include_damaged)
+    deleted = planned if dry_run else retention.apply(root, planned)
+    facts = _pruned_facts(root, planned, deleted, cleaned, dry_run)
+    if json:
+        emit_json(facts)
+    else:
+        _print_pruned(facts)
+    if len(deleted) < len(planned):
+        raise typer.Exit(1)
+
+
+def _require_metrics(root: Path, policy: Retention) -> None:
+    """A metric that no step has is a slip of the pen.
+
+    Raises:
+        UsageError: There is one; the known ones are named.
+    """
+    known = sorted({name for step in steps.committed(root) for name in step.metrics})
+    for rule in policy.keep:
+        if isinstance(rule, KeepBest) and rule.metric not in known:
+            raise UsageError(
+                f"{root}: no committed step has the metric {rule.metric!r}; known: {', '.join(known) or 'none'}"
+            )
+
+
+def _verify_newest(root: Path) -> None:
+    """Sizes alone say that it is committed; the steps that would go may be the only ones that can be read.
+
+    Raises:
+        Corrupt: A byte of it is not what was written.
+    """
+    newest = steps.newest(root)
+    if newest is None:
+        return
+    with shown_progress() as progress:
+        found = check_manifest(newest.path, steps.read_manifest(newest.path), progress)
+    if found:
+        raise Corrupt(
+            f"{newest.path}: the newest step that stays is damaged; nothing was deleted\n"
+            f"{Problems(found).describe()}\n"
+            f"Look at all of it with: mcore-rlhf verify {newest.path}\n"
+            f"Put it aside with: mcore-rlhf steps {root} --quarantine {newest.step} --reason damaged\n"
+            "Then prune again. --no-verify deletes without looking."
+        )
+
+
+def _pruned_facts(
+    root: Path, planned: Sequence[Deletion], deleted: Sequence[Deletion], cleaned: Sequence[str], dry_run: bool
+) -> Facts:
+    """``root``; ``dry_run``; ``deleted`` and ``failed`` (``step``, ``path``, ``bytes``, ``reason``); ``kept`` (numbers of all
+    other steps); ``bytes`` deleted; ``cleaned`` (what dead processes had left).
+    """
+    gone = {deletion.step for deletion in deleted}
+    return {
+        "root": str(root),
+        "dry_run": dry_run,
+        "deleted": [_deletion_facts(deletion) for deletion in deleted],
+        "failed": [_deletion_facts(deletion) for deletion in planned if deletion.step not in gone],
+        "kept": sorted({step.step for step in steps.listed(root)} - gone),
+        "bytes": sum(deletion.nbytes for deletion in deleted),
+        "cleaned": list(cleaned),
+    }
+
+
+def _deletion_facts(deletion: Deletion) -> Facts:
+    return {
+        "step": deletion.step,
+        "path": str(deletion.path),
+        "bytes": deletion.nbytes,
+        "reason": deletion.reason,
+    }
+
+
+def _print_pruned(facts: Facts) -> None:
+    out = console()
+    for line in facts["cleaned"]:
+        out.print(line)
+    what = "would delete" if facts["dry_run"] else "deleted"
+    out.print(f"{facts['root']}: {what} {count(len(facts['deleted']), 'step')}, {size(facts['bytes'])}")
+    if facts["deleted"]:
+        columns = [Column("step", True), Column("size", True), Column("why")]
+        rows = [(str(gone["step"]), size(gone["bytes"]), gone["reason"]) for gone in facts["deleted"]]
+        print_table(out, columns, rows)
+    if facts["failed"]:
+        out.print("not deleted: " + ", ".join(str(gone["step"]) for gone in facts["failed"]))
+    out.print("kept: " + (", ".join(map(str, facts["kept"])) or "nothing"))
+
+
+def adopt_step(folder: Path, options: ReadOptions, deep: bool, workers: int, json: bool) -> None:
+    """Adopt a step, and say so.
+
+    Args:
+        folder: The step's folder.
+        options: How its models are read.
+        deep: Whether replicas and masters are compared as well.
+        workers: Threads.
+        json: For machines.
+    """
+    was_committed = steps.is_committed(folder)
+    with shown_progress() as progress:
+        progress.stage(f"verifying {folder}", 2 * steps.size_of(folder))
+        how = Adoption(options, Depth.DEEP if deep else Depth.FULL, workers, progress.advance)
+        manifest = adopt.adopt(folder, how)
+    facts = _adopted_facts(folder, manifest, was_committed)
+    if json:
+        emit_json(facts)
+    else:
+        _print_adopted(facts)
+
+
+def _adopted_facts(folder: Path, manifest: Manifest, was_committed: bool) -> Facts:
+    """``path``; ``step``; ``adopted`` (false where it was committed before); ``parts``; ``files``; ``bytes``."""
+    return {
+        "path": str(folder),
+        "step": manifest.step,
+        "adopted": not was_committed,
+        "parts": [dict(part) for part in manifest.parts],
+        "files": len(manifest.files),
+        "bytes": sum(entry.nbytes for entry in manifest.files.values()),
+    }
+
+
+def _print_adopted(facts: Facts) -> None:
+    out = console()
+    if not facts["adopted"]:
+        out.print(f"{facts['path']}: is committed already; nothing to do")
+        return
+    out.print(f"{facts['path']}: adopted; {count(facts['files'], 'file')}, {size(facts['bytes'])}, all of them intact")
+    for part in facts["parts"]:
+        out.print(f"  {part['role']}  {part['format']}, {part['parallel']}")
+        if "unread" in part:
+            out.print(f"    not understood, and not to be resumed from  {part['unread']}")
