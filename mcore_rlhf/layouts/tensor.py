@@ -44,6 +44,11 @@ class LocalLayout:
     pieces: tuple[Piece, ...]
 
 
+def whole_layout(shape: Shape) -> LocalLayout:
+    """The layout of a rank that has a whole tensor."""
+    return LocalLayout(shape, shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
+
+
 def local_layout(partition: Partition, global_shape: Shape, split: Shard, stack: Shard = WHOLE) -> LocalLayout:
     """The part of a tensor that one rank holds.
 

@@ -21,8 +21,8 @@ from mcore_rlhf.core.plan import FilePlan, plan_file
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
-from mcore_rlhf.formats.deepspeed.catalog import Cut, place_chunks
-from mcore_rlhf.formats.deepspeed.layout import whole_layout
+from mcore_rlhf.formats.deepspeed.catalog import Partitioned, chunks_of
+from mcore_rlhf.layouts.tensor import whole_layout
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.stubs import Stub
@@ -76,14 +76,18 @@ class Slot:
         if self.flat is not None:
             flat, geometry = self.flat, self.flat.geometry_of(self.state)
             for index in flat.indices(self.state):
-                cut = Cut(geometry, index, {flat.rank: whole})
-                yield flat.names[index], flat.shapes[index], tuple(place_chunks(cut, whole_layout(flat.shapes[index])))
+                cut = Partitioned(geometry, index, {flat.rank: whole})
+                yield (
+                    flat.names[index],
+                    flat.shapes[index],
+                    tuple(chunks_of(cut, whole_layout(flat.shapes[index]))),
+                )
         elif self.weight is not None:
             weight = self.weight
-            place: StoredTensor | Cut = StoredTensor(self.record, 0, weight.shape, row_major(weight.shape))
+            place: StoredTensor | Partitioned = StoredTensor(self.record, 0, weight.shape, row_major(weight.shape))
             if weight.sliced is not None:
-                place = Cut(weight.sliced, 0, {weight.rank: whole})
-            yield weight.name, weight.shape, tuple(place_chunks(place, whole_layout(weight.shape)))
+                place = Partitioned(weight.sliced, 0, {weight.rank: whole})
+            yield weight.name, weight.shape, tuple(chunks_of(place, whole_layout(weight.shape)))
 
 
 @dataclass(slots=True)

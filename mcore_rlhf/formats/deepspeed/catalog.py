@@ -16,7 +16,7 @@ from mcore_rlhf.storage.ptfile import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partitioned:
     """A local tensor whose flattened elements lie in the parts of data-parallel ranks.
 
     Args:
@@ -30,21 +30,17 @@ class Cut:
     parts: Mapping[int, StoredTensor]
 
 
-Place = StoredTensor | Cut
-"""Where a local tensor lies: in one piece, or cut."""
-
-
 @dataclass(slots=True)
-class Holder:
-    """A model-parallel rank that holds a tensor, or its part of it.
+class MpShard:
+    """A model-parallel rank's tensor, or its part of one.
 
     Args:
         layout: Which boxes of the whole tensor the local one has.
-        places: For every state, where it lies.
+        stored: For every state, where it lies: in one piece, or in partitions.
     """
 
     layout: LocalLayout
-    places: dict[str, Place] = field(default_factory=dict)
+    stored: dict[str, StoredTensor | Partitioned] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -54,7 +50,7 @@ class DeepSpeedCatalog:
     Args:
         role: Role of all its tensors.
         model: Shapes.
-        holders: For each parameter, the ranks that hold a part of it.
+        shards: For each parameter, those of the ranks that have a part of it.
         states: Names of the optimizer's tensor states.
         param_from_master: Whether a parameter that is not stored is given as its master: where the optimizer was not asked
             for, but stage 3 keeps its weights there.
@@ -62,7 +58,7 @@ class DeepSpeedCatalog:
 
     role: str
     model: ModelSpec
-    holders: Mapping[str, Sequence[Holder]]
+    shards: Mapping[str, Sequence[MpShard]]
     states: tuple[str, ...]
     param_from_master: bool = False
 
@@ -79,46 +75,45 @@ class DeepSpeedCatalog:
         spec = self.model.get(name.param)
         if spec is None or name.role != self.role or name.state not in self._states_of(name.param):
             return None
-        holders = self.holders[name.param]
         state = MASTER if name.state == PARAM and self._only_master(name.param) else name.state
-        having = [holder for holder in holders if state in holder.places]
+        having = [shard for shard in self.shards[name.param] if state in shard.stored]
         by_region: dict[tuple[Box, ...], list[list[Chunk]]] = {}
-        for holder in having:
-            region = tuple(piece.box for piece in holder.layout.pieces)
-            by_region.setdefault(region, []).append(list(place_chunks(holder.places[state], holder.layout)))
+        for shard in having:
+            region = tuple(piece.box for piece in shard.layout.pieces)
+            by_region.setdefault(region, []).append(list(chunks_of(shard.stored[state], shard.layout)))
         chunks = [chunk for found in by_region.values() for part in agreed(found) for chunk in part]
-        return TensorEntry(name, spec.global_shape, place_dtype(having[0].places[state]), tuple(chunks))
+        return TensorEntry(name, spec.global_shape, _dtype_of(having[0].stored[state]), tuple(chunks))
 
     def _states_of(self, name: str) -> list[str]:
-        found = {state for holder in self.holders[name] for state in holder.places}
+        found = {state for shard in self.shards[name] for state in shard.stored}
         states = [state for state in (PARAM, *self.states) if state in found]
         return [PARAM, *states] if self._only_master(name) else states
 
     def _only_master(self, name: str) -> bool:
-        places = [holder.places for holder in self.holders[name]]
-        return self.param_from_master and not any(PARAM in p for p in places) and any(MASTER in p for p in places)
+        found = {state for shard in self.shards[name] for state in shard.stored} if self.param_from_master else set()
+        return MASTER in found and PARAM not in found
 
 
-def place_dtype(place: Place) -> DType:
+def _dtype_of(stored: StoredTensor | Partitioned) -> DType:
     """The element type as stored."""
-    stored = place if isinstance(place, StoredTensor) else next(iter(place.parts.values()))
-    return stored.record.dtype
+    first = stored if isinstance(stored, StoredTensor) else next(iter(stored.parts.values()))
+    return first.record.dtype
 
 
-def place_chunks(place: Place, layout: LocalLayout) -> Iterator[Chunk]:
+def chunks_of(stored: StoredTensor | Partitioned, layout: LocalLayout) -> Iterator[Chunk]:
     """The chunks of the whole tensor that a local tensor contributes: the relation, for reading and for writing."""
-    if isinstance(place, Cut):
-        yield from _cut_chunks(place, layout)
+    if isinstance(stored, Partitioned):
+        yield from _partition_chunks(stored, layout)
         return
     for piece in layout.pieces:
-        start = place.start + dot(piece.offset, place.strides)
-        yield Chunk(piece.box, place.record, start, place.strides)
+        start = stored.start + dot(piece.offset, stored.strides)
+        yield Chunk(piece.box, stored.record, start, stored.strides)
 
 
-def _cut_chunks(cut: Cut, layout: LocalLayout) -> Iterator[Chunk]:
+def _partition_chunks(stored: Partitioned, layout: LocalLayout) -> Iterator[Chunk]:
     strides = row_major(layout.shape)
-    for rank, part in cut.parts.items():
-        run = cut.group.run(cut.index, rank)
+    for rank, part in stored.parts.items():
+        run = stored.group.run(stored.index, rank)
         if run is None:
             continue
         origin = part.start + run.at - run.start
@@ -139,14 +134,14 @@ def _in_pieces(layout: LocalLayout, local: Box) -> Iterator[tuple[Box, Shape]]:
             yield Box(origin, common.shape), common.offset
 
 
-def agreed(holders: list[list[Chunk]]) -> list[list[Chunk]]:
-    """Chunks of holders of the same elements, cut so that copies have equal boxes.
+def agreed(copies: list[list[Chunk]]) -> list[list[Chunk]]:
+    """Chunks of ranks that have the same elements, cut so that copies have equal boxes.
 
     A tied parameter lies elsewhere in the flat group of another pipeline stage, and is cut elsewhere.
     """
-    if len({frozenset(chunk.box for chunk in found) for found in holders}) <= 1:
-        return holders
-    boxes = [chunk.box for chunk in holders[0]]
-    for found in holders[1:]:
+    if len({frozenset(chunk.box for chunk in found) for found in copies}) <= 1:
+        return copies
+    boxes = [chunk.box for chunk in copies[0]]
+    for found in copies[1:]:
         boxes = [both for box in boxes for chunk in found if (both := box.intersect(chunk.box)) is not None]
-    return [[chunk.narrow(box) for box in boxes for chunk in found if chunk.box.contains(box)] for found in holders]
+    return [[chunk.narrow(box) for box in boxes for chunk in found if chunk.box.contains(box)] for found in copies]

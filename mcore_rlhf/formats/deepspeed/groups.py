@@ -6,7 +6,6 @@ Source: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` and ``runtime/zero/s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -20,16 +19,16 @@ from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .tag import Opened
+from .ds_config import momentum_is_flat, momentum_is_unreduced
+from .tag import OpenedTag
 
 _STEP = "step"
-_REDUCED_SINCE = (0, 19, 3)
 _ELEMENTWISE = (MASTER, EXP_AVG, EXP_AVG_SQ)
 """States that have one value per element, whoever trains."""
 
 
 @dataclass(slots=True)
-class FlatReading:
+class StoredFlatGroup:
     """One flat group of one model-parallel rank: a param group, or a sub-group of stage 3.
 
     Args:
@@ -68,16 +67,7 @@ class FlatReading:
         return [name for index, name in enumerate(self.names) if len(list(self.geometry.runs(index))) > 1]
 
 
-@dataclass(frozen=True, slots=True)
-class _RankPart:
-    """What one rank's file has for one flat group."""
-
-    pt: PtFile
-    master: StoredTensor | None
-    state: Mapping[str, Any]
-
-
-def read_groups(opened: Opened, mp_rank: int, problems: Problems) -> list[FlatReading]:
+def read_groups(opened: OpenedTag, mp_rank: int, problems: Problems) -> list[StoredFlatGroup]:
     """The flat groups of one model-parallel rank.
 
     Args:
@@ -96,13 +86,13 @@ def read_groups(opened: Opened, mp_rank: int, problems: Problems) -> list[FlatRe
         for ep_rank, ranks in enumerate(opened.experts.owners(names)):
             known = tuple(opened.experts.global_name(name, ep_rank) for name in names)
             geometry = _geometry(opened, mp_rank, number, [prod(shape) for shape in local], len(ranks))
-            reading = FlatReading(known, local, geometry, owners[number], number, ranks, names)
-            _read_ranks(opened, mp_rank, reading, problems)
-            groups.append(reading)
+            group = StoredFlatGroup(known, local, geometry, owners[number], number, ranks, names)
+            _read_ranks(opened, mp_rank, group, problems)
+            groups.append(group)
     return groups
 
 
-def param_group_fields(opened: Opened, mp_rank: int) -> list[dict[str, object]]:
+def param_group_fields(opened: OpenedTag, mp_rank: int) -> list[dict[str, object]]:
     """What the optimizer keeps per param group, without the members; an elastic checkpoint does not store it."""
     stored = _inner(opened.optimizer(0, mp_rank))
     pt = opened.optim[0, mp_rank]
@@ -129,7 +119,7 @@ def _param_group_of(state: Mapping[str, Any], count: int) -> list[int]:
     return [owner[flat] for flat in range(count)]
 
 
-def _geometry(opened: Opened, mp_rank: int, number: int, numels: Sequence[int], dp: int) -> Group:
+def _geometry(opened: OpenedTag, mp_rank: int, number: int, numels: Sequence[int], dp: int) -> Group:
     if opened.sliced:
         return SlicedGroup(tuple(numels), dp)
     gaps = opened.optimizer(0, mp_rank).get("param_alignment_paddings") or ()
@@ -137,81 +127,55 @@ def _geometry(opened: Opened, mp_rank: int, number: int, numels: Sequence[int], 
     return FlatGroup(tuple(numels), dp, of_group if len(of_group) == len(numels) else ())
 
 
-def _read_ranks(opened: Opened, mp_rank: int, reading: FlatReading, problems: Problems) -> None:
-    found = [_rank_part(opened, dp_rank, mp_rank, reading.number) for dp_rank in reading.ranks]
-    for at, part in enumerate(found):
-        stored = {MASTER: part.master, **part.state}
-        for key, value in stored.items():
+def _read_ranks(opened: OpenedTag, mp_rank: int, group: StoredFlatGroup, problems: Problems) -> None:
+    files = [opened.optim[dp_rank, mp_rank] for dp_rank in group.ranks]
+    for at, (dp_rank, pt) in enumerate(zip(group.ranks, files, strict=True)):
+        for key, value in _of_rank(opened, dp_rank, mp_rank, group.number).items():
             if _is_flat(key, value):
-                reading.parts.setdefault(key, {})[at] = value
+                group.parts.setdefault(key, {})[at] = value
             elif value is not None:
-                _keep_scalar(reading, key, part.pt.materialize(value), part.pt, problems)
-    if MOMENTUM in reading.parts and _keeps_whole(opened, mp_rank, reading):
-        reading.whole, reading.unreduced = frozenset({MOMENTUM}), _is_unreduced(opened)
-    for key, parts in reading.parts.items():
+                _keep_scalar(group, key, pt.materialize(value), pt, problems)
+    if MOMENTUM in group.parts and _keeps_whole(opened, mp_rank, group):
+        group.whole = frozenset({MOMENTUM})
+        group.unreduced = momentum_is_unreduced(opened.first.get("ds_config"), opened.first.get("ds_version"))
+    for key, parts in group.parts.items():
         for at, value in parts.items():
-            _check_length(reading, at, key, value, found[at].pt, problems)
-    _check_all_there(opened, mp_rank, reading, problems)
+            _check_length(group, at, key, value, files[at], problems)
+    _check_all_there(opened, mp_rank, group, problems)
 
 
-def _keeps_whole(opened: Opened, mp_rank: int, reading: FlatReading) -> bool:
+def _keeps_whole(opened: OpenedTag, mp_rank: int, group: StoredFlatGroup) -> bool:
     """Whether a momentum of Muon's is kept in whole parameters, on every rank of whose partition they have elements.
 
     ``BF16_Optimizer``, optimizers that are offloaded and stage 3 keep it as all other states. Where lengths fit both ways,
     the configuration decides.
     """
-    flat, state = reading.geometry, opened.optimizer(0, mp_rank)
+    flat, state = group.geometry, opened.optimizer(0, mp_rank)
     inner = _inner(state)
     groups = inner.get("param_groups", []) if isinstance(inner, Mapping) else []
-    muon = reading.param_group < len(groups) and groups[reading.param_group].get(USE_MUON) is True
+    muon = group.param_group < len(groups) and groups[group.param_group].get(USE_MUON) is True
     if not muon or not isinstance(flat, FlatGroup):
         return False
-    whole, parts = BorderGroup(flat), reading.parts[MOMENTUM]
+    whole, parts = BorderGroup(flat), group.parts[MOMENTUM]
     if any(value.shape[0] != whole.length_of(rank) for rank, value in parts.items()):
         return False
     fits = all(value.shape[0] in (flat.length(), flat.length() - flat.padding(rank)) for rank, value in parts.items())
     return not (fits and momentum_is_flat(opened.first.get("ds_config"), bf16_optimizer="zero_stage" not in state))
 
 
-def _is_unreduced(opened: Opened) -> bool:
-    """Whether ranks computed momenta of gradients of which only their own elements were reduced.
-
-    With ``reduce_scatter``, which is the default, DeepSpeed did so up to 0.19.2, and ranks do not agree on a parameter at a border.
-    Source: deepspeedai/DeepSpeed, pull requests 8090 and 8141.
-    """
-    config, version = opened.first.get("ds_config"), re.findall(r"\d+", str(opened.first.get("ds_version")))
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    scattered = not isinstance(zero, Mapping) or zero.get("reduce_scatter") is not False
-    return scattered and len(version) > 0 and tuple(map(int, version[:3])) < _REDUCED_SINCE
-
-
-def momentum_is_flat(config: object, *, bf16_optimizer: bool) -> bool:
-    """Whether stages 1 and 2 cut a momentum of Muon's like all other states.
-
-    Source: deepspeed 0.19.8, ``runtime/bf16_optimizer.py`` (``_prepare_muon_updates``), ``runtime/zero/stage_1_and_2.py``
-    (``_apply_muon_updates_cpu_offload``).
-
-    Args:
-        config: The run's ``ds_config``.
-        bf16_optimizer: Whether the run's optimizer is ``BF16_Optimizer``.
-    """
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
-    device = offload.get("device") if isinstance(offload, Mapping) else None
-    return bf16_optimizer or device in ("cpu", "nvme")
-
-
-def _rank_part(opened: Opened, dp_rank: int, mp_rank: int, number: int) -> _RankPart:
-    pt, state = opened.optim[dp_rank, mp_rank], opened.optimizer(dp_rank, mp_rank)
+def _of_rank(opened: OpenedTag, dp_rank: int, mp_rank: int, number: int) -> dict[str, Any]:
+    """What one rank's file has for one flat group, masters first."""
+    state = opened.optimizer(dp_rank, mp_rank)
     masters = state.get("fp32_flat_groups", state.get("single_partition_of_fp32_groups", []))
+    found = {MASTER: masters[number] if number < len(masters) else None}
     inner = _inner(state)
     if isinstance(inner, list):  # elastic_checkpoint
-        found = dict(inner[number]) if number < len(inner) else {}
+        found.update(inner[number] if number < len(inner) else {})
         if "base_optimizer_state_step" in state:
             found[_STEP] = state["base_optimizer_state_step"]
     else:
-        found = dict(inner.get("state", {}).get(number, {}))
-    return _RankPart(pt, masters[number] if number < len(masters) else None, found)
+        found.update(inner.get("state", {}).get(number, {}))
+    return found
 
 
 def _is_flat(key: str, value: object) -> bool:
@@ -219,19 +183,19 @@ def _is_flat(key: str, value: object) -> bool:
 
 
 def _check_length(
-    reading: FlatReading, rank: int, key: str, value: StoredTensor, pt: PtFile, problems: Problems
+    group: StoredFlatGroup, rank: int, key: str, value: StoredTensor, pt: PtFile, problems: Problems
 ) -> None:
     """A part has its whole length, or is lean: without the padding at its end."""
-    if key in reading.whole:
+    if key in group.whole:
         return
-    whole = reading.geometry.length()
-    lean = whole - reading.geometry.padding(rank)
+    whole = group.geometry.length()
+    lean = whole - group.geometry.padding(rank)
     if value.shape[0] in (whole, lean):
         return
     wanted = f"{whole}" if whole == lean else f"{lean} or, with padding, {whole}"
     text = (
-        f"{pt.directory.path}: {key} of the flat group with {reading.names[0]} has {value.shape[0]} elements; "
-        f"its {len(reading.names)} parameters over {reading.geometry.dp} ranks make {wanted}"
+        f"{pt.directory.path}: {key} of the flat group with {group.names[0]} has {value.shape[0]} elements; "
+        f"its {len(group.names)} parameters over {group.geometry.dp} ranks make {wanted}"
     )
     if key in _ELEMENTWISE:
         problems.add(LayoutMismatch, text, "The model files and the optimizer files are of different runs.")
@@ -240,29 +204,29 @@ def _check_length(
         problems.add(Unsupported, text, advice)
 
 
-def _keep_scalar(reading: FlatReading, key: str, value: object, pt: PtFile, problems: Problems) -> None:
-    known = reading.scalars.setdefault(key, value)
+def _keep_scalar(group: StoredFlatGroup, key: str, value: object, pt: PtFile, problems: Problems) -> None:
+    known = group.scalars.setdefault(key, value)
     if not same(known, value):
         problems.add(
             LayoutMismatch,
-            f"{pt.directory.path}: {key} of the flat group with {reading.names[0]} is {value!r}, but {known!r} on rank 0",
+            f"{pt.directory.path}: {key} of the flat group with {group.names[0]} is {value!r}, but {known!r} on rank 0",
             "Files of different steps are mixed in one tag: copy the checkpoint again from where it came from.",
         )
 
 
-def _check_all_there(opened: Opened, mp_rank: int, reading: FlatReading, problems: Problems) -> None:
-    for key, parts in reading.parts.items():
-        for rank in range(reading.geometry.dp):
-            if rank not in parts and reading.geometry.indices(rank):
-                path = opened.optim[reading.ranks[rank], mp_rank].directory.path
-                text = f"{path}: has no {key} of the flat group with {reading.names[0]}, which other ranks have"
+def _check_all_there(opened: OpenedTag, mp_rank: int, group: StoredFlatGroup, problems: Problems) -> None:
+    for key, parts in group.parts.items():
+        for rank in range(group.geometry.dp):
+            if rank not in parts and group.geometry.indices(rank):
+                path = opened.optim[group.ranks[rank], mp_rank].directory.path
+                text = f"{path}: has no {key} of the flat group with {group.names[0]}, which other ranks have"
                 problems.add(Incomplete, text)
-    if MASTER not in reading.parts:
+    if MASTER not in group.parts:
         path = opened.optim[0, mp_rank].directory.path
-        problems.add(Unsupported, f"{path}: has no fp32 masters of the flat group with {reading.names[0]}")
+        problems.add(Unsupported, f"{path}: has no fp32 masters of the flat group with {group.names[0]}")
 
 
-def mappings(opened: Opened, mp_rank: int, dp_rank: int) -> Iterator[tuple[int, str, int, int]]:
+def mappings(opened: OpenedTag, mp_rank: int, dp_rank: int) -> Iterator[tuple[int, str, int, int]]:
     """What ``param_slice_mappings`` says, as (group, parameter, start in the partition, elements).
 
     Raises:

@@ -7,29 +7,33 @@ from dataclasses import dataclass, field
 from math import gcd, prod
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Box, Shape, row_major
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
-from mcore_rlhf.layouts.tensor import LocalLayout, Piece
+from mcore_rlhf.layouts.tensor import LocalLayout, whole_layout
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import StoredTensor
 
-from .catalog import Cut, Holder, Place, place_chunks
-from .groups import momentum_is_flat
+from .catalog import Partitioned, chunks_of
+from .ds_config import momentum_is_flat, section
+from .modules import StoredModule
+from .reader import DeepSpeedState, other_values
 
 _SUB_GROUP_SIZE = 1_000_000_000
 """Source: deepspeed 0.19.8, ``runtime/zero/config.py`` (``sub_group_size``)."""
 _FUSED_ADAM = ("adam", "adamw")
+INFO = "universal_checkpoint_info"
+"""How AutoTP cut the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """Decisions about a native target.
+class ZeroConfig:
+    """What ZeRO is in a native target, and which of DeepSpeed's optimizer wrappers reads it.
 
     Args:
         stage: ZeRO stage.
@@ -40,7 +44,7 @@ class Choices:
         half: Whether there are masters beside 16-bit parameters.
         bf16_optimizer: Whether the files are those of ``BF16_Optimizer``: padded masters, no loss scaler.
         fused: Whether stage 0 keeps flat groups, as with ``FusedAdam``.
-        dealt: Whether groups are in round-robin order.
+        round_robin: Whether groups are in round-robin order.
         aligned: Whether every parameter starts at a multiple of 16 bytes of its flat group.
         flat_momentum: Whether Muon's momentum is cut as all other states, and not kept in whole parameters.
         sub_group_size: Elements after which stage 3 begins another sub-group.
@@ -57,7 +61,7 @@ class Choices:
     half: bool = False
     bf16_optimizer: bool = False
     fused: bool = False
-    dealt: bool = False
+    round_robin: bool = False
     aligned: bool = False
     flat_momentum: bool = True
     sub_group_size: int = _SUB_GROUP_SIZE
@@ -74,7 +78,7 @@ class Choices:
         return self.pp * self.tp
 
 
-def choose(source: Source, native: ModuleState, options: WriteOptions, report: Report) -> Choices:
+def zero_config(source: Source, native: ModuleState, options: WriteOptions, report: Report) -> ZeroConfig:
     """Decide what the target is to be.
 
     Raises:
@@ -83,7 +87,7 @@ def choose(source: Source, native: ModuleState, options: WriteOptions, report: R
     """
     _refuse_degrees(source, options)
     optimizer = source.optimizer is not None and not options.no_optimizer
-    stage = _stage(source, native, options, optimizer)
+    stage = _stage(source, options, optimizer)
     tp = options.tp or source.parallel.tp
     _refuse_stage(source, native, stage, tp, optimizer)
     dtype = dtype_of(options.dtype) if options.dtype is not None else None
@@ -96,19 +100,23 @@ def choose(source: Source, native: ModuleState, options: WriteOptions, report: R
     flat = stage in (1, 2) and not own
     if optimizer:
         _check_groups(source)
-    return Choices(
-        stage, options.dp or source.parallel.dp, source.parallel.pp, tp, optimizer, dtype, bf16, half, own,
-        stage == 0 and half and _is_fused(source, native, report),
-        flat and bool(zero.get("round_robin_gradients")), flat and bool(zero.get("parameter_alignment")),
-        not flat or momentum_is_flat(source.state.args, bf16_optimizer=own),
-        _sub_group_size(zero), native.tag or f"global_step{source.state.iteration}",
-    )  # fmt: skip
-
-
-def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """A section of ``ds_config``; empty where there is none."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    return ZeroConfig(
+        stage=stage,
+        dp=options.dp or source.parallel.dp,
+        pp=source.parallel.pp,
+        tp=tp,
+        optimizer=optimizer,
+        dtype=dtype,
+        bf16=bf16,
+        half=half,
+        bf16_optimizer=own,
+        fused=stage == 0 and half and _is_fused(source, native, report),
+        round_robin=flat and bool(zero.get("round_robin_gradients")),
+        aligned=flat and bool(zero.get("parameter_alignment")),
+        flat_momentum=not flat or momentum_is_flat(source.state.args, bf16_optimizer=own),
+        sub_group_size=_sub_group_size(zero),
+        tag=native.tag or f"global_step{source.state.iteration}",
+    )
 
 
 def _refuse_degrees(source: Source, options: WriteOptions) -> None:
@@ -122,7 +130,7 @@ def _refuse_degrees(source: Source, options: WriteOptions) -> None:
             )
 
 
-def _stage(source: Source, native: ModuleState, options: WriteOptions, optimizer: bool) -> int:
+def _stage(source: Source, options: WriteOptions, optimizer: bool) -> int:
     if options.zero_stage is not None:
         return options.zero_stage
     kind = source.optimizer or ""
@@ -147,7 +155,7 @@ def _refuse_stage(source: Source, native: ModuleState, stage: int, tp: int, opti
         )
     if pp > 1 and stage == 0 and optimizer:
         raise Unsupported("stage 0 with pipeline parallelism is not supported\nGive --zero-stage 1.")
-    if tp * pp > 1 and not hasattr(native, "holders"):
+    if tp * pp > 1 and not isinstance(native, DeepSpeedState):
         raise Unsupported(
             f"from {source.format} with {source.parallel}: native files of a model-parallel run can only be made of native ones\n"
             "DeepSpeed itself loads a universal checkpoint into any model-parallel layout; --tp 1 puts tensors together."
@@ -207,42 +215,9 @@ def _check_groups(source: Source) -> None:
     problems.raise_if_any()
 
 
-def whole_layout(shape: Shape) -> LocalLayout:
-    """The layout of a rank that has a whole tensor."""
-    return LocalLayout(shape, shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
-
-
-@dataclass(slots=True)
-class Records:
-    """The records of one file, and the entries that lie in them.
-
-    Args:
-        file: Path relative to the root.
-        role: Role of the tensors.
-    """
-
-    file: str
-    role: str
-    records: list[Record] = field(default_factory=list)
-    entries: list[TensorEntry] = field(default_factory=list)
-
-    def tensor(self, dtype: DType, shape: Shape) -> StoredTensor:
-        """A tensor in a further record of its own."""
-        record = Record(self.file, f"data/{len(self.records)}", dtype, prod(shape), 0)
-        self.records.append(record)
-        return StoredTensor(record, 0, shape, row_major(shape))
-
-    def hold(self, spec: ParamSpec, state: str, place: Place, layout: LocalLayout) -> None:
-        """Say that a place of this file holds a part of a tensor."""
-        chunks = tuple(place_chunks(place, layout))
-        if chunks:
-            name = TensorName(self.role, spec.name, state)
-            self.entries.append(TensorEntry(name, spec.global_shape, chunks[0].record.dtype, chunks))
-
-
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A trained parameter of a flat group."""
+class LocalParam:
+    """A parameter, and the part of it that a model-parallel rank has."""
 
     spec: ParamSpec
     layout: LocalLayout
@@ -254,145 +229,186 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class NewGroup:
+class NewFlatGroup:
     """A flat group of a model-parallel rank.
 
     Args:
         number: The optimizer's param group.
-        members: Its parameters, in the order in which they lie.
+        params: Its parameters, in the order in which they lie.
         geometry: Where they lie.
+        muon: Whether Muon trains them and keeps its momentum in whole parameters.
     """
 
     number: int
-    members: tuple[Member, ...]
+    params: tuple[LocalParam, ...]
     geometry: Group
+    muon: bool = False
+
+    def geometry_of(self, state: str) -> Group | BorderGroup:
+        """Where the parameters lie in a state."""
+        flat = self.geometry
+        return BorderGroup(flat) if self.muon and state == MOMENTUM and isinstance(flat, FlatGroup) else flat
 
 
 @dataclass(slots=True)
-class Blueprint:
-    """A whole new checkpoint, before its files.
+class TagLayout:
+    """Everything about a new tag that its files have in common.
 
     Args:
-        role: Role of its tensors.
+        source: What is converted.
+        native: What the source has of a module besides tensors.
+        zero: Stage and degrees.
         model: What the model is, with the target's dtypes.
-        choices: Stage and degrees.
-        groups: The optimizer's param groups.
-        states: Names of its tensor states, masters first.
-        source: Where tensors come from; says which states there are, and their dtypes.
-        holders: How model-parallel ranks cut the parameters; None where there is one.
+        states: Names of the optimizer's tensor states, masters first; empty without an optimizer.
+        catalog: Where tensors come from.
     """
 
-    role: str
+    source: Source
+    native: ModuleState
+    zero: ZeroConfig
     model: ModelSpec
-    choices: Choices
-    groups: Sequence[ParamGroup]
     states: tuple[str, ...]
-    source: Catalog
-    holders: Mapping[str, Mapping[int, Holder]] | None = None
+    catalog: Catalog
     _available: frozenset[TensorName] = frozenset()
     _dtypes: dict[str, DType] = field(default_factory=dict)
-    _flat: dict[int, list[NewGroup]] = field(default_factory=dict)
+    _flat: dict[int, list[NewFlatGroup]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._available = frozenset(self.source)
+        self._available = frozenset(self.catalog)
 
-    def layout_of(self, spec: ParamSpec, mp_rank: int) -> LocalLayout | None:
-        """The part of a tensor that a model-parallel rank has, or None."""
-        if self.holders is None:
-            return whole_layout(spec.global_shape)
-        holder = self.holders[spec.name].get(mp_rank)
-        return holder.layout if holder is not None else None
+    @property
+    def groups(self) -> Sequence[ParamGroup]:
+        """The optimizer's param groups."""
+        return self.source.state.groups
 
-    def local(self, mp_rank: int) -> list[Member]:
+    @property
+    def modules(self) -> Sequence[StoredModule]:
+        """The modules of a native source, by model-parallel rank; none of any other."""
+        return self.native.modules if isinstance(self.native, DeepSpeedState) else ()
+
+    @property
+    def same_ranks(self) -> bool:
+        """Whether source and target have a model file of each data-parallel rank, of as many."""
+        return self.source.optimizer == "zero3" and self.zero.stage == 3 and self.zero.dp == self.source.parallel.dp
+
+    def other_values(self, dp_rank: int, mp_rank: int) -> Mapping[str, object]:
+        """Counters and client state: a rank's own, where the same rank wrote them."""
+        native, other = self.native, self.source.state.other
+        if self.same_ranks and isinstance(native, DeepSpeedState) and native.opened is not None:
+            return other_values(native.opened, dp_rank, mp_rank)
+        if self.zero.tp != self.source.parallel.tp:
+            return {key: value for key, value in other.items() if key != INFO}
+        return native.per_rank[mp_rank] if native.per_rank else other
+
+    def local(self, mp_rank: int) -> list[LocalParam]:
         """The tensors of a rank's module, in order."""
-        found = ((spec, self.layout_of(spec, mp_rank)) for spec in self.model.params)
-        return [Member(spec, layout) for spec, layout in found if layout is not None]
+        if self.zero.mp == 1:
+            return [LocalParam(spec, whole_layout(spec.global_shape)) for spec in self.model.params]
+        assert isinstance(self.native, DeepSpeedState)
+        held = ((spec, self.native.shards[spec.name].get(mp_rank)) for spec in self.model.params)
+        return [LocalParam(spec, shard.layout) for spec, shard in held if shard is not None]
 
-    def params_of(self, mp_rank: int) -> list[list[Member]]:
+    def params_of(self, mp_rank: int) -> list[list[LocalParam]]:
         """The parameters of every param group that a rank has, in the optimizer's order; none of them empty."""
-        local = {member.spec.name: member for member in self.local(mp_rank)}
+        local = {param.spec.name: param for param in self.local(mp_rank)}
         return [[local[n] for n in group.params if n in local and local[n].numel] for group in self.groups]
 
-    def flat_groups(self, mp_rank: int) -> list[NewGroup]:
+    def flat_groups(self, mp_rank: int) -> list[NewFlatGroup]:
         """The flat groups of a rank; worked out once, since every data-parallel rank's file asks."""
         if mp_rank not in self._flat:
-            cut = (self._cut(number, members) for number, members in enumerate(self.params_of(mp_rank)))
+            cut = (self._cut(number, params) for number, params in enumerate(self.params_of(mp_rank)))
             self._flat[mp_rank] = [group for groups in cut for group in groups]
         return self._flat[mp_rank]
 
-    def _cut(self, number: int, members: list[Member]) -> list[NewGroup]:
-        choices = self.choices
-        if choices.stage == 3:
-            parts = sub_groups([member.numel for member in members], choices.dp, choices.sub_group_size)
-            chosen = [tuple(members[index] for index in part) for part in parts]
+    def _cut(self, number: int, params: list[LocalParam]) -> list[NewFlatGroup]:
+        zero = self.zero
+        muon = self.groups[number].fields.get(USE_MUON) is True and not zero.flat_momentum
+        if zero.stage == 3:
+            parts = sub_groups([param.numel for param in params], zero.dp, zero.sub_group_size)
+            chosen = [tuple(params[index] for index in part) for part in parts]
             return [
-                NewGroup(number, part, SlicedGroup(tuple(member.numel for member in part), choices.dp))
+                NewFlatGroup(number, part, SlicedGroup(tuple(param.numel for param in part), zero.dp))
                 for part in chosen
             ]
-        ordered = dealt(members, choices.dp) if choices.dealt else members
-        numels = tuple(member.numel for member in ordered)
-        if choices.stage == 0:
-            return [NewGroup(number, tuple(ordered), FlatGroup(numels, 1, alignment=1))]
-        multiple = 16 // gcd(16, members[0].spec.dtype.itemsize) if choices.aligned and members else 1
-        return [NewGroup(number, tuple(ordered), FlatGroup(numels, choices.dp, alignment_gaps(numels, multiple)))]
-
-    def geometry_of(self, group: NewGroup, state: str) -> Group | BorderGroup:
-        """Where a group's parameters lie in a state."""
-        flat, muon = group.geometry, self.groups[group.number].fields.get(USE_MUON) is True
-        whole = muon and state == MOMENTUM and not self.choices.flat_momentum
-        return BorderGroup(flat) if whole and isinstance(flat, FlatGroup) else flat
+        ordered = tuple(dealt(params, zero.dp) if zero.round_robin else params)
+        numels = tuple(param.numel for param in ordered)
+        if zero.stage == 0:
+            return [NewFlatGroup(number, ordered, FlatGroup(numels, 1, alignment=1), muon)]
+        multiple = 16 // gcd(16, params[0].spec.dtype.itemsize) if zero.aligned and params else 1
+        return [NewFlatGroup(number, ordered, FlatGroup(numels, zero.dp, alignment_gaps(numels, multiple)), muon)]
 
     def has(self, spec: ParamSpec, state: str) -> bool:
         """Whether the source has a state of a parameter; its masters can always be made."""
-        return state == MASTER or TensorName(self.role, spec.name, state) in self._available
+        return state == MASTER or TensorName(self.source.role, spec.name, state) in self._available
 
     def state_dtype(self, state: str) -> DType:
         """The element type of a state, as the source stores it."""
         if state == MASTER:
             return FLOAT32
         if state not in self._dtypes:
-            name = next(name for name in self.source if name.state == state)
-            entry = self.source.get(name)
+            name = next(name for name in self.catalog if name.state == state)
+            entry = self.catalog.get(name)
             self._dtypes[state] = entry.dtype if entry is not None else FLOAT32
         return self._dtypes[state]
 
 
-def flat_part(
-    blueprint: Blueprint, records: Records, group: NewGroup, state: str, rank: int, *, lean: bool
-) -> StoredTensor:
-    """One rank's part of a flat group in one state, with everything that lies in it.
+@dataclass(slots=True)
+class NewFile:
+    """One file of a new tag: its records, and the parts of tensors that lie in them.
 
     Args:
-        blueprint: The checkpoint.
-        records: The file.
-        group: The group.
-        state: The state.
-        rank: The data-parallel rank.
-        lean: Whether the padding at its end is left out.
+        path: Relative to the root.
+        tag: The tag.
     """
-    geometry = blueprint.geometry_of(group, state)
-    if isinstance(geometry, BorderGroup):
-        length, indices = geometry.length_of(rank), geometry.held(rank)
-    else:
-        length, indices = geometry.length() - (geometry.padding(rank) if lean else 0), geometry.indices(rank)
-    stored = records.tensor(blueprint.state_dtype(state), (length,))
-    for index in indices:
-        member = group.members[index]
-        if blueprint.has(member.spec, state):
-            records.hold(member.spec, state, Cut(geometry, index, {rank: stored}), member.layout)
-    return stored
 
+    path: str
+    tag: TagLayout
+    records: list[Record] = field(default_factory=list)
+    holds: list[TensorEntry] = field(default_factory=list)
 
-def whole_tensor(records: Records, member: Member, state: str, dtype: DType) -> StoredTensor:
-    """A local tensor in one piece."""
-    stored = records.tensor(dtype, member.layout.shape)
-    records.hold(member.spec, state, stored, member.layout)
-    return stored
+    def whole(self, param: LocalParam, state: str, dtype: DType) -> StoredTensor:
+        """A local tensor in one piece."""
+        stored = self._tensor(dtype, param.layout.shape)
+        self._hold(param, state, stored)
+        return stored
 
+    def partition(self, group: NewFlatGroup, state: str, rank: int, *, lean: bool) -> StoredTensor:
+        """One rank's part of a flat group in one state, with everything that lies in it.
 
-def frozen_slice(records: Records, member: Member, rank: int, dp: int) -> StoredTensor:
-    """A rank's slice of a frozen parameter in stage 3, padded with zeros."""
-    geometry = SlicedGroup((member.numel,), dp)
-    stored = records.tensor(member.spec.dtype, (geometry.length(),))
-    records.hold(member.spec, PARAM, Cut(geometry, 0, {rank: stored}), member.layout)
-    return stored
+        Args:
+            group: The group.
+            state: The state.
+            rank: The data-parallel rank.
+            lean: Whether the padding at its end is left out.
+        """
+        geometry = group.geometry_of(state)
+        if isinstance(geometry, BorderGroup):
+            length, indices = geometry.length_of(rank), geometry.held(rank)
+        else:
+            length, indices = geometry.length() - (geometry.padding(rank) if lean else 0), geometry.indices(rank)
+        stored = self._tensor(self.tag.state_dtype(state), (length,))
+        for index in indices:
+            param = group.params[index]
+            if self.tag.has(param.spec, state):
+                self._hold(param, state, Partitioned(geometry, index, {rank: stored}))
+        return stored
+
+    def frozen_slice(self, param: LocalParam, rank: int) -> StoredTensor:
+        """A rank's slice of a frozen parameter in stage 3, padded with zeros."""
+        geometry = SlicedGroup((param.numel,), self.tag.zero.dp)
+        stored = self._tensor(param.spec.dtype, (geometry.length(),))
+        self._hold(param, PARAM, Partitioned(geometry, 0, {rank: stored}))
+        return stored
+
+    def _tensor(self, dtype: DType, shape: Shape) -> StoredTensor:
+        """A tensor in a further record of its own."""
+        record = Record(self.path, f"data/{len(self.records)}", dtype, prod(shape), 0)
+        self.records.append(record)
+        return StoredTensor.whole(record, shape)
+
+    def _hold(self, param: LocalParam, state: str, stored: StoredTensor | Partitioned) -> None:
+        """Say that a part of a tensor lies in this file."""
+        chunks = tuple(chunks_of(stored, param.layout))
+        if chunks:
+            name = TensorName(self.tag.source.role, param.spec.name, state)
+            self.holds.append(TensorEntry(name, param.spec.global_shape, chunks[0].record.dtype, chunks))

@@ -24,8 +24,8 @@ from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition
 from mcore_rlhf.storage.ptfile import StoredTensor
 
-from .catalog import Cut, Place
-from .tag import Opened
+from .catalog import Partitioned
+from .tag import OpenedTag
 
 
 @dataclass(slots=True)
@@ -35,18 +35,18 @@ class LocalTensor:
     Args:
         shape: Its local shape.
         dtype: What the model computes with.
-        places: Where it lies; several where every data-parallel rank stores it; none where stage 3 keeps only its master.
+        stored: Where it lies; several where every data-parallel rank stores it; none where stage 3 keeps only its master.
         trained: Whether the optimizer has it.
     """
 
     shape: Shape
     dtype: DType
-    places: list[Place] = field(default_factory=list)
+    stored: list[StoredTensor | Partitioned] = field(default_factory=list)
     trained: bool = False
 
 
 @dataclass(slots=True)
-class ModuleReading:
+class StoredModule:
     """The module of one model-parallel rank.
 
     Args:
@@ -71,14 +71,14 @@ class ModuleReading:
         return [name for name, tensor in self.tensors.items() if not tensor.trained and name not in self.buffers]
 
 
-def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
+def read_module(opened: OpenedTag, mp_rank: int) -> StoredModule:
     """Read the module of one model-parallel rank.
 
     Raises:
         CheckpointError: Its parameters and ``param_shapes`` contradict each other.
     """
     top = opened.top(0, mp_rank)
-    reading = ModuleReading(buffers=tuple(top.get("buffer_names") or ()))
+    reading = StoredModule(buffers=tuple(top.get("buffer_names") or ()))
     shapes = {name: tuple(map(int, shape)) for group in top.get("param_shapes") or () for name, shape in group.items()}
     module = dict(_keys(opened, mp_rank, shapes, reading))
     reading.order = list(module)
@@ -96,7 +96,7 @@ def read_module(opened: Opened, mp_rank: int) -> ModuleReading:
 
 
 def _keys(
-    opened: Opened, mp_rank: int, shapes: Mapping[str, Shape], reading: ModuleReading
+    opened: OpenedTag, mp_rank: int, shapes: Mapping[str, Shape], reading: StoredModule
 ) -> Iterator[tuple[str, Any]]:
     """The state dict under global names."""
     module = opened.top(0, mp_rank)["module"]
@@ -113,7 +113,7 @@ def _keys(
         yield name, value
 
 
-def _layer_keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[int, str, str, Any]]:
+def _layer_keys(opened: OpenedTag, mp_rank: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[int, str, str, Any]]:
     """The layers of a pipeline stage: those that it trains something of, and, on the first stage that could, all others."""
     tp_rank = mp_rank % opened.tp
     stages = [_names_of(opened, stage * opened.tp + tp_rank) for stage in range(opened.pp)]
@@ -130,7 +130,7 @@ def _layer_keys(opened: Opened, mp_rank: int, shapes: Mapping[str, Shape]) -> It
                     yield layer, key, name, value if isinstance(value, StoredTensor) else pt.materialize(value)
 
 
-def _names_of(opened: Opened, mp_rank: int) -> set[str]:
+def _names_of(opened: OpenedTag, mp_rank: int) -> set[str]:
     return {name for group in opened.top(0, mp_rank).get("param_shapes") or () for name in group}
 
 
@@ -154,7 +154,7 @@ def _global_name(layer: int, key: str, value: object, shapes: Mapping[str, Shape
     return tied[0] if plain not in shapes and len(tied) == 1 else plain
 
 
-def _stored_aliases(opened: Opened, module: Mapping[str, object]) -> dict[str, str]:
+def _stored_aliases(opened: OpenedTag, module: Mapping[str, object]) -> dict[str, str]:
     """What ``shared_params`` says; only global rank 0 fills it."""
     shared = opened.first.get("shared_params") or {}
     return {alias: owner for alias, owner in shared.items() if alias in module}
@@ -172,7 +172,7 @@ def _seen_aliases(module: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _take_experts(opened: Opened, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
+def _take_experts(opened: OpenedTag, reading: StoredModule, shapes: Mapping[str, Shape]) -> None:
     """The experts' weights, which the module's own state dict leaves out, under their global names."""
     for pt in opened.expert_files.values():
         for name, value in pt.tree.items():
@@ -181,24 +181,24 @@ def _take_experts(opened: Opened, reading: ModuleReading, shapes: Mapping[str, S
             reading.tensors[name] = LocalTensor(value.shape, value.record.dtype, [value], trained)
 
 
-def _take_slices(opened: Opened, mp_rank: int, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
+def _take_slices(opened: OpenedTag, mp_rank: int, reading: StoredModule, shapes: Mapping[str, Shape]) -> None:
     """Stage 3: parameters are empty in the module; frozen ones lie as slices beside it, buffers on every rank."""
     tops = [opened.top(dp_rank, mp_rank) for dp_rank in range(opened.dp)]
     frozen = {name: tuple(map(int, shape)) for name, shape in (tops[0].get("frozen_param_shapes") or {}).items()}
     fragments = [top.get("frozen_param_fragments") or {} for top in tops]
     for name, tensor in list(reading.tensors.items()):
         if name in shapes:
-            tensor.shape, tensor.places = shapes[name], []
+            tensor.shape, tensor.stored = shapes[name], []
         elif name in frozen:
             tensor.shape = frozen[name]
-            tensor.places = [_slices(opened, name, frozen[name], mp_rank, fragments)]
+            tensor.stored = [_slices(opened, name, frozen[name], mp_rank, fragments)]
         elif name in reading.buffers or 0 not in tensor.shape:
-            tensor.places = [top["module"][name] for top in tops if name in top["module"]]
+            tensor.stored = [top["module"][name] for top in tops if name in top["module"]]
         else:
             del reading.tensors[name]  # a frozen parameter that exclude_frozen_parameters left out
 
 
-def _slices(opened: Opened, name: str, shape: Shape, mp_rank: int, fragments: list[Any]) -> Cut:
+def _slices(opened: OpenedTag, name: str, shape: Shape, mp_rank: int, fragments: list[Any]) -> Partitioned:
     numel = 1
     for count in shape:
         numel *= count
@@ -210,10 +210,10 @@ def _slices(opened: Opened, name: str, shape: Shape, mp_rank: int, fragments: li
                 f"{opened.model[rank, mp_rank].directory.path}: the slice of the frozen parameter {name} should have "
                 f"{group.length()} elements, found {'none' if length is None else length}"
             )
-    return Cut(group, 0, {rank: found[name] for rank, found in enumerate(fragments)})
+    return Partitioned(group, 0, {rank: found[name] for rank, found in enumerate(fragments)})
 
 
-def _check_trained(opened: Opened, mp_rank: int, reading: ModuleReading, shapes: Mapping[str, Shape]) -> None:
+def _check_trained(opened: OpenedTag, mp_rank: int, reading: StoredModule, shapes: Mapping[str, Shape]) -> None:
     where = opened.model[0, mp_rank].directory.path
     named = {name: shapes[local] for name in reading.tensors if (local := opened.experts.local_name(name)) in shapes}
     for name, shape in {**shapes, **named}.items():

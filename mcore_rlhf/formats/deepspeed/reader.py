@@ -7,10 +7,10 @@ Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_save_checkpoint``, ``_load_c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mcore_rlhf.core.account import Fate, Inventory, Report, same
 from mcore_rlhf.core.names import MASTER, PARAM
@@ -26,81 +26,251 @@ from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
-from .catalog import Cut, DeepSpeedCatalog, Holder
+from .catalog import DeepSpeedCatalog, MpShard, Partitioned
+from .ds_config import is_round_robin
 from .files import locate
-from .groups import FlatReading, mappings, param_group_fields, read_groups
-from .modules import ModuleReading, TensorCuts, read_module
-from .stage0 import PlainReading, read_plain
-from .tag import Opened, open_tag
+from .groups import StoredFlatGroup, mappings, param_group_fields, read_groups
+from .modules import StoredModule, TensorCuts, read_module
+from .stage0 import Stage0Optimizer, read_plain
+from .tag import OpenedTag, open_tag
 
-State = TypeVar("State", bound=ModuleState)
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 
 
 @dataclass(slots=True)
-class Members:
-    """The optimizer's param groups, on their way into a TrainingState.
-
-    Args:
-        fields: What each stores, without members.
-        names: Each one's parameters, in the optimizer's own order.
-        scalars: What the optimizer keeps once for each one's parameters.
-    """
-
-    fields: list[dict[str, object]] = field(default_factory=list)
-    names: list[tuple[str, ...]] = field(default_factory=list)
-    scalars: list[dict[str, object]] = field(default_factory=list)
-
-    def add_scalars(self, number: int, scalars: Mapping[str, object], where: Path) -> None:
-        """Note the scalars of one more part of a group.
-
-        Raises:
-            LayoutMismatch: They are not those of the others.
-        """
-        for key, value in scalars.items():
-            if not same(self.scalars[number].setdefault(key, value), value):
-                raise LayoutMismatch(f"{where}: {key} of param group {number} differs between parts of the group")
-
-    def groups(self) -> tuple[ParamGroup, ...]:
-        """The groups as every format takes them."""
-        return tuple(
-            ParamGroup({**fields, **scalars}, params=tuple(names), scalars=tuple(scalars))
-            for fields, names, scalars in zip(self.fields, self.names, self.scalars, strict=True)
-        )
-
-
-def other_values(opened: Opened, dp_rank: int, mp_rank: int) -> dict[str, object]:
-    """What a rank's model file has at the top that neither has a place of its own nor follows from the layout."""
-    pt = opened.model[dp_rank if opened.sliced else 0, mp_rank]
-    return {key: pt.materialize(value) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
-
-
-def _outline(opened: Opened, dp_rank: int, mp_rank: int) -> dict[str, object]:
-    """The same with every tensor's shape and checksum in its place: to compare hundreds of ranks without reading them."""
-    pt = opened.model[dp_rank, mp_rank]
-
-    def stand_in(stored: StoredTensor) -> object:
-        if not pt.directory.checksummed:
-            return pt.load(stored)
-        return stored.shape, stored.start, str(stored.record.dtype), pt.directory.members[stored.record.key].crc32
-
-    return {key: map_tensors(value, stand_in) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
-
-
-def differing_keys(opened: Opened) -> list[str]:
-    """Which of these values are not the same on all ranks."""
-    first = _outline(opened, 0, 0)
-    outlines = [_outline(opened, *at) for at in opened.model]
-    return sorted({key for outline in outlines for key, v in outline.items() if not same(v, first.get(key))})
-
-
-def training_state(opened: Opened, members: Members, notes: Report) -> TrainingState:
-    """The state that all ranks share, taken from the first.
+class DeepSpeedState(ModuleState):
+    """What only a native target needs of a native source.
 
     Args:
         opened: The files.
-        members: The optimizer's param groups.
-        notes: Told of values that differ between ranks.
+        modules: Each model-parallel rank's module.
+        shards: For each parameter, the parts of it that ranks have, by model-parallel rank.
     """
+
+    opened: OpenedTag | None = None
+    modules: list[StoredModule] = field(default_factory=list)
+    shards: Mapping[str, Mapping[int, MpShard]] = field(default_factory=dict)
+
+    def inventory(self) -> Inventory:
+        """What all of the family have, and values of the module that are no tensors."""
+        opaque = tuple(value for module in self.modules for value in module.opaque.values() if value is not None)
+        return {**ModuleState.inventory(self), **({OPAQUE: opaque} if opaque else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredOptimizer:
+    """The optimizer as its files have it: flat groups of every model-parallel rank, or, in stage 0, states by parameter."""
+
+    flat: Sequence[Sequence[StoredFlatGroup]] = ()
+    plain: Sequence[Stage0Optimizer] = ()
+    groups: tuple[ParamGroup, ...] = ()
+
+
+def read_deepspeed(path: Path, options: ReadOptions) -> Source:
+    """Open a native checkpoint of any ZeRO stage.
+
+    Args:
+        path: A root with ``latest``, or the folder of a tag.
+        options: Which step, which rules.
+
+    Raises:
+        CheckpointError: It is incomplete, damaged, or contradicts itself.
+    """
+    notes = Report()
+    opened = open_tag(locate(path, options.step), options.stubs, optimizer=options.optimizer)
+    modules = [read_module(opened, mp_rank) for mp_rank in range(opened.mp)]
+    optimizer = _read_optimizer(opened, modules, options, notes)
+    shards, specs = _shards(opened, modules, optimizer, options)
+    states = dict.fromkeys(s for of in shards.values() for shard in of.values() for s in shard.stored if s != PARAM)
+    tied = any(module.shared for module in modules)
+    model = ModelSpec(tuple(specs), _num_layers(specs), tied=tied, vocab_size=options.vocab_size)
+    without = opened.sliced and not options.optimizer
+    catalog = DeepSpeedCatalog(
+        role=options.role or "actor",
+        model=model,
+        shards={name: list(of.values()) for name, of in shards.items()},
+        states=() if without else tuple(sorted(states, key=lambda state: state != MASTER)),
+        param_from_master=without,
+    )
+    return Source(
+        format="deepspeed",
+        root=opened.files.root,
+        role=catalog.role,
+        model=model,
+        parallel=ParallelConfig(tp=opened.tp, pp=opened.pp, etp=opened.tp, dp=opened.dp),
+        catalog=catalog,
+        state=_training_state(opened, optimizer.groups, notes),
+        files=tuple(_stored_file(pt) for pt in opened.all()),
+        states=catalog.states,
+        optimizer=f"zero{opened.stage}" if options.optimizer and (optimizer.flat or optimizer.plain) else None,
+        notes=notes,
+        native=_module_state(opened, modules, shards),
+        unplaced=unplaced_of(opened, with_optimizer=options.optimizer),
+    )
+
+
+def _read_optimizer(
+    opened: OpenedTag, modules: list[StoredModule], options: ReadOptions, notes: Report
+) -> _StoredOptimizer:
+    if opened.optim:
+        return _read_partitions(opened, notes, wanted=options.optimizer)
+    if options.optimizer and opened.files.expert_optim:
+        raise Unsupported(
+            f"{opened.files.folder / opened.files.expert_optim[0]}: stage 0 stores no names for its optimizer's states, and with "
+            "experts the order of the parameters is not known\n--no-optimizer reads the weights alone."
+        )
+    if not options.optimizer or opened.first.get("optimizer") is None:
+        return _StoredOptimizer()
+    _refuse_pipeline(opened)
+    plain = [read_plain(opened.model[0, n], module, options.rules) for n, module in enumerate(modules)]
+    for module, found in zip(modules, plain, strict=True):
+        for name in found.stored:
+            module.tensors[name].trained = True
+    return _StoredOptimizer(plain=plain, groups=_same_groups(opened, plain))
+
+
+def _read_partitions(opened: OpenedTag, notes: Report, *, wanted: bool) -> _StoredOptimizer:
+    """Stages 1 to 3; stage 3 has its weights there, wherefore they are read also where the optimizer is not wanted."""
+    problems = Problems()
+    flat = [read_groups(opened, mp_rank, problems) for mp_rank in range(opened.mp)]
+    problems.raise_if_any()
+    round_robin = not opened.sliced and is_round_robin(opened.first.get("ds_config"))
+    if round_robin:
+        text = "round_robin_gradients: param_slice_mappings are wrong in such files; param_shapes has the order"
+        notes.add(Fate.NOTE, text)
+    else:
+        _check_mappings(opened, flat)
+    groups = _joined_groups(opened, flat, round_robin)
+    _note_unreduced(opened, flat, notes)
+    return _StoredOptimizer(flat, groups=groups if wanted else ())
+
+
+def _joined_groups(
+    opened: OpenedTag, flat: Sequence[Sequence[StoredFlatGroup]], round_robin: bool
+) -> tuple[ParamGroup, ...]:
+    """The param groups of what all model-parallel ranks have, in the optimizer's own order."""
+    fields = param_group_fields(opened, 0)
+    params: list[dict[str, None]] = [{} for _ in fields]
+    scalars: list[dict[str, object]] = [{} for _ in fields]
+    for group in (group for groups in flat for group in groups):
+        number = group.param_group
+        names = undealt(group.names, group.geometry.dp) if round_robin else group.names
+        params[number].update(dict.fromkeys(names))
+        for key, value in group.scalars.items():
+            if not same(scalars[number].setdefault(key, value), value):
+                where = opened.files.folder
+                raise LayoutMismatch(f"{where}: {key} of param group {number} differs between parts of the group")
+    return _param_groups(fields, [tuple(names) for names in params], scalars)
+
+
+def _same_groups(opened: OpenedTag, plain: list[Stage0Optimizer]) -> tuple[ParamGroup, ...]:
+    """Stage 0: every tensor-parallel rank lists the same parameters, each its own parts of them."""
+    first = plain[0]
+    for mp_rank, other in enumerate(plain):
+        if other.params != first.params or not same(other.scalars, first.scalars):
+            where = opened.model[0, mp_rank].directory.path
+            raise LayoutMismatch(
+                f"{where}: its optimizer's param groups or steps are not those of tensor-parallel rank 0\n"
+                "Files of different runs are mixed in one tag: copy the checkpoint again from where it came from."
+            )
+    return _param_groups(first.fields, first.params, first.scalars)
+
+
+def _param_groups(
+    fields: Sequence[Mapping[str, object]], params: Sequence[tuple[str, ...]], scalars: Sequence[Mapping[str, object]]
+) -> tuple[ParamGroup, ...]:
+    return tuple(
+        ParamGroup({**own, **once}, params=names, scalars=tuple(once))
+        for own, names, once in zip(fields, params, scalars, strict=True)
+    )
+
+
+def _check_mappings(opened: OpenedTag, flat: Sequence[Sequence[StoredFlatGroup]]) -> None:
+    """DeepSpeed's own account of who holds what, against ours."""
+    problems = Problems()
+    for mp_rank, groups in enumerate(flat):
+        if any(any(getattr(group.geometry, "gaps", ())) for group in groups):
+            continue
+        for dp_rank in range(opened.dp):
+            mine = {group.number: (group, group.ranks.index(dp_rank)) for group in groups if dp_rank in group.ranks}
+            for number, name, start, numel in mappings(opened, mp_rank, dp_rank):
+                group, at = mine[number]
+                runs = group.geometry.runs(group.stored.index(name)) if name in group.stored else ()
+                if not any((run.rank, run.at, run.numel) == (at, start, numel) for run in runs):
+                    where = opened.optim[dp_rank, mp_rank].directory.path
+                    text = f"{where}: param_slice_mappings puts {name} at {start}:{start + numel} of group {number}"
+                    advice = "By the order of 'param_shapes' it lies elsewhere: the files are of different runs."
+                    problems.add(LayoutMismatch, text, advice)
+    problems.raise_if_any()
+
+
+def _note_unreduced(opened: OpenedTag, flat: Sequence[Sequence[StoredFlatGroup]], notes: Report) -> None:
+    names = [name for groups in flat for group in groups if group.unreduced for name in group.at_borders()]
+    if names:
+        notes.add(
+            Fate.LOST,
+            f"momentum_buffer of {len(names)} parameters at borders of partitions such as {names[0]}: DeepSpeed "
+            f"{opened.first.get('ds_version')} computed it of gradients that were reduced only where a rank's own elements lie, which are "
+            "taken; the ranks' further elements, on which they do not agree, are left out",
+        )
+
+
+def _refuse_pipeline(opened: OpenedTag) -> None:
+    if opened.pp > 1:
+        raise Unsupported(
+            f"{opened.files.folder}: the optimizer of stage 0 with PP {opened.pp} is not supported: its states have no names, and "
+            "nothing says which stage had which layer\n"
+            "Load it with DeepSpeed at ZeRO stage 1 and save it again."
+        )
+
+
+def _shards(
+    opened: OpenedTag, modules: list[StoredModule], optimizer: _StoredOptimizer, options: ReadOptions
+) -> tuple[dict[str, dict[int, MpShard]], list[ParamSpec]]:
+    """For every parameter the parts of it that ranks have, and what it is, in the order of the modules."""
+    info = opened.first.get("universal_checkpoint_info")
+    cuts = TensorCuts(info if isinstance(info, Mapping) else None, opened.tp, options.rules)
+    buffers = {name for module in modules for name in module.buffers}
+    shards: dict[str, dict[int, MpShard]] = {}
+    specs, problems = list[ParamSpec](), Problems()
+    for name in dict.fromkeys(name for module in modules for name in module.tensors):
+        having = [mp_rank for mp_rank, module in enumerate(modules) if name in module.tensors]
+        of_stage = [rank for rank in having if rank // opened.tp == having[0] // opened.tp]
+        if len(of_stage) != opened.tp:
+            problems.add(LayoutMismatch, f"{name}: only {len(of_stage)} of {opened.tp} tensor-parallel ranks have it")
+            continue
+        first = modules[having[0]].tensors[name]
+        cut = cuts.of(name, [modules[rank].tensors[name].shape for rank in of_stage], buffer=name in buffers)
+        shards[name] = {}
+        for mp_rank in having:
+            layout = cut.layouts[mp_rank % opened.tp]
+            for copy, stored in enumerate(modules[mp_rank].tensors[name].stored or [None]):
+                shards[name][mp_rank + copy * opened.mp] = MpShard(layout, {} if stored is None else {PARAM: stored})
+        specs.append(ParamSpec(name, cut.global_shape, first.dtype, cut.partition, first.trained))
+    problems.raise_if_any()
+    _add_states(shards, optimizer)
+    return shards, specs
+
+
+def _add_states(shards: dict[str, dict[int, MpShard]], optimizer: _StoredOptimizer) -> None:
+    for mp_rank, groups in enumerate(optimizer.flat):
+        for group in groups:
+            for state, parts in group.parts.items():
+                geometry = group.geometry_of(state)
+                for index, name in enumerate(group.names):
+                    shards[name][mp_rank].stored[state] = Partitioned(geometry, index, parts)
+    for mp_rank, plain in enumerate(optimizer.plain):
+        for name, stored in plain.stored.items():
+            shards[name][mp_rank].stored.update(stored)
+
+
+def _num_layers(specs: list[ParamSpec]) -> int:
+    """As far as names tell."""
+    return max((1 + int(match[1]) for spec in specs if (match := _LAYER.search(spec.name))), default=0)
+
+
+def _training_state(opened: OpenedTag, groups: tuple[ParamGroup, ...], notes: Report) -> TrainingState:
+    """The state that all ranks share, taken from the first; values that differ between ranks are noted."""
     top, pt = opened.first, opened.model[0, 0]
     other = other_values(opened, 0, 0)
     differing = differing_keys(opened)
@@ -112,38 +282,66 @@ def training_state(opened: Opened, members: Members, notes: Report) -> TrainingS
     return TrainingState(
         iteration=int(top.get("global_steps") or 0),
         args=pt.materialize(dict(config)) if isinstance(config, Mapping) else {},
-        groups=members.groups(),
+        groups=groups,
         scheduler=pt.materialize(dict(scheduler)) if scheduler is not None else None,
         grad_scaler=scaler_of(_optimizer_values(opened)),
         other=other,
     )
 
 
-def _optimizer_values(opened: Opened) -> Mapping[str, Any]:
+def _module_state(
+    opened: OpenedTag, modules: list[StoredModule], shards: Mapping[str, Mapping[int, MpShard]]
+) -> DeepSpeedState:
+    values = _optimizer_values(opened)
+    pt = opened.optim[0, 0] if opened.optim else opened.model[0, 0]
+    apart = SHARDED_KEYS | {"state", "fp32_groups_flat"}
+    ranks = [other_values(opened, 0, mp_rank) for mp_rank in range(opened.mp)] if opened.mp > 1 else []
+    return DeepSpeedState(
+        tag=opened.files.tag,
+        order=tuple(dict.fromkeys(name for module in modules for name in module.order)),
+        buffers=tuple(dict.fromkeys(name for module in modules for name in module.buffers)),
+        shared={alias: owner for module in modules for alias, owner in module.shared.items()},
+        optimizer={key: pt.materialize(value) for key, value in values.items() if key not in apart},
+        per_rank=tuple(ranks),
+        pipeline=opened.first["module"] is None,
+        without_frozen=opened.first.get("frozen_param_shapes") is None and not any(module.frozen for module in modules),
+        opened=opened,
+        modules=modules,
+        shards=shards,
+    )
+
+
+def other_values(opened: OpenedTag, dp_rank: int, mp_rank: int) -> dict[str, object]:
+    """What a rank's model file has at the top that neither has a place of its own nor follows from the layout."""
+    pt = opened.model[dp_rank if opened.sliced else 0, mp_rank]
+    return {key: pt.materialize(value) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
+
+
+def _outline(opened: OpenedTag, dp_rank: int, mp_rank: int) -> dict[str, object]:
+    """The same with every tensor's shape and checksum in its place: to compare hundreds of ranks without reading them."""
+    pt = opened.model[dp_rank, mp_rank]
+
+    def stand_in(stored: StoredTensor) -> object:
+        if not pt.directory.checksummed:
+            return pt.load(stored)
+        return stored.shape, stored.start, str(stored.record.dtype), pt.directory.members[stored.record.key].crc32
+
+    return {key: map_tensors(value, stand_in) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
+
+
+def differing_keys(opened: OpenedTag) -> list[str]:
+    """Which of these values are not the same on all ranks."""
+    first = _outline(opened, 0, 0)
+    outlines = [_outline(opened, *at) for at in opened.model]
+    return sorted({key for outline in outlines for key, v in outline.items() if not same(v, first.get(key))})
+
+
+def _optimizer_values(opened: OpenedTag) -> Mapping[str, Any]:
     """The state dict of the optimizer of rank 0."""
     if opened.optim:
         return opened.optimizer(0, 0)
     stored = opened.first.get("optimizer")
     return stored if isinstance(stored, Mapping) else {}
-
-
-def native_state(opened: Opened, modules: list[ModuleReading], kind: type[State]) -> State:
-    """What DeepSpeed's two formats share beside the training state."""
-    values = _optimizer_values(opened)
-    pt = opened.optim[0, 0] if opened.optim else opened.model[0, 0]
-    plain = {key: pt.materialize(value) for key, value in values.items() if key not in SHARDED_KEYS and key != "state"}
-    plain.pop("fp32_groups_flat", None)
-    ranks = [other_values(opened, 0, mp_rank) for mp_rank in range(opened.mp)] if opened.mp > 1 else []
-    return kind(
-        tag=opened.files.tag,
-        order=tuple(dict.fromkeys(name for module in modules for name in module.order)),
-        buffers=tuple(dict.fromkeys(name for module in modules for name in module.buffers)),
-        shared={alias: owner for module in modules for alias, owner in module.shared.items()},
-        optimizer=plain,
-        per_rank=tuple(ranks),
-        pipeline=opened.first["module"] is None,
-        without_frozen=opened.first.get("frozen_param_shapes") is None and not any(module.frozen for module in modules),
-    )
 
 
 _TOP: Known = {"optimizer_state_dict": None, "ds_config": None, "ds_version": None}
@@ -152,7 +350,7 @@ _OF_RANKS = SHARDED_KEYS - {"loss_scaler"} | {"state", "fp32_groups_flat"}
 """Keys that each rank has its own value of, or that are compared where they are read."""
 
 
-def unplaced_of(opened: Opened, *, with_optimizer: bool) -> tuple[str, ...]:
+def unplaced_of(opened: OpenedTag, *, with_optimizer: bool) -> tuple[str, ...]:
     """What is found in the files of all ranks.
 
     Args:
@@ -166,9 +364,9 @@ def unplaced_of(opened: Opened, *, with_optimizer: bool) -> tuple[str, ...]:
         return found.names
     for pt in opened.optim.values():
         found.look(pt.file, pt.tree, _TOP)
-    holders = [*opened.optim.values()] or [*opened.model.values()]
-    for pt in holders:
-        _look_inside(found, pt, holders[0], "optimizer_state_dict" if opened.optim else "optimizer")
+    files = [*opened.optim.values()] or [*opened.model.values()]
+    for pt in files:
+        _look_inside(found, pt, files[0], "optimizer_state_dict" if opened.optim else "optimizer")
     return found.names
 
 
@@ -199,222 +397,6 @@ def _settings(pt: PtFile, state: Mapping[str, Any]) -> dict[str, object]:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
-
-
-@dataclass(slots=True)
-class DeepSpeedNative(ModuleState):
-    """What only a native target needs of a native source.
-
-    Args:
-        opened: The files.
-        modules: Each model-parallel rank's module.
-        holders: For each parameter, the ranks that hold a part of it, by model-parallel rank.
-    """
-
-    opened: Opened | None = None
-    modules: list[ModuleReading] = field(default_factory=list)
-    holders: Mapping[str, Mapping[int, Holder]] = field(default_factory=dict)
-
-    def inventory(self) -> Inventory:
-        """What all of the family have, and values of the module that are no tensors."""
-        opaque = tuple(value for module in self.modules for value in module.opaque.values() if value is not None)
-        return {**ModuleState.inventory(self), **({OPAQUE: opaque} if opaque else {})}
-
-
-@dataclass(slots=True)
-class _Reading:
-    """Everything about the optimizer, on its way into a Source."""
-
-    flat: list[list[FlatReading]] = field(default_factory=list)
-    plain: list[PlainReading] = field(default_factory=list)
-    members: Members = field(default_factory=Members)
-
-
-def read_deepspeed(path: Path, options: ReadOptions) -> Source:
-    """Open a native checkpoint of any ZeRO stage.
-
-    Args:
-        path: A root with ``latest``, or the folder of a tag.
-        options: Which step, which rules.
-
-    Raises:
-        CheckpointError: It is incomplete, damaged, or contradicts itself.
-    """
-    notes = Report()
-    opened = open_tag(locate(path, options.step), options.stubs, optimizer=options.optimizer)
-    modules = [read_module(opened, mp_rank) for mp_rank in range(opened.mp)]
-    reading = _read_optimizer(opened, modules, options, notes)
-    by_rank, specs = _holders(opened, modules, reading, options)
-    states = tuple(dict.fromkeys(s for of in by_rank.values() for h in of.values() for s in h.places if s != PARAM))
-    states = tuple(sorted(states, key=lambda state: state != MASTER))
-    model = ModelSpec(
-        tuple(specs), _num_layers(specs), tied=any(module.shared for module in modules), vocab_size=options.vocab_size
-    )
-    role = options.role or "actor"
-    without = opened.sliced and not options.optimizer
-    catalog = DeepSpeedCatalog(
-        role, model, {name: list(of.values()) for name, of in by_rank.items()}, () if without else states, without
-    )
-    native = native_state(opened, modules, DeepSpeedNative)
-    native.opened, native.modules, native.holders = opened, modules, by_rank
-    kind = f"zero{opened.stage}" if options.optimizer and (reading.flat or reading.plain) else None
-    return Source(
-        "deepspeed", opened.files.root, role, model, ParallelConfig(tp=opened.tp, pp=opened.pp, etp=opened.tp, dp=opened.dp), catalog,
-        training_state(opened, reading.members, notes), tuple(_stored_file(pt) for pt in opened.all()),
-        catalog.states, kind, notes, native, unplaced=unplaced_of(opened, with_optimizer=options.optimizer),
-    )  # fmt: skip
-
-
-def _read_optimizer(opened: Opened, modules: list[ModuleReading], options: ReadOptions, notes: Report) -> _Reading:
-    reading, problems = _Reading(), Problems()
-    if opened.optim:
-        reading.flat = [read_groups(opened, mp_rank, problems) for mp_rank in range(opened.mp)]
-        problems.raise_if_any()
-        dealt = _round_robin(opened)
-        if dealt:
-            notes.add(
-                Fate.NOTE,
-                "round_robin_gradients: param_slice_mappings are wrong in such files; param_shapes has the order",
-            )
-        else:
-            _check_mappings(opened, reading.flat)
-        reading.members = _flat_members(opened, reading.flat, dealt)
-        _note_unreduced(opened, reading.flat, notes)
-    elif options.optimizer and opened.files.expert_optim:
-        raise Unsupported(
-            f"{opened.files.folder / opened.files.expert_optim[0]}: stage 0 stores no names for its optimizer's states, and with "
-            "experts the order of the parameters is not known\n--no-optimizer reads the weights alone."
-        )
-    elif options.optimizer and opened.first.get("optimizer") is not None:
-        _refuse_pipeline(opened)
-        reading.plain = [read_plain(opened.model[0, n], module, options.rules) for n, module in enumerate(modules)]
-        for module, plain in zip(modules, reading.plain, strict=True):
-            for name in plain.places:
-                module.tensors[name].trained = True
-        reading.members = _plain_members(opened, reading.plain)
-    if not options.optimizer:
-        reading.members = Members()
-    return reading
-
-
-def _note_unreduced(opened: Opened, flat: list[list[FlatReading]], notes: Report) -> None:
-    names = [name for groups in flat for group in groups if group.unreduced for name in group.at_borders()]
-    if names:
-        notes.add(
-            Fate.LOST,
-            f"momentum_buffer of {len(names)} parameters at borders of partitions such as {names[0]}: DeepSpeed "
-            f"{opened.first.get('ds_version')} computed it of gradients that were reduced only where a rank's own elements lie, which are "
-            "taken; the ranks' further elements, on which they do not agree, are left out",
-        )
-
-
-def _refuse_pipeline(opened: Opened) -> None:
-    if opened.pp > 1:
-        raise Unsupported(
-            f"{opened.files.folder}: the optimizer of stage 0 with PP {opened.pp} is not supported: its states have no names, and "
-            "nothing says which stage had which layer\n"
-            "Load it with DeepSpeed at ZeRO stage 1 and save it again."
-        )
-
-
-def _plain_members(opened: Opened, plain: list[PlainReading]) -> Members:
-    """Stage 0: every tensor-parallel rank lists the same parameters, each its own parts of them."""
-    first = plain[0]
-    for mp_rank, other in enumerate(plain):
-        if other.members != first.members or not same(other.scalars, first.scalars):
-            where = opened.model[0, mp_rank].directory.path
-            raise LayoutMismatch(
-                f"{where}: its optimizer's param groups or steps are not those of tensor-parallel rank 0\n"
-                "Files of different runs are mixed in one tag: copy the checkpoint again from where it came from."
-            )
-    return Members(first.fields, first.members, first.scalars)
-
-
-def _round_robin(opened: Opened) -> bool:
-    config = opened.first.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return not opened.sliced and isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
-
-
-def _check_mappings(opened: Opened, flat: list[list[FlatReading]]) -> None:
-    """DeepSpeed's own account of who holds what, against ours."""
-    problems = Problems()
-    for mp_rank, groups in enumerate(flat):
-        if any(any(getattr(group.geometry, "gaps", ())) for group in groups):
-            continue
-        for dp_rank in range(opened.dp):
-            mine = {group.number: (group, group.ranks.index(dp_rank)) for group in groups if dp_rank in group.ranks}
-            for number, name, start, numel in mappings(opened, mp_rank, dp_rank):
-                group, at = mine[number]
-                runs = group.geometry.runs(group.stored.index(name)) if name in group.stored else ()
-                if not any((run.rank, run.at, run.numel) == (at, start, numel) for run in runs):
-                    where = opened.optim[dp_rank, mp_rank].directory.path
-                    text = f"{where}: param_slice_mappings puts {name} at {start}:{start + numel} of group {number}"
-                    advice = "By the order of 'param_shapes' it lies elsewhere: the files are of different runs."
-                    problems.add(LayoutMismatch, text, advice)
-    problems.raise_if_any()
-
-
-def _flat_members(opened: Opened, flat: list[list[FlatReading]], dealt: bool) -> Members:
-    members = Members(param_group_fields(opened, 0))
-    members.names = [() for _ in members.fields]
-    members.scalars = [{} for _ in members.fields]
-    for groups in flat:
-        for group in groups:
-            names = undealt(group.names, group.geometry.dp) if dealt else group.names
-            known = members.names[group.param_group]
-            members.names[group.param_group] = (*known, *(name for name in names if name not in set(known)))
-            members.add_scalars(group.param_group, group.scalars, opened.files.folder)
-    return members
-
-
-def _holders(
-    opened: Opened, modules: list[ModuleReading], reading: _Reading, options: ReadOptions
-) -> tuple[dict[str, dict[int, Holder]], list[ParamSpec]]:
-    """For every parameter its holders, and what it is, in the order of the modules."""
-    info = opened.first.get("universal_checkpoint_info")
-    cuts = TensorCuts(info if isinstance(info, Mapping) else None, opened.tp, options.rules)
-    buffers = {name for module in modules for name in module.buffers}
-    owners: dict[str, dict[int, Holder]] = {}
-    specs, problems = list[ParamSpec](), Problems()
-    for name in dict.fromkeys(name for module in modules for name in module.tensors):
-        having = [mp_rank for mp_rank, module in enumerate(modules) if name in module.tensors]
-        of_stage = [rank for rank in having if rank // opened.tp == having[0] // opened.tp]
-        if len(of_stage) != opened.tp:
-            problems.add(LayoutMismatch, f"{name}: only {len(of_stage)} of {opened.tp} tensor-parallel ranks have it")
-            continue
-        first = modules[having[0]].tensors[name]
-        cut = cuts.of(name, [modules[rank].tensors[name].shape for rank in of_stage], buffer=name in buffers)
-        owners[name] = {}
-        for mp_rank in having:
-            layout = cut.layouts[mp_rank % opened.tp]
-            for number, place in enumerate(modules[mp_rank].tensors[name].places or [None]):
-                holder = Holder(layout, {} if place is None else {PARAM: place})
-                owners[name][mp_rank + number * opened.mp] = holder
-        specs.append(ParamSpec(name, cut.global_shape, first.dtype, cut.partition, first.trained))
-    problems.raise_if_any()
-    _place_states(owners, reading)
-    return owners, specs
-
-
-def _place_states(owners: dict[str, dict[int, Holder]], reading: _Reading) -> None:
-    for mp_rank, groups in enumerate(reading.flat):
-        for group in groups:
-            for state, parts in group.parts.items():
-                geometry = group.geometry_of(state)
-                for index, name in enumerate(group.names):
-                    owners[name][mp_rank].places[state] = Cut(geometry, index, parts)
-    for mp_rank, plain in enumerate(reading.plain):
-        for name, places in plain.places.items():
-            owners[name][mp_rank].places.update(places)
-
-
-def _num_layers(specs: list[ParamSpec]) -> int:
-    """As far as names tell."""
-    return max((1 + int(match[1]) for spec in specs if (match := _LAYER.search(spec.name))), default=0)
 
 
 def _stored_file(pt: PtFile) -> StoredFile:

@@ -27,16 +27,16 @@ from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .catalog import Cut, Place
-from .modules import ModuleReading
+from .catalog import Partitioned
+from .modules import StoredModule
 
 _MOST_STATES = 20_000
-_Places = tuple[int, ...]
+_Positions = tuple[int, ...]
 _FROZEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class NumberedState:
     """A numbered state.
 
     Args:
@@ -57,8 +57,8 @@ class _Item:
 
 def assign(
     pt: PtFile,
-    slots: Sequence[Sequence[Slot]],
-    module: ModuleReading,
+    slots: Sequence[Sequence[NumberedState]],
+    module: StoredModule,
     fields: Sequence[Mapping[str, object]],
     rules: Rules,
 ) -> list[tuple[str, ...]]:
@@ -95,7 +95,7 @@ def assign(
 
 
 def check_named(
-    pt: PtFile, slots: Sequence[Sequence[Slot]], names: Sequence[Sequence[str]], module: ModuleReading
+    pt: PtFile, slots: Sequence[Sequence[NumberedState]], names: Sequence[Sequence[str]], module: StoredModule
 ) -> None:
     """Whether names that a file gives fit its states.
 
@@ -111,7 +111,7 @@ def check_named(
                 )
 
 
-def _items(module: ModuleReading, fields: Sequence[Mapping[str, object]], rules: Rules) -> list[_Item]:
+def _items(module: StoredModule, fields: Sequence[Mapping[str, object]], rules: Rules) -> list[_Item]:
     """The parameters in the order in which groups list them, with the groups that each may be in."""
     decays, muon = [group.get("weight_decay") for group in fields], [group.get(USE_MUON) is True for group in fields]
     found = []
@@ -140,17 +140,17 @@ def _search(
 ) -> list[list[tuple[str, ...]]]:
     """Up to two assignments. Positions in all groups are the state; each has the ways that lead to it, at most two."""
     spare = len(items) - sum(map(len, keys))
-    ways: dict[_Places, list[tuple[int, ...]]] = {(0,) * len(keys): [()]}
+    ways: dict[_Positions, list[tuple[int, ...]]] = {(0,) * len(keys): [()]}
     for number, item in enumerate(items):
-        after: dict[_Places, list[tuple[int, ...]]] = {}
-        for places, found in ways.items():
-            frozen = number - sum(places)
+        after: dict[_Positions, list[tuple[int, ...]]] = {}
+        for positions, found in ways.items():
+            frozen = number - sum(positions)
             for group in item.groups:
                 if group == _FROZEN:
                     if frozen < spare:
-                        _extend(after, places, found, group)
-                elif _fits(keys[group], places[group], key_of(item)):
-                    _extend(after, _advanced(places, group), found, group)
+                        _extend(after, positions, found, group)
+                elif _fits(keys[group], positions[group], key_of(item)):
+                    _extend(after, _advanced(positions, group), found, group)
         ways = after
         if len(ways) > _MOST_STATES:
             return [[], []]
@@ -158,18 +158,18 @@ def _search(
     return [_members(items, choice, len(keys)) for choice in complete]
 
 
-def _fits(slots: Sequence[Hashable], place: int, key: Hashable) -> bool:
-    return place < len(slots) and slots[place] in (key, None)
+def _fits(slots: Sequence[Hashable], position: int, key: Hashable) -> bool:
+    return position < len(slots) and slots[position] in (key, None)
 
 
-def _advanced(places: _Places, group: int) -> _Places:
-    return (*places[:group], places[group] + 1, *places[group + 1 :])
+def _advanced(positions: _Positions, group: int) -> _Positions:
+    return (*positions[:group], positions[group] + 1, *positions[group + 1 :])
 
 
 def _extend(
-    after: dict[_Places, list[tuple[int, ...]]], places: _Places, found: list[tuple[int, ...]], group: int
+    after: dict[_Positions, list[tuple[int, ...]]], positions: _Positions, found: list[tuple[int, ...]], group: int
 ) -> None:
-    known = after.setdefault(places, [])
+    known = after.setdefault(positions, [])
     known += [(*choice, group) for choice in found[: 2 - len(known)]]
 
 
@@ -179,7 +179,7 @@ def _members(items: Sequence[_Item], choice: Sequence[int], groups: int) -> list
 
 
 def _by_value(
-    pt: PtFile, slots: Sequence[Sequence[Slot]], module: ModuleReading
+    pt: PtFile, slots: Sequence[Sequence[NumberedState]], module: StoredModule
 ) -> tuple[list[list[Hashable]], Callable[[_Item], Hashable]]:
     """Keys with values: a master, rounded, is its parameter bit for bit."""
     dtypes = {tensor.dtype for name, tensor in module.tensors.items() if name not in module.buffers}
@@ -192,7 +192,7 @@ def _by_value(
 
     def of_item(item: _Item) -> Hashable:
         tensor = module.tensors[item.name]
-        stored = tensor.places[0]
+        stored = tensor.stored[0]
         return key(stored, tensor.dtype) if isinstance(stored, StoredTensor) else None
 
     half = next((dtype for dtype in dtypes if dtype.itemsize == 2), next(iter(dtypes)))
@@ -205,23 +205,23 @@ UNFUSED = "fp32_groups"
 
 
 @dataclass(slots=True)
-class PlainReading:
+class Stage0Optimizer:
     """The optimizer of stage 0.
 
     Args:
         fields: What every param group stores, without members.
-        members: Names of every param group's parameters.
-        places: For every trained parameter, where its states lie.
+        params: Names of every param group's parameters.
+        stored: For every trained parameter, where its states lie.
         scalars: What the optimizer keeps once for each param group's parameters: ``step``.
     """
 
     fields: list[dict[str, object]] = field(default_factory=list)
-    members: list[tuple[str, ...]] = field(default_factory=list)
-    places: dict[str, dict[str, Place]] = field(default_factory=dict)
+    params: list[tuple[str, ...]] = field(default_factory=list)
+    stored: dict[str, dict[str, StoredTensor | Partitioned]] = field(default_factory=dict)
     scalars: list[dict[str, object]] = field(default_factory=list)
 
 
-def read_plain(pt: PtFile, module: ModuleReading, rules: Rules) -> PlainReading:
+def read_plain(pt: PtFile, module: StoredModule, rules: Rules) -> Stage0Optimizer:
     """Read the optimizer in a stage-0 model file.
 
     Args:
@@ -239,17 +239,17 @@ def read_plain(pt: PtFile, module: ModuleReading, rules: Rules) -> PlainReading:
         raise Unsupported(
             f"{pt.directory.path}: 'optimizer' is no state dict of an optimizer: it has {', '.join(map(str, inner))}"
         )
-    reading = PlainReading([{k: pt.materialize(v) for k, v in group.items() if k != "params"} for group in groups])
+    optimizer = Stage0Optimizer([{k: pt.materialize(v) for k, v in group.items() if k != "params"} for group in groups])
     if FUSED in stored:
-        _read_fused(pt, stored[FUSED], inner["state"], module, reading)
+        _read_fused(pt, stored[FUSED], inner["state"], module, optimizer)
     else:
-        _read_numbered(pt, groups, stored.get(UNFUSED), inner["state"], module, rules, reading)
-    return reading
+        _read_numbered(pt, groups, stored.get(UNFUSED), inner["state"], module, rules, optimizer)
+    return optimizer
 
 
 def _read_numbered(
-    pt: PtFile, groups: list[Any], masters: Any, states: Mapping[Any, Any], module: ModuleReading, rules: Rules,
-    reading: PlainReading,
+    pt: PtFile, groups: list[Any], masters: Any, states: Mapping[Any, Any], module: StoredModule, rules: Rules,
+    optimizer: Stage0Optimizer,
 ) -> None:  # fmt: skip
     stored: list[list[dict[str, Any]]] = []
     for number, group in enumerate(groups):
@@ -257,22 +257,22 @@ def _read_numbered(
         for place, state in enumerate(stored[-1]):
             if masters is not None:
                 state[MASTER] = masters[number][place]
-    slots = [[Slot(_shape_of(state), state.get(MASTER)) for state in group] for group in stored]
+    slots = [[NumberedState(_shape_of(state), state.get(MASTER)) for state in group] for group in stored]
     named = _named(pt, groups)
     if named is not None:
         check_named(pt, slots, named, module)
-    reading.members = named or assign(pt, slots, module, reading.fields, rules)
-    members = [list(zip(names, states, strict=True)) for names, states in zip(reading.members, stored, strict=True)]
+    optimizer.params = named or assign(pt, slots, module, optimizer.fields, rules)
+    members = [list(zip(names, states, strict=True)) for names, states in zip(optimizer.params, stored, strict=True)]
     elementwise = _elementwise([pair for group in members for pair in group], module)
     for group_states in members:
         scalars: dict[str, object] = {}
         for name, state in group_states:
-            reading.places.setdefault(name, {}).update((key, state[key]) for key in state if key in elementwise)
+            optimizer.stored.setdefault(name, {}).update((key, state[key]) for key in state if key in elementwise)
             _take_scalars(pt, name, {k: v for k, v in state.items() if k not in elementwise}, scalars)
-        reading.scalars.append(scalars)
+        optimizer.scalars.append(scalars)
 
 
-def _elementwise(states: list[tuple[str, dict[str, Any]]], module: ModuleReading) -> set[str]:
+def _elementwise(states: list[tuple[str, dict[str, Any]]], module: StoredModule) -> set[str]:
     """States that have a value for every element of every parameter: a scalar is one of a scalar parameter only."""
     keys = dict.fromkeys(key for _, state in states for key in state if key != "step")
     return {
@@ -321,24 +321,24 @@ def _brief(value: object) -> str:
 
 
 def _read_fused(
-    pt: PtFile, masters: list[StoredTensor], states: Mapping[Any, Any], module: ModuleReading, reading: PlainReading
+    pt: PtFile, masters: list[StoredTensor], states: Mapping[Any, Any], module: StoredModule, optimizer: Stage0Optimizer
 ) -> None:
     """Flat groups without padding; their parameters are told apart by their dimensions, and counted."""
-    reading.members = _flat_members(pt, [master.shape[0] for master in masters], module)
-    for number, (names, master) in enumerate(zip(reading.members, masters, strict=True)):
+    optimizer.params = _flat_members(pt, [master.shape[0] for master in masters], module)
+    for number, (names, master) in enumerate(zip(optimizer.params, masters, strict=True)):
         numels = tuple(prod(module.tensors[name].shape) for name in names)
         geometry = FlatGroup(numels, 1, alignment=1)
         scalars: dict[str, object] = {}
         for key, value in {MASTER: master, **states.get(number, {})}.items():
             if isinstance(value, StoredTensor) and value.shape == master.shape and key != "step":
                 for index, name in enumerate(names):
-                    reading.places.setdefault(name, {})[key] = Cut(geometry, index, {0: value})
+                    optimizer.stored.setdefault(name, {})[key] = Partitioned(geometry, index, {0: value})
             else:
                 scalars[key] = pt.materialize(value)
-        reading.scalars.append(scalars)
+        optimizer.scalars.append(scalars)
 
 
-def _flat_members(pt: PtFile, lengths: list[int], module: ModuleReading) -> list[tuple[str, ...]]:
+def _flat_members(pt: PtFile, lengths: list[int], module: StoredModule) -> list[tuple[str, ...]]:
     named = pt.tree.get("param_shapes")
     if isinstance(named, list) and len(named) == len(lengths):
         return [tuple(group) for group in named]

@@ -9,330 +9,282 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.scaler import is_dynamic, loose_values, static_scaler
-from mcore_rlhf.families.source import ParamGroup, TrainingState
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.storage.ptfile import StoredTensor
 from mcore_rlhf.storage.stubs import new_stub, stub_class
 
-from .layout import Blueprint, Choices, Member, NewGroup, Records, flat_part, frozen_slice, whole_tensor
+from .ds_config import section
+from .layout import LocalParam, NewFile, NewFlatGroup, TagLayout
 
-Tree = dict[str, Any]
+StateDict = dict[str, Any]
 _ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-VERSION = "0.19.8"
+_VERSION = "0.19.8"
 
 
-@dataclass(slots=True)
-class OptimizerTrees:
-    """Makes an optimizer's state dict of any stage, and notes in a file's records what it holds.
+def model_states(file: NewFile, dp_rank: int, mp_rank: int) -> StateDict:
+    """The content of a ``…model_states.pt``.
 
     Args:
-        blueprint: The checkpoint.
-        state: What is not a tensor.
-        native: What DeepSpeed's formats keep besides.
+        file: Takes down its records.
+        dp_rank: Data-parallel rank; 0 outside of stage 3.
+        mp_rank: Model-parallel rank.
     """
+    tag = file.tag
+    native, state, zero = tag.native, tag.source.state, tag.zero
+    local, other = tag.local(mp_rank), tag.other_values(dp_rank, mp_rank)
+    tensors = {} if native.pipeline else _module_tensors(file, local)
+    frozen = [param for param in local if not param.spec.trainable and param.spec.name not in native.buffers]
+    fragments = _frozen_fragments(file, frozen, tensors, dp_rank)
+    stored = zero.stage >= 2 and not native.without_frozen  # DeepSpeed looks for each in a dictionary that is there
+    first = zero.stage > 0 and dp_rank == 0 and mp_rank == 0
+    content: StateDict = {
+        "module": None if native.pipeline else _module(tag, tensors, mp_rank),
+        "buffer_names": [param.spec.name for param in local if param.spec.name in native.buffers],
+        "optimizer": _stage0_optimizer(file, mp_rank) if zero.optimizer and zero.stage == 0 else None,
+        "param_shapes": [_shapes(group.params) for group in tag.flat_groups(mp_rank)] if zero.optimizer else None,
+        "frozen_param_shapes": _shapes(frozen) if stored else None,
+        "shared_params": (dict(native.shared) if first else {}) if zero.stage > 0 else None,
+        "frozen_param_fragments": fragments if stored else None,
+        "lr_scheduler": copy.deepcopy(state.scheduler),
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": state.iteration,
+        "global_samples": other.get("global_samples", 0),
+        "dp_world_size": zero.dp,
+        "mp_world_size": zero.mp,
+        "checkpoint_parallel_dimensions": {"pp_degree": zero.pp, "tp_degree": zero.tp},
+        "ds_config": _config(tag),
+        "ds_version": _VERSION,
+    }
+    content.update(other)
+    return content
 
-    blueprint: Blueprint
-    state: TrainingState
-    native: ModuleState
 
-    @property
-    def choices(self) -> Choices:
-        """Stage and degrees."""
-        return self.blueprint.choices
+def layer_states(file: NewFile, keys: Mapping[str, str], mp_rank: int) -> StateDict:
+    """The content of a ``layer_XX-model_states.pt``.
 
-    def partitioned(self, records: Records, dp_rank: int, mp_rank: int) -> Tree:
-        """The state dict of one rank in stages 1 to 3.
+    Args:
+        file: Takes down its records.
+        keys: Global name by key.
+        mp_rank: A model-parallel rank that has the layer.
+    """
+    local = {param.spec.name: param for param in file.tag.local(mp_rank)}
+    opaque = file.tag.modules[mp_rank].opaque
+    return OrderedDict(
+        (key, file.whole(local[name], PARAM, local[name].spec.dtype) if name in local else opaque[name])
+        for key, name in keys.items()
+    )
 
-        Args:
-            records: Takes down its records.
-            dp_rank, mp_rank: The rank.
-        """
-        make = self._sliced_state if self.choices.stage == 3 else self._flat_state
-        return make(records, self.blueprint.flat_groups(mp_rank), dp_rank)
 
-    def version(self) -> object:
-        """The version of DeepSpeed that the run had."""
-        return self.state.other.get("ds_version", VERSION)
+def optim_states(file: NewFile, dp_rank: int, mp_rank: int) -> StateDict:
+    """The content of an ``…optim_states.pt`` of stages 1 to 3.
 
-    def _param_groups(self, members: Sequence[Sequence[int]]) -> list[Tree]:
-        return [
-            {**settings(group), "params": list(numbers)}
-            for group, numbers in zip(self.blueprint.groups, members, strict=True)
-        ]
+    Args:
+        file: Takes down its records.
+        dp_rank, mp_rank: The rank.
+    """
+    groups = file.tag.flat_groups(mp_rank)
+    partitioned = _stage3_optimizer if file.tag.zero.stage == 3 else _stage_1_and_2_optimizer
+    return {
+        "optimizer_state_dict": partitioned(file, groups, dp_rank),
+        "ds_config": _config(file.tag),
+        "ds_version": _version(file.tag),
+    }
 
-    def _state_of(self, parts: Mapping[str, StoredTensor], number: int) -> Tree:
-        """The entry of a flat group in the optimizer's state: scalars first, as torch has them."""
-        return {**scalars(self.blueprint.groups[number]), **{k: v for k, v in parts.items() if k != MASTER}}
 
-    def _parts(
-        self, records: Records, groups: Sequence[NewGroup], rank: int, *, lean: bool
-    ) -> list[dict[str, StoredTensor]]:
-        return [
-            {
-                state: flat_part(self.blueprint, records, group, state, rank, lean=lean and state == MASTER)
-                for state in self._states_of(group, rank)
-            }
-            for group in groups
-        ]
+def _config(tag: TagLayout) -> StateDict:
+    """The run's own ``ds_config``, with the stage that is written."""
+    config = copy.deepcopy(dict(tag.source.state.args))
+    config["zero_optimization"] = {**section(config, "zero_optimization"), "stage": tag.zero.stage}
+    return config
 
-    def _states_of(self, group: NewGroup, rank: int) -> list[str]:
-        """A group trained without momentum, say, has no state of that name; nor has a rank that has nothing to keep in it."""
-        has, states = self.blueprint.has, self.blueprint.states
-        own = [s for s in states if s == MASTER or any(has(member.spec, s) for member in group.members)]
-        places = {state: self.blueprint.geometry_of(group, state) for state in own}
-        return [state for state, at in places.items() if not isinstance(at, BorderGroup) or at.held(rank)]
 
-    def _wrapper(self) -> Tree:
-        scaler = self.state.grad_scaler if self.state.grad_scaler is not None else static_scaler()
-        overflow = self.native.optimizer.get("overflow", False)
-        return {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic(scaler), "overflow": overflow}
+def _version(tag: TagLayout) -> object:
+    """The version of DeepSpeed that the run had."""
+    return tag.source.state.other.get("ds_version", _VERSION)
 
-    def _clip_grad(self) -> object:
-        return self.native.optimizer.get("clip_grad", self.state.args.get("gradient_clipping"))
 
-    def _flat_state(self, records: Records, groups: Sequence[NewGroup], rank: int) -> Tree:
-        own = self.choices.bf16_optimizer
-        parts = self._parts(records, groups, rank, lean=not own)
-        tree: Tree = {} if own else self._wrapper()
-        if (clip_grad := self._clip_grad()) is not None:  # without it, the engine keeps its own configuration's
-            tree["clip_grad"] = clip_grad
-        tree["base_optimizer_state"] = {
-            "state": {index: self._state_of(part, groups[index].number) for index, part in enumerate(parts)},
-            "param_groups": self._param_groups([[index] for index in range(len(groups))]),
+def _module_tensors(file: NewFile, local: Sequence[LocalParam]) -> StateDict:
+    """Stage 3 has buffers only; its parameters are empty."""
+    tensors: StateDict = {}
+    for param in local:
+        kept = file.tag.zero.stage < 3 or param.spec.name in file.tag.native.buffers
+        tensors[param.spec.name] = file.whole(param, PARAM, param.spec.dtype) if kept else _empty(param)
+    return tensors
+
+
+def _module(tag: TagLayout, tensors: Mapping[str, object], mp_rank: int) -> StateDict:
+    """The state dict, in the module's own order where that is known."""
+    opaque = tag.modules[mp_rank].opaque if tag.modules else {}
+    shared = {alias: tensors[owner] for alias, owner in tag.native.shared.items() if owner in tensors}
+    values = {**tensors, **shared, **opaque}
+    return OrderedDict((name, values[name]) for name in dict.fromkeys([*tag.native.order, *values]) if name in values)
+
+
+def _frozen_fragments(
+    file: NewFile, frozen: Sequence[LocalParam], tensors: Mapping[str, object], dp_rank: int
+) -> StateDict:
+    if file.tag.zero.stage < 3:
+        return OrderedDict((param.spec.name, tensors.get(param.spec.name)) for param in frozen)
+    return OrderedDict((param.spec.name, file.frozen_slice(param, dp_rank)) for param in frozen)
+
+
+def _shapes(params: Sequence[LocalParam]) -> StateDict:
+    import torch
+
+    return OrderedDict((param.spec.name, torch.Size(param.layout.shape)) for param in params)
+
+
+def _empty(param: LocalParam) -> object:
+    import torch
+
+    return torch.empty(0, dtype=getattr(torch, param.spec.dtype.name))
+
+
+def _stage_1_and_2_optimizer(file: NewFile, groups: Sequence[NewFlatGroup], rank: int) -> StateDict:
+    tag = file.tag
+    own = tag.zero.bf16_optimizer
+    parts = _partitions(file, groups, rank, lean=not own)
+    content: StateDict = {} if own else _loss_scaler(tag)
+    if (clip_grad := _clip_grad(tag)) is not None:  # without it, the engine keeps its own configuration's
+        content["clip_grad"] = clip_grad
+    content["base_optimizer_state"] = _torch_optimizer(tag, groups, parts)
+    content["single_partition_of_fp32_groups"] = [part[MASTER] for part in parts]
+    if not own:
+        content["zero_stage"] = stub_class(_STAGE)(tag.zero.stage)
+    content["group_paddings"] = [group.geometry.padding(rank) for group in groups]
+    if not own:
+        content["param_alignment_paddings"] = [_gaps(group) for group in groups]
+    content["partition_count"] = [tag.zero.dp] * len(groups)
+    content["ds_version"] = _version(tag)
+    content["param_slice_mappings"] = [_param_slice_mapping(group, rank) for group in groups]
+    return content
+
+
+def _stage3_optimizer(file: NewFile, groups: Sequence[NewFlatGroup], rank: int) -> StateDict:
+    parts = _partitions(file, groups, rank, lean=False)
+    return {
+        "zero_stage": stub_class(_STAGE)(3),
+        **_loss_scaler(file.tag),
+        "partition_count": file.tag.zero.dp,
+        "optimizer_state_dict": _torch_optimizer(file.tag, groups, parts),
+        "fp32_flat_groups": [part[MASTER] for part in parts],
+    }
+
+
+def _stage0_optimizer(file: NewFile, mp_rank: int) -> StateDict:
+    """Torch's own state dict, wrapped where there are masters."""
+    tag = file.tag
+    if tag.zero.fused:
+        return _fused_optimizer(file, tag.flat_groups(mp_rank))
+    states: dict[int, StateDict] = {}
+    masters: list[list[StoredTensor]] = []
+    numbers: list[list[int]] = []
+    for group, params in zip(tag.groups, tag.params_of(mp_rank), strict=True):
+        numbers.append(list(range(len(states), len(states) + len(params))))
+        masters.append([])
+        for index, param in zip(numbers[-1], params, strict=True):
+            own = [state for state in tag.states if state != MASTER and tag.has(param.spec, state)]
+            stored = {state: file.whole(param, state, tag.state_dtype(state)) for state in own}
+            states[index] = {**_scalars(group), **stored}
+            if tag.zero.half:
+                masters[-1].append(file.whole(param, MASTER, tag.state_dtype(MASTER)))
+    inner: StateDict = {"state": states, "param_groups": _param_groups(tag, numbers)}
+    return {**_loose_scaler(tag), "optimizer_state_dict": inner, "fp32_groups": masters} if tag.zero.half else inner
+
+
+def _fused_optimizer(file: NewFile, groups: Sequence[NewFlatGroup]) -> StateDict:
+    parts = _partitions(file, groups, 0, lean=False)
+    return {
+        **_loose_scaler(file.tag),
+        "optimizer_state_dict": _torch_optimizer(file.tag, groups, parts),
+        "fp32_groups_flat": [part[MASTER] for part in parts],
+        "clip_grad": _clip_grad(file.tag) or 0.0,
+    }
+
+
+def _partitions(
+    file: NewFile, groups: Sequence[NewFlatGroup], rank: int, *, lean: bool
+) -> list[dict[str, StoredTensor]]:
+    """Every group's states of a rank; masters are lean or not, all others have the padding at their end."""
+    return [
+        {
+            state: file.partition(group, state, rank, lean=lean and state == MASTER)
+            for state in _states_of(file.tag, group, rank)
         }
-        tree["single_partition_of_fp32_groups"] = [part[MASTER] for part in parts]
-        if not own:
-            tree["zero_stage"] = stub_class(_STAGE)(self.choices.stage)
-        tree["group_paddings"] = [group.geometry.padding(rank) for group in groups]
-        if not own:
-            tree["param_alignment_paddings"] = [_gaps(group) for group in groups]
-        tree["partition_count"] = [self.choices.dp] * len(groups)
-        tree["ds_version"] = self.version()
-        tree["param_slice_mappings"] = [_addresses(group, rank) for group in groups]
-        return tree
-
-    def _sliced_state(self, records: Records, groups: Sequence[NewGroup], rank: int) -> Tree:
-        parts = self._parts(records, groups, rank, lean=False)
-        members = [
-            [i for i, group in enumerate(groups) if group.number == n] for n in range(len(self.blueprint.groups))
-        ]
-        return {
-            "zero_stage": stub_class(_STAGE)(3), **self._wrapper(), "partition_count": self.choices.dp,
-            "optimizer_state_dict": {
-                "state": {index: self._state_of(part, groups[index].number) for index, part in enumerate(parts)},
-                "param_groups": self._param_groups(members),
-            },
-            "fp32_flat_groups": [part[MASTER] for part in parts],
-        }  # fmt: skip
-
-    def plain(self, records: Records, mp_rank: int) -> Tree:
-        """Stage 0: torch's own state dict, wrapped where there are masters."""
-        if self.choices.fused:
-            return self._fused_optimizer(records, mp_rank)
-        states: dict[int, Tree] = {}
-        masters: list[list[StoredTensor]] = []
-        numbers: list[list[int]] = []
-        for number, members in enumerate(self.blueprint.params_of(mp_rank)):
-            numbers.append(list(range(len(states), len(states) + len(members))))
-            masters.append([])
-            for index, member in zip(numbers[-1], members, strict=True):
-                own = self._whole_states(records, member)
-                states[index] = {**scalars(self.blueprint.groups[number]), **own}
-                if self.choices.half:
-                    masters[-1].append(whole_tensor(records, member, MASTER, self.blueprint.state_dtype(MASTER)))
-        inner: Tree = {"state": states, "param_groups": self._param_groups(numbers)}
-        return {**self._loose(), "optimizer_state_dict": inner, "fp32_groups": masters} if self.choices.half else inner
-
-    def _whole_states(self, records: Records, member: Member) -> dict[str, StoredTensor]:
-        states = [s for s in self.blueprint.states if s != MASTER and self.blueprint.has(member.spec, s)]
-        return {s: whole_tensor(records, member, s, self.blueprint.state_dtype(s)) for s in states}
-
-    def _fused_optimizer(self, records: Records, mp_rank: int) -> Tree:
-        groups = self.blueprint.flat_groups(mp_rank)
-        parts = self._parts(records, groups, 0, lean=False)
-        inner: Tree = {
-            "state": {index: self._state_of(part, groups[index].number) for index, part in enumerate(parts)},
-            "param_groups": self._param_groups([[index] for index in range(len(groups))]),
-        }
-        flat = [part[MASTER] for part in parts]
-        return {
-            **self._loose(),
-            "optimizer_state_dict": inner,
-            "fp32_groups_flat": flat,
-            "clip_grad": self._clip_grad() or 0.0,
-        }
-
-    def _loose(self) -> Tree:
-        values = loose_values(self.state.grad_scaler)
-        if not is_dynamic(self.state.grad_scaler):
-            values["cur_iter"] = self.native.optimizer.get("cur_iter", self.state.iteration)
-        return values
+        for group in groups
+    ]
 
 
-def settings(group: ParamGroup) -> Tree:
+def _states_of(tag: TagLayout, group: NewFlatGroup, rank: int) -> list[str]:
+    """A group trained without momentum, say, has no state of that name; nor has a rank that has nothing to keep in it."""
+    own = [s for s in tag.states if s == MASTER or any(tag.has(param.spec, s) for param in group.params)]
+    geometry = {state: group.geometry_of(state) for state in own}
+    return [state for state, at in geometry.items() if not isinstance(at, BorderGroup) or at.held(rank)]
+
+
+def _torch_optimizer(
+    tag: TagLayout, groups: Sequence[NewFlatGroup], parts: Sequence[Mapping[str, StoredTensor]]
+) -> StateDict:
+    """The state dict of the torch optimizer, to which a flat group is a parameter: scalars first, as torch has them."""
+    numbers = [[i for i, group in enumerate(groups) if group.number == n] for n in range(len(tag.groups))]
+    states = {
+        index: {**_scalars(tag.groups[group.number]), **{state: v for state, v in part.items() if state != MASTER}}
+        for index, (group, part) in enumerate(zip(groups, parts, strict=True))
+    }
+    return {"state": states, "param_groups": _param_groups(tag, numbers)}
+
+
+def _param_groups(tag: TagLayout, numbers: Sequence[Sequence[int]]) -> list[StateDict]:
+    return [{**_settings(group), "params": list(members)} for group, members in zip(tag.groups, numbers, strict=True)]
+
+
+def _settings(group: ParamGroup) -> StateDict:
     """What a param group stores of itself."""
     return copy.deepcopy({key: value for key, value in group.fields.items() if key not in group.scalars})
 
 
-def scalars(group: ParamGroup) -> Tree:
+def _scalars(group: ParamGroup) -> StateDict:
     """What the optimizer keeps beside a parameter's tensors: objects of its own, since ``step`` is counted in place."""
     return copy.deepcopy({key: group.fields[key] for key in group.scalars})
 
 
-def _gaps(group: NewGroup) -> list[int]:
+def _loss_scaler(tag: TagLayout) -> StateDict:
+    scaler = tag.source.state.grad_scaler if tag.source.state.grad_scaler is not None else static_scaler()
+    overflow = tag.native.optimizer.get("overflow", False)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic(scaler), "overflow": overflow}
+
+
+def _loose_scaler(tag: TagLayout) -> StateDict:
+    state = tag.source.state
+    values = loose_values(state.grad_scaler)
+    if not is_dynamic(state.grad_scaler):
+        values["cur_iter"] = tag.native.optimizer.get("cur_iter", state.iteration)
+    return values
+
+
+def _clip_grad(tag: TagLayout) -> object:
+    return tag.native.optimizer.get("clip_grad", tag.source.state.args.get("gradient_clipping"))
+
+
+def _gaps(group: NewFlatGroup) -> list[int]:
     gaps = group.geometry.gaps if isinstance(group.geometry, FlatGroup) else ()
-    return list(gaps or (0,) * len(group.members))
+    return list(gaps or (0,) * len(group.params))
 
 
-def _addresses(group: NewGroup, rank: int) -> Tree:
-    """``param_slice_mappings``: where a rank has what; starts count in its own partition."""
-    found: Tree = OrderedDict()
+def _param_slice_mapping(group: NewFlatGroup, rank: int) -> StateDict:
+    """Where a rank has what of a group; starts count in its own partition."""
+    found: StateDict = OrderedDict()
     for index in group.geometry.indices(rank):
         run = group.geometry.run(index, rank)
         if run is not None:
-            found[group.members[index].spec.name] = new_stub(_ADDRESS, {"numel": run.numel, "start": run.at})
+            found[group.params[index].spec.name] = new_stub(_ADDRESS, {"numel": run.numel, "start": run.at})
     return found
-
-
-@dataclass(slots=True)
-class Trees:
-    """Makes the content of files, and notes in their records what they hold.
-
-    Args:
-        blueprint: The checkpoint.
-        state: What is not a tensor.
-        native: What DeepSpeed's formats keep besides.
-        opaque: Values of the state dict that are no tensors, by model-parallel rank.
-    """
-
-    blueprint: Blueprint
-    state: TrainingState
-    native: ModuleState
-    opaque: Sequence[Mapping[str, object]] = ()
-
-    @property
-    def optimizer(self) -> OptimizerTrees:
-        """The same for the optimizer."""
-        return OptimizerTrees(self.blueprint, self.state, self.native)
-
-    @property
-    def choices(self) -> Choices:
-        """Stage and degrees."""
-        return self.blueprint.choices
-
-    def model_tree(self, records: Records, dp_rank: int, mp_rank: int, other: Mapping[str, object]) -> Tree:
-        """The content of a ``…model_states.pt``.
-
-        Args:
-            records: Takes down its records.
-            dp_rank: Data-parallel rank; 0 outside of stage 3.
-            mp_rank: Model-parallel rank.
-            other: Its counters and client state.
-        """
-        stage, local = self.choices.stage, self.blueprint.local(mp_rank)
-        tensors = {} if self.native.pipeline else self._module_tensors(records, local)
-        frozen = [m for m in local if not m.spec.trainable and m.spec.name not in self.native.buffers]
-        fragments = self._fragments(records, frozen, tensors, dp_rank)
-        shapes = OrderedDict((m.spec.name, _size(m)) for m in frozen)
-        stored = stage >= 2 and not self.native.without_frozen  # DeepSpeed looks for each in a dictionary that is there
-        first = stage > 0 and dp_rank == 0 and mp_rank == 0
-        tree: Tree = {
-            "module": None if self.native.pipeline else self._module(tensors, mp_rank),
-            "buffer_names": [m.spec.name for m in local if m.spec.name in self.native.buffers],
-            "optimizer": self.optimizer.plain(records, mp_rank) if self.choices.optimizer and stage == 0 else None,
-            "param_shapes": self._param_shapes(mp_rank) if self.choices.optimizer else None,
-            "frozen_param_shapes": shapes if stored else None,
-            "shared_params": (dict(self.native.shared) if first else {}) if stage > 0 else None,
-            "frozen_param_fragments": fragments if stored else None,
-            "lr_scheduler": copy.deepcopy(self.state.scheduler),
-            "data_sampler": None, "random_ltd": None, "skipped_steps": 0,
-            "global_steps": self.state.iteration, "global_samples": other.get("global_samples", 0),
-            "dp_world_size": self.choices.dp, "mp_world_size": self.choices.mp,
-            "checkpoint_parallel_dimensions": {"pp_degree": self.choices.pp, "tp_degree": self.choices.tp},
-            "ds_config": self.config(), "ds_version": VERSION,
-        }  # fmt: skip
-        tree.update(other)
-        return tree
-
-    def config(self) -> Tree:
-        """The run's own ``ds_config``, with the stage that is written."""
-        config = copy.deepcopy(dict(self.state.args))
-        zero = config.get("zero_optimization")
-        config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": self.choices.stage}
-        return config
-
-    def optim_tree(self, records: Records, dp_rank: int, mp_rank: int) -> Tree:
-        """The content of an ``…optim_states.pt``."""
-        return {
-            "optimizer_state_dict": self.optimizer.partitioned(records, dp_rank, mp_rank),
-            "ds_config": self.config(),
-            "ds_version": self.optimizer.version(),
-        }
-
-    def layer_tree(self, records: Records, keys: Mapping[str, str], mp_rank: int) -> Tree:
-        """The content of a ``layer_XX-model_states.pt``.
-
-        Args:
-            records: Takes down its records.
-            keys: Global name by key.
-            mp_rank: A model-parallel rank that has the layer.
-        """
-        local = {member.spec.name: member for member in self.blueprint.local(mp_rank)}
-        opaque = self.opaque[mp_rank] if self.opaque else {}
-        return OrderedDict(
-            (key, self._tensor(records, local[name]) if name in local else opaque[name]) for key, name in keys.items()
-        )
-
-    def _tensor(self, records: Records, member: Member) -> StoredTensor:
-        return whole_tensor(records, member, PARAM, member.spec.dtype)
-
-    def _module_tensors(self, records: Records, local: Iterable[Member]) -> dict[str, object]:
-        """Stage 3 has buffers only; its parameters are empty."""
-        tensors: dict[str, object] = {}
-        for member in local:
-            kept = self.choices.stage < 3 or member.spec.name in self.native.buffers
-            tensors[member.spec.name] = self._tensor(records, member) if kept else _empty(member)
-        return tensors
-
-    def _module(self, tensors: Mapping[str, object], mp_rank: int) -> Tree:
-        """The state dict, in the module's own order where that is known."""
-        opaque = self.opaque[mp_rank] if self.opaque else {}
-        shared = {alias: tensors[owner] for alias, owner in self.native.shared.items() if owner in tensors}
-        values = {**tensors, **shared, **opaque}
-        return OrderedDict(
-            (name, values[name]) for name in dict.fromkeys([*self.native.order, *values]) if name in values
-        )
-
-    def _fragments(
-        self, records: Records, frozen: Sequence[Member], tensors: Mapping[str, object], dp_rank: int
-    ) -> Tree | None:
-        if self.choices.stage < 3:
-            return OrderedDict((m.spec.name, tensors.get(m.spec.name)) for m in frozen)
-        dp = self.choices.dp
-        return OrderedDict((m.spec.name, frozen_slice(records, m, dp_rank, dp)) for m in frozen)
-
-    def _param_shapes(self, mp_rank: int) -> list[Tree]:
-        return [
-            OrderedDict((member.spec.name, _size(member)) for member in group.members)
-            for group in self.blueprint.flat_groups(mp_rank)
-        ]
-
-
-def _size(member: Member) -> object:
-    import torch
-
-    return torch.Size(member.layout.shape)
-
-
-def _empty(member: Member) -> object:
-    import torch
-
-    return torch.empty(0, dtype=getattr(torch, member.spec.dtype.name))

@@ -38,6 +38,7 @@ from mcore_rlhf.formats.form import (
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
+from .ds_config import section
 from .files import MAX_RANKS, TagFiles, check_complete
 
 _NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
@@ -270,7 +271,7 @@ _MIXED = "Files of different steps or runs are mixed in one tag: copy the checkp
 
 
 @dataclass(slots=True)
-class Opened:
+class OpenedTag:
     """An opened tag.
 
     Args:
@@ -325,7 +326,7 @@ class Opened:
         yield from (*self.model.values(), *self.layers.values(), *self.expert_files.values(), *self.optim.values())
 
 
-def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Opened:
+def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> OpenedTag:
     """Open all files of a tag.
 
     Args:
@@ -350,7 +351,7 @@ def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Ope
     optimizer = files.sliced or (optimizer and _has_optimizer_files(files, first, top))
     check_complete(files, dp, mp, optimizer=optimizer)
     pp, tp = _axes(files, top, mp)
-    opened = Opened(files, dp, pp, tp)
+    opened = OpenedTag(files, dp, pp, tp)
     opened.model = {at: read(name, MODEL) for at, name in named.items()}
     opened.layers = {at: read(name, LAYER) for at, name in files.layers.items()}
     _open_experts(opened, stubs, top)
@@ -361,7 +362,7 @@ def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Ope
     return opened
 
 
-def _open_experts(opened: Opened, stubs: tuple[str, ...], top: Mapping[str, Any]) -> None:
+def _open_experts(opened: OpenedTag, stubs: tuple[str, ...], top: Mapping[str, Any]) -> None:
     """The weight files of DeepSpeed's own experts, and how the experts are dealt to ranks."""
     files = opened.files
     if top.get("ds_autoep_layers"):
@@ -411,7 +412,7 @@ def _axes(files: TagFiles, top: Mapping[str, Any], mp: int) -> tuple[int, int]:
     return pp, tp
 
 
-def _check_equal(opened: Opened, first: PtFile, top: Mapping[str, Any]) -> None:
+def _check_equal(opened: OpenedTag, first: PtFile, top: Mapping[str, Any]) -> None:
     problems = Problems()
     for pt in opened.model.values():
         other = _top_of(pt)
@@ -424,7 +425,7 @@ def _check_equal(opened: Opened, first: PtFile, top: Mapping[str, Any]) -> None:
     problems.raise_if_any()
 
 
-def _check_partition_count(opened: Opened, pt: PtFile, problems: Problems) -> None:
+def _check_partition_count(opened: OpenedTag, pt: PtFile, problems: Problems) -> None:
     state = pt.tree.get("optimizer_state_dict") if isinstance(pt.tree, Mapping) else None
     if not isinstance(state, Mapping):
         problems.add(Unsupported, f"{pt.directory.path}: expected a dictionary with 'optimizer_state_dict'")
@@ -444,7 +445,7 @@ def _listed(counts: set[Any]) -> str:
     return " and ".join(map(str, sorted(counts, key=repr)))
 
 
-def _stage(opened: Opened) -> int:
+def _stage(opened: OpenedTag) -> int:
     if opened.files.sliced:
         return 3
     if not opened.files.optim:
@@ -458,12 +459,10 @@ def _stage(opened: Opened) -> int:
     return stage
 
 
-def _configured_stage(opened: Opened) -> int:
+def _configured_stage(opened: OpenedTag) -> int:
     """The stage that ``ds_config`` asks for, where no optimizer says it."""
-    config = opened.first.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
-    return stage if stage in (1, 2) else 1
+    stage = section(opened.first.get("ds_config"), "zero_optimization").get("stage")
+    return stage if isinstance(stage, int) and stage in (1, 2) else 1
 
 
 def stage_number(value: object) -> int:

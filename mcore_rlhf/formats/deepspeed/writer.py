@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
-from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON, module_state_of
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.carried import AT_THE_TOP
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.spec import ModelSpec, ParamSpec
+from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.pt import Pt
 
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
-from .layout import Blueprint, Choices, Records, choose
-from .reader import DeepSpeedNative, differing_keys, other_values
-from .state_dicts import Tree, Trees
+from .layout import INFO, NewFile, TagLayout, zero_config
+from .reader import DeepSpeedState, differing_keys
+from .state_dicts import StateDict, layer_states, model_states, optim_states
 from .tag import expert_name
 
-_Tree = Callable[[Records], Tree]
-_INFO = "universal_checkpoint_info"
-"""How AutoTP cut the tensors."""
+_Content = Callable[[NewFile], StateDict]
 _KEYS = Item(Kind.MODEL, "keys")
 """How a universal checkpoint's tensors were cut."""
 
@@ -50,207 +48,154 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
             "Convert it --to universal, which has every expert under its global number."
         )
     report = source.notes.for_target()
-    choices = choose(source, native, options, report)
-    if (
-        options.no_optimizer and source.format not in AT_THE_TOP
-    ):  # a source of which it was not read does not say that it has one
+    zero = zero_config(source, native, options, report)
+    if options.no_optimizer and source.format not in AT_THE_TOP:
+        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)  # a source of which it was not read does not say that it has one
+    if zero.optimizer:
+        _check_masters(source)
+    tag = TagLayout(
+        source=source,
+        native=native,
+        zero=zero,
+        model=source.model.having(_cast(spec, zero.dtype, native.buffers) for spec in source.model.params),
+        states=(MASTER, *(state for state in source.states if state != MASTER)) if zero.optimizer else (),
+        catalog=Remembered(StateOrder(source.catalog, EITHER if zero.dtype is None else FROM_MASTERS)),
+    )
+    _note(tag, report)
+    parallel = ParallelConfig(tp=zero.tp, pp=zero.pp, etp=zero.tp, dp=zero.dp)
+    files = tuple(_files(tag))
+    return Target("deepspeed", parallel, tag.catalog, files, {LATEST: zero.tag}, report, _holds(tag, report))
+
+
+def _cast(spec: ParamSpec, dtype: DType | None, buffers: tuple[str, ...]) -> ParamSpec:
+    """A parameter with the target's dtype, which buffers and integers do not take."""
+    return spec if dtype is None or spec.name in buffers or spec.dtype not in FLOATING else replace(spec, dtype=dtype)
+
+
+def _check_masters(source: Source) -> None:
+    """16-bit weights are not as exact as the masters that ZeRO needs."""
+    problems = Problems()
+    for spec in source.model.params:
+        if spec.trainable and not _has(source, spec, MASTER):
+            param = source.catalog.get(TensorName(source.role, spec.name, PARAM))
+            if param is None or param.dtype != FLOAT32:
+                text = f"{spec.name}: has no fp32 master weights in {source.root}"
+                problems.add(Incomplete, text, "--no-optimizer --zero-stage 0 converts the weights alone.")
+    problems.raise_if_any()
+
+
+def _has(source: Source, spec: ParamSpec, state: str) -> bool:
+    return source.catalog.get(TensorName(source.role, spec.name, state)) is not None
+
+
+def _holds(tag: TagLayout, report: Report) -> Inventory:
+    """Everything that is carried; ``ds_config`` says the stage that is written."""
+    report.settle(Fate.DERIVED, "with the stage that is written", Item(Kind.ARGUMENT, "zero_optimization"))
+    cut = [_KEYS] if tag.zero.tp == tag.source.parallel.tp else [_KEYS, Item(Kind.VALUE, INFO)]
+    report.leave(Reason.OF_LAYOUT, *cut)
+    held = {item: value for item, value in inventory_of(tag.source).items() if item not in cut}
+    if tag.zero.optimizer:
+        return held
+    return {item: value for item, value in held.items() if item._replace(name=ANY) not in OF_OPTIMIZER}
+
+
+def _files(tag: TagLayout) -> Iterator[TargetFile]:
+    """Optimizer files first: they are the large ones."""
+    zero = tag.zero
+    ranks = [(dp_rank, mp_rank) for mp_rank in range(zero.mp) for dp_rank in range(zero.dp)]
+    for dp_rank, mp_rank in ranks if zero.optimizer and zero.stage > 0 else ():
+        name = optim_name(dp_rank, mp_rank, zero.prefix)
+        yield _file(tag, name, partial(optim_states, dp_rank=dp_rank, mp_rank=mp_rank))
+    for dp_rank, mp_rank in ranks if zero.stage == 3 else [(0, mp_rank) for mp_rank in range(zero.mp)]:
+        name = model_name_of_rank(dp_rank, mp_rank) if zero.stage == 3 else model_name(mp_rank)
+        yield _file(tag, name, partial(model_states, dp_rank=dp_rank, mp_rank=mp_rank))
+    layers: dict[str, TargetFile] = {}
+    for mp_rank, module in enumerate(tag.modules):
+        for layer, keys in module.layers.items():
+            name = layer_name(layer, mp_rank % zero.tp, zero.tp)
+            layers.setdefault(name, _file(tag, name, partial(layer_states, keys=keys, mp_rank=mp_rank)))
+    yield from layers.values()
+
+
+def _file(tag: TagLayout, name: str, content: _Content) -> TargetFile:
+    path = f"{tag.zero.tag}/{name}"
+    return TargetFile(path, partial(_lay_out, tag, path, content))
+
+
+def _lay_out(tag: TagLayout, path: str, make: _Content) -> FileLayout:
+    file = NewFile(path, tag)
+    content = make(file)  # which also notes the records
+    return FileLayout(file.holds, file.records, Pt.of(content))
+
+
+def _note(tag: TagLayout, report: Report) -> None:
+    """Say what changes, what is made and what is left out."""
+    source, zero = tag.source, tag.zero
+    was = (source.optimizer or "weights alone").replace("zero", "ZeRO ")
+    now = f"ZeRO {zero.stage}" if zero.optimizer else "weights alone"
+    if (was, source.parallel.dp) != (now, zero.dp):
+        report.add(Fate.CHANGED, f"{was} on DP {source.parallel.dp} becomes {now} on DP {zero.dp}")
+    if zero.tp != source.parallel.tp:
+        report.add(Fate.CHANGED, f"TP {source.parallel.tp} becomes TP {zero.tp}; values of rank 0 stand for all")
+    if zero.stage == 3 and source.optimizer != "zero3":
+        size = f"{zero.sub_group_size:,} elements"
+        report.add(Fate.NOTE, f"stage 3: sub-groups of {size}; the run that loads it needs the same sub_group_size")
+    if zero.optimizer and MASTER not in source.states:
+        report.add(Fate.DERIVED, "fp32 masters: copies of the fp32 parameters")
+    if zero.optimizer and zero.stage == 0 and not zero.half and MASTER in source.states:
+        text = "fp32 masters: not kept apart, since stage 0 trains the fp32 parameters themselves"
+        report.add(Fate.DERIVED, text)
+    _note_parameters(tag, report)
+    _note_momenta(tag, report)
+    _note_missing_states(tag, report)
+    _note_ranks(tag, report)
+    if not zero.optimizer and source.optimizer is not None:
         report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
-    return _Writer(source, native, choices, report).target()
 
 
-@dataclass
-class _Writer:
-    source: Source
-    native: ModuleState
-    choices: Choices
-    report: Report
+def _note_parameters(tag: TagLayout, report: Report) -> None:
+    dtype, masters = tag.zero.dtype, MASTER in tag.source.states
+    if dtype is not None and any(s.dtype != dtype for s in tag.source.model.params if s.trainable):
+        kept = masters and tag.zero.optimizer
+        text = f"parameters: converted to {dtype}" + (" from their fp32 masters, which are kept" if kept else "")
+        report.add(Fate.DERIVED if kept else Fate.LOST, text)
+    elif tag.source.optimizer == "zero3" and tag.zero.stage < 3:
+        report.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
 
-    def target(self) -> Target:
-        """The whole target."""
-        choices = self.choices
-        self._check_masters()
-        view = Remembered(StateOrder(self.source.catalog, EITHER if choices.dtype is None else FROM_MASTERS))
-        holders = self.native.holders if isinstance(self.native, DeepSpeedNative) and choices.mp > 1 else None
-        blueprint = Blueprint(
-            self.source.role, self._model(), choices, self.source.state.groups, self._states(), view, holders
-        )
-        opaque = [m.opaque for m in self.native.modules] if isinstance(self.native, DeepSpeedNative) else []
-        trees = Trees(blueprint, self.source.state, self.native, opaque)
-        self._note()
-        parallel = ParallelConfig(tp=choices.tp, pp=choices.pp, etp=choices.tp, dp=choices.dp)
-        files = tuple(self._files(trees))
-        return Target("deepspeed", parallel, view, files, {LATEST: choices.tag}, self.report, self._holds())
 
-    def _holds(self) -> Inventory:
-        """Everything that is carried; ``ds_config`` says the stage that is written."""
-        held = dict(inventory_of(self.source))
-        zero = Item(Kind.ARGUMENT, "zero_optimization")
-        self.report.settle(Fate.DERIVED, "with the stage that is written", zero)
-        cut = [_KEYS] if self.choices.tp == self.source.parallel.tp else [_KEYS, Item(Kind.VALUE, _INFO)]
-        self.report.leave(Reason.OF_LAYOUT, *cut)
-        held = {item: value for item, value in held.items() if item not in cut}
-        return (
-            held
-            if self.choices.optimizer
-            else {i: v for i, v in held.items() if i._replace(name=ANY) not in OF_OPTIMIZER}
+def _note_momenta(tag: TagLayout, report: Report) -> None:
+    """Two runs of one stage keep Muon's momenta in two ways, and DeepSpeed does not notice the other one."""
+    if tag.zero.stage in (1, 2) and any(group.fields.get(USE_MUON) is True for group in tag.groups):
+        kept = "cut as all other states" if tag.zero.flat_momentum else "in whole parameters"
+        whose = "BF16_Optimizer or an" if tag.zero.flat_momentum else "neither BF16_Optimizer nor an"
+        report.add(
+            Fate.NOTE,
+            f"{MOMENTUM} of DeepSpeed's Muon: {kept}, for a run with {whose} offloaded optimizer, as ds_config says",
         )
 
-    def _model(self) -> ModelSpec:
-        """The model with the target's dtypes."""
-        return self.source.model.having(self._spec(spec) for spec in self.source.model.params)
 
-    def _spec(self, spec: ParamSpec) -> ParamSpec:
-        if self.choices.dtype is None or spec.name in self.native.buffers or spec.dtype not in FLOATING:
-            return spec
-        return replace(spec, dtype=self.choices.dtype)
+def _note_missing_states(tag: TagLayout, report: Report) -> None:
+    """States that some parameters have and others of their group do not: ZeRO has them all, as zeros."""
+    missing = []
+    for group in tag.groups:
+        members = [spec for name in group.params if (spec := tag.source.model.get(name)) is not None]
+        for state in tag.states[1:]:
+            without = [spec.name for spec in members if not _has(tag.source, spec, state)]
+            if len(without) < len(members):  # else the group is trained without it
+                missing += [f"{name} ({state})" for name in without]
+    if missing and tag.zero.stage > 0:
+        report.add(Fate.DERIVED, f"zeros for states that were never made: {', '.join(missing[:3])}")
 
-    def _states(self) -> tuple[str, ...]:
-        if not self.choices.optimizer:
-            return ()
-        return (MASTER, *(state for state in self.source.states if state != MASTER))
 
-    def _check_masters(self) -> None:
-        """16-bit weights are not as exact as the masters that ZeRO needs."""
-        problems = Problems()
-        for spec in self.source.model.params if self.choices.optimizer else ():
-            if spec.trainable and not self._has(spec, MASTER):
-                param = self.source.catalog.get(TensorName(self.source.role, spec.name, PARAM))
-                if param is None or param.dtype != FLOAT32:
-                    text = f"{spec.name}: has no fp32 master weights in {self.source.root}"
-                    problems.add(Incomplete, text, "--no-optimizer --zero-stage 0 converts the weights alone.")
-        problems.raise_if_any()
-
-    def _has(self, spec: ParamSpec, state: str) -> bool:
-        return self.source.catalog.get(TensorName(self.source.role, spec.name, state)) is not None
-
-    def _files(self, trees: Trees) -> list[TargetFile]:
-        """Optimizer files first: they are the large ones."""
-        choices, files = self.choices, list[TargetFile]()
-        ranks = [(dp_rank, mp_rank) for mp_rank in range(choices.mp) for dp_rank in range(choices.dp)]
-        if choices.optimizer and choices.stage > 0:
-            for at in ranks:
-                files.append(self._file(optim_name(*at, choices.prefix), partial(self._optim, trees, *at)))
-        for dp_rank, mp_rank in ranks if choices.stage == 3 else [(0, mp_rank) for mp_rank in range(choices.mp)]:
-            name = model_name_of_rank(dp_rank, mp_rank) if choices.stage == 3 else model_name(mp_rank)
-            files.append(self._file(name, partial(self._model_states, trees, dp_rank, mp_rank)))
-        return [*files, *self._layer_files(trees)]
-
-    def _layer_files(self, trees: Trees) -> list[TargetFile]:
-        files: dict[str, TargetFile] = {}
-        modules = self.native.modules if isinstance(self.native, DeepSpeedNative) else []
-        for mp_rank, module in enumerate(modules):
-            for layer, keys in module.layers.items():
-                name = layer_name(layer, mp_rank % self.choices.tp, self.choices.tp)
-                files.setdefault(name, self._file(name, partial(self._layer, trees, keys, mp_rank)))
-        return list(files.values())
-
-    def _optim(self, trees: Trees, dp_rank: int, mp_rank: int, records: Records) -> Tree:
-        return trees.optim_tree(records, dp_rank, mp_rank)
-
-    def _model_states(self, trees: Trees, dp_rank: int, mp_rank: int, records: Records) -> Tree:
-        return trees.model_tree(records, dp_rank, mp_rank, self._other(dp_rank, mp_rank))
-
-    def _layer(self, trees: Trees, keys: Mapping[str, str], mp_rank: int, records: Records) -> Tree:
-        return trees.layer_tree(records, keys, mp_rank)
-
-    def _file(self, name: str, tree: _Tree) -> TargetFile:
-        path = f"{self.choices.tag}/{name}"
-        return TargetFile(path, partial(_lay_out, path, self.source.role, tree))
-
-    def _other(self, dp_rank: int, mp_rank: int) -> Mapping[str, object]:
-        """Counters and client state: a rank's own, where the same rank wrote them."""
-        if self._same_ranks() and isinstance(self.native, DeepSpeedNative) and self.native.opened is not None:
-            return other_values(self.native.opened, dp_rank, mp_rank)
-        if self.native.per_rank and self.choices.tp == self.source.parallel.tp:
-            return self.native.per_rank[mp_rank]
-        if self.choices.tp == self.source.parallel.tp:
-            return self.source.state.other
-        return {key: value for key, value in self.source.state.other.items() if key != _INFO}
-
-    def _same_ranks(self) -> bool:
-        """Whether both have a model file of each data-parallel rank, of as many."""
-        return (
-            self.source.optimizer == "zero3" and self.choices.stage == 3 and self.choices.dp == self.source.parallel.dp
+def _note_ranks(tag: TagLayout, report: Report) -> None:
+    """Stage 3 has client state of every rank, which other ranks have no use for."""
+    opened = tag.native.opened if isinstance(tag.native, DeepSpeedState) else None
+    if opened is None or not opened.sliced or tag.same_ranks:
+        return
+    differing = differing_keys(opened)
+    if differing:
+        report.add(
+            Fate.LOST,
+            f"of values that differ between the source's ranks, only rank 0's: {', '.join(differing)}",
+            *(Item(Kind.VALUE, key) for key in differing),
         )
-
-    def _note(self) -> None:
-        source, choices = self.source, self.choices
-        was = (source.optimizer or "weights alone").replace("zero", "ZeRO ")
-        now = f"ZeRO {choices.stage}" if choices.optimizer else "weights alone"
-        if (was, source.parallel.dp) != (now, choices.dp):
-            self.report.add(Fate.CHANGED, f"{was} on DP {source.parallel.dp} becomes {now} on DP {choices.dp}")
-        if choices.tp != source.parallel.tp:
-            self.report.add(
-                Fate.CHANGED, f"TP {source.parallel.tp} becomes TP {choices.tp}; values of rank 0 stand for all"
-            )
-        if choices.stage == 3 and source.optimizer != "zero3":
-            size = f"{choices.sub_group_size:,} elements"
-            self.report.add(
-                Fate.NOTE, f"stage 3: sub-groups of {size}; the run that loads it needs the same sub_group_size"
-            )
-        if choices.optimizer and MASTER not in source.states:
-            self.report.add(Fate.DERIVED, "fp32 masters: copies of the fp32 parameters")
-        if choices.optimizer and choices.stage == 0 and not choices.half and MASTER in source.states:
-            self.report.add(
-                Fate.DERIVED, "fp32 masters: not kept apart, since stage 0 trains the fp32 parameters themselves"
-            )
-        self._note_parameters()
-        self._note_momenta()
-        self._note_gaps()
-        self._note_ranks()
-        if not choices.optimizer and source.optimizer is not None:
-            self.report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
-
-    def _note_ranks(self) -> None:
-        """Stage 3 has client state of every rank, which other ranks have no use for."""
-        opened = self.native.opened if isinstance(self.native, DeepSpeedNative) else None
-        if opened is None or not opened.sliced or self._same_ranks():
-            return
-        differing = differing_keys(opened)
-        if differing:
-            self.report.add(
-                Fate.LOST,
-                f"of values that differ between the source's ranks, only rank 0's: {', '.join(differing)}",
-                *(Item(Kind.VALUE, key) for key in differing),
-            )
-
-    def _note_parameters(self) -> None:
-        dtype, masters = self.choices.dtype, MASTER in self.source.states
-        if dtype is not None and any(s.dtype != dtype for s in self.source.model.params if s.trainable):
-            kept = masters and self.choices.optimizer
-            text = f"parameters: converted to {dtype}" + (" from their fp32 masters, which are kept" if kept else "")
-            self.report.add(Fate.DERIVED if kept else Fate.LOST, text)
-        elif self.source.optimizer == "zero3" and self.choices.stage < 3:
-            self.report.add(
-                Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them"
-            )
-
-    def _note_momenta(self) -> None:
-        """Two runs of one stage keep Muon's momenta in two ways, and DeepSpeed does not notice the other one."""
-        if self.choices.stage in (1, 2) and any(
-            group.fields.get(USE_MUON) is True for group in self.source.state.groups
-        ):
-            kept = "cut as all other states" if self.choices.flat_momentum else "in whole parameters"
-            whose = "BF16_Optimizer or an" if self.choices.flat_momentum else "neither BF16_Optimizer nor an"
-            self.report.add(
-                Fate.NOTE,
-                f"{MOMENTUM} of DeepSpeed's Muon: {kept}, for a run with {whose} offloaded optimizer, as ds_config says",
-            )
-
-    def _note_gaps(self) -> None:
-        """States that some parameters have and others of their group do not: ZeRO has them all, as zeros."""
-        missing = []
-        for group in self.source.state.groups:
-            members = [spec for name in group.params if (spec := self.source.model.get(name)) is not None]
-            for state in self._states()[1:]:
-                without = [spec.name for spec in members if not self._has(spec, state)]
-                if len(without) < len(members):  # else the group is trained without it
-                    missing += [f"{name} ({state})" for name in without]
-        if missing and self.choices.stage > 0:
-            self.report.add(Fate.DERIVED, f"zeros for states that were never made: {', '.join(missing[:3])}")
-
-
-def _lay_out(path: str, role: str, make: _Tree) -> FileLayout:
-    records = Records(path, role)
-    tree = make(records)
-    return FileLayout(records.entries, records.records, Pt.of(tree))
