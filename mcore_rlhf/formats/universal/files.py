@@ -57,7 +57,7 @@ def stage3_model_file(mp_rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class UniversalFolder:
     """A checkpoint that was found.
 
     Args:
@@ -92,7 +92,7 @@ def is_universal_root(path: Path) -> bool:
     return (path / LATEST).is_file() and not (path / "latest").is_file()
 
 
-def locate(path: Path, step: int | None) -> Located:
+def locate(path: Path, step: int | None) -> UniversalFolder:
     """Find the checkpoint that a path means.
 
     Args:
@@ -106,7 +106,7 @@ def locate(path: Path, step: int | None) -> Located:
     """
     path = Path(os.path.abspath(path))
     if is_universal_folder(path):
-        return Located(path.parent, path.name)
+        return UniversalFolder(path.parent, path.name)
     if step is not None:
         return _of_step(path, step)
     tracker = path / LATEST
@@ -118,14 +118,14 @@ def locate(path: Path, step: int | None) -> Located:
             f"{tracker}: names {name!r}, but {path / name if name else path} is not a universal checkpoint{_others(path)}\n"
             "A conversion was interrupted, or the folder was deleted: convert again, or give the folder of another one."
         )
-    return Located(path, name)
+    return UniversalFolder(path, name)
 
 
-def _of_step(path: Path, step: int) -> Located:
+def _of_step(path: Path, step: int) -> UniversalFolder:
     ending = re.compile(rf"(.*\D)?0*{step}{SUFFIX}")
     found = [name for name in _checkpoints(path) if ending.fullmatch(name)]
     if len(found) == 1:
-        return Located(path, found[0])
+        return UniversalFolder(path, found[0])
     what = f"{len(found)} checkpoints have" if found else "no universal checkpoint has"
     raise UsageError(f"{path}: {what} step {step}{_others(path)}\nGive the folder itself.")
 

@@ -17,7 +17,17 @@ from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
-from .files import FP32, MODEL_FILES, OPTIMIZER_FILE, PARAM_KEY, STAGE3_MODEL_FILES, STEP, ZERO, Located, natural
+from .files import (
+    FP32,
+    MODEL_FILES,
+    OPTIMIZER_FILE,
+    PARAM_KEY,
+    STAGE3_MODEL_FILES,
+    STEP,
+    ZERO,
+    UniversalFolder,
+    natural,
+)
 
 
 @dataclass
@@ -126,7 +136,7 @@ class ModelStates:
         return merged
 
 
-def read_model_states(located: Located, stubs: tuple[str, ...]) -> ModelStates:
+def read_model_states(located: UniversalFolder, stubs: tuple[str, ...]) -> ModelStates:
     """Open the model's files.
 
     Raises:
@@ -152,7 +162,7 @@ def read_model_states(located: Located, stubs: tuple[str, ...]) -> ModelStates:
     return ModelStates(found[STAGE3_MODEL_FILES if stage3 else MODEL_FILES], stage3, opened)
 
 
-def _open(located: Located, name: str, stubs: tuple[str, ...]) -> PtFile:
+def _open(located: UniversalFolder, name: str, stubs: tuple[str, ...]) -> PtFile:
     pt = read_pt(located.root, f"{located.name}/{name}", stubs=stubs)
     if not isinstance(pt.tree, dict) or "module" not in pt.tree:
         kind = (
@@ -212,7 +222,7 @@ class ZeroFolder:
     optimizer: Mapping[str, object] | None
 
 
-def read_zero_folder(located: Located, stubs: tuple[str, ...], *, optimizer: bool) -> ZeroFolder:
+def read_zero_folder(located: UniversalFolder, stubs: tuple[str, ...], *, optimizer: bool) -> ZeroFolder:
     """Open the files in ``zero/``.
 
     Args:
@@ -239,7 +249,7 @@ def read_zero_folder(located: Located, stubs: tuple[str, ...], *, optimizer: boo
     return folder
 
 
-def _weights_alone(located: Located, folder: ZeroFolder) -> bool:
+def _weights_alone(located: UniversalFolder, folder: ZeroFolder) -> bool:
     """Whether there never was an optimizer: then nothing of one is there, neither settings nor a single state."""
     states = any(len(files.tensors) > 1 or files.step is not None for files in folder.params.values())
     return not states and not (located.folder / ZERO / OPTIMIZER_FILE).is_file()
@@ -264,7 +274,7 @@ def _folders(zero: Path, problems: Problems) -> Iterator[tuple[str, list[str]]]:
 
 
 def _read_param(
-    located: Located, name: str, files: list[str], stubs: tuple[str, ...], optimizer: bool, opened: list[PtFile]
+    located: UniversalFolder, name: str, files: list[str], stubs: tuple[str, ...], optimizer: bool, opened: list[PtFile]
 ) -> ParamFiles:
     found = ParamFiles(name)
     if f"{FP32}.pt" not in files:
@@ -309,7 +319,7 @@ def _tensor(pt: PtFile) -> tuple[StoredTensor, dict[str, object]]:
     return tensor, {key: value for key, value in pt.tree.items() if key != PARAM_KEY}
 
 
-def _read_optimizer(located: Located, stubs: tuple[str, ...], opened: list[PtFile]) -> Mapping[str, object]:
+def _read_optimizer(located: UniversalFolder, stubs: tuple[str, ...], opened: list[PtFile]) -> Mapping[str, object]:
     file = f"{located.name}/{ZERO}/{OPTIMIZER_FILE}"
     if not (located.root / file).is_file():
         raise Incomplete(

@@ -21,7 +21,7 @@ from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFi
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .files import FP32, INFO, STEP, VOCAB_TENSOR, ZERO, Located, locate, state_key
+from .files import FP32, INFO, STEP, VOCAB_TENSOR, ZERO, UniversalFolder, locate, state_key
 from .opened import ModelStates, ParamFiles, ZeroFolder, common_states, read_model_states, read_zero_folder
 
 Fields = dict[str, object]
@@ -121,7 +121,7 @@ def _number(step: object) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class StoredWeights:
     """Where a parameter's own bytes lie, as the model computes with it.
 
     Args:
@@ -147,7 +147,7 @@ class UniversalCatalog:
 
     role: str
     model: ModelSpec
-    weights: Mapping[str, Weights]
+    weights: Mapping[str, StoredWeights]
     params: Mapping[str, ParamFiles]
     states: tuple[str, ...]
 
@@ -161,7 +161,7 @@ class UniversalCatalog:
 
     def _states_of(self, spec: ParamSpec) -> tuple[str, ...]:
         """What of a parameter is stored: stage 3 and pipelines keep no weights but the masters of what they train."""
-        weights = self.weights.get(spec.name, Weights())
+        weights = self.weights.get(spec.name, StoredWeights())
         files = self.params.get(spec.name) if spec.trainable else None
         states = tuple(s for s in self.states if s == MASTER or (files is not None and state_key(s) in files.tensors))
         states = states if spec.trainable else ()
@@ -184,7 +184,7 @@ class UniversalCatalog:
         return (whole_chunk(stored, shape),) if stored is not None else ()
 
     def _weights(self, param: str, shape: Shape) -> tuple[Chunk, ...]:
-        weights = self.weights.get(param, Weights())
+        weights = self.weights.get(param, StoredWeights())
         if weights.slices:
             return tuple(_slice_chunks(weights.slices, shape))
         if weights.whole:
@@ -228,12 +228,12 @@ def read_universal(path: Path, options: ReadOptions) -> Source:
     located = locate(path, options.step)
     states = read_model_states(located, options.stubs)
     zero = read_zero_folder(located, options.stubs, optimizer=options.optimizer)
-    return _Reading(located, states, zero, options).source()
+    return _UniversalReader(located, states, zero, options).source()
 
 
 @dataclass
-class _Reading:
-    located: Located
+class _UniversalReader:
+    located: UniversalFolder
     states: ModelStates
     zero: ZeroFolder
     options: ReadOptions
@@ -291,7 +291,7 @@ class _Reading:
         ]
         return list(dict.fromkeys([*listed, *with_states]))
 
-    def _specs(self, trained: set[str], notes: Report) -> tuple[list[ParamSpec], dict[str, Weights]]:
+    def _specs(self, trained: set[str], notes: Report) -> tuple[list[ParamSpec], dict[str, StoredWeights]]:
         """Every tensor of the model, in the module's order, and where its own bytes lie."""
         frozen = [name for name in self.states.frozen_shapes if name not in trained]
         names = dict.fromkeys([*self.states.order, *sorted(trained), *frozen, *self.zero.params])
@@ -352,17 +352,17 @@ class _Reading:
                 f"{prod(listed)} elements, found {files.stored_shape}",
             )
 
-    def _weights(self, name: str, shape: Shape, trained: bool) -> Weights:
+    def _weights(self, name: str, shape: Shape, trained: bool) -> StoredWeights:
         stored = [tensor for tensor in self.states.tensors(name) if 0 not in tensor.shape or tensor.shape == shape]
         whole = [tensor for tensor in stored if tensor.shape == shape]
         if len(whole) < len(stored):
             whole = []  # slices of tensor-parallel ranks: only the master is whole
         slices = [] if whole or trained else self.states.fragments(name)
         if slices and not self.states.stage3:
-            return Weights(tuple(tensor for tensor in slices if tensor.shape == shape)[:1])
+            return StoredWeights(tuple(tensor for tensor in slices if tensor.shape == shape)[:1])
         if not self.options.optimizer and trained:
-            return Weights()
-        return Weights(tuple(whole), tuple(slices))
+            return StoredWeights()
+        return StoredWeights(tuple(whole), tuple(slices))
 
     def _dtype(self, name: str) -> DType:
         """The parameter's own type: even an empty placeholder has it."""
