@@ -44,7 +44,7 @@ def save_both(root: str, rounds: int) -> dict[str, object]:
     from mcore_rlhf.demo.trainer import Trainer
     from mcore_rlhf.engines.megatron import MegatronEngine
     from mcore_rlhf.manager.run.manager import CheckpointManager
-    from mcore_rlhf.manager.run.settings import ManagerOptions
+    from mcore_rlhf.manager.run.options import ManagerOptions
 
     training = Training(optimizer="distributed", global_batch_size=2, micro_batch_size=1)
     trainer = Trainer(MODEL, PARALLEL, training)

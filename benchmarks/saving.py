@@ -16,7 +16,7 @@ import torch
 from mcore_rlhf.engines.base import LoadRequest, apply
 from mcore_rlhf.engines.plain import FILE, TorchEngine
 from mcore_rlhf.manager.run.manager import CheckpointManager
-from mcore_rlhf.manager.run.settings import ManagerOptions
+from mcore_rlhf.manager.run.options import ManagerOptions
 
 from .measure import MIB, Contest, flush, warm
 from .table import Row

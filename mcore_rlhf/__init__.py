@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .manager.config.options import manager_options
     from .manager.config.run import RunConfig, load_run_config
     from .manager.rlhf.sampler import PromptSampler
+    from .manager.rlhf.state import RlhfState
     from .manager.run.manager import CheckpointManager, Resumed
-    from .manager.run.settings import ManagerOptions
-    from .manager.state import RlhfState
+    from .manager.run.options import ManagerOptions
     from .verify.checkpoint import Depth
     from .verify.checkpoint import verify as verify_checkpoint
 
@@ -72,12 +72,12 @@ _HOMES = {
     "Depth": "verify.checkpoint:Depth",
     "FsdpEngine": "engines.fsdp:FsdpEngine",
     "Job": "convert:Job",
-    "ManagerOptions": "manager.run.settings:ManagerOptions",
+    "ManagerOptions": "manager.run.options:ManagerOptions",
     "MegatronEngine": "engines.megatron:MegatronEngine",
     "PromptSampler": "manager.rlhf.sampler:PromptSampler",
     "ReadOptions": "families.source:ReadOptions",
     "Resumed": "manager.run.manager:Resumed",
-    "RlhfState": "manager.state:RlhfState",
+    "RlhfState": "manager.rlhf.state:RlhfState",
     "RunConfig": "manager.config.run:RunConfig",
     "Source": "families.source:Source",
     "TorchEngine": "engines.plain:TorchEngine",

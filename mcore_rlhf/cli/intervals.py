@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.manager.run import interval
-from mcore_rlhf.manager.run.interval import Costs, Estimate
-from mcore_rlhf.manager.run.measured import Measured, measure
+from mcore_rlhf.manager.run.interval import Costs, Estimate, Measured, measure
 from mcore_rlhf.storage.sizes import parse_size
 
 from .output import Column, Facts, console, count, duration, emit_json, print_table, size

@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, cast, get_args
 import typer
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager.prove.check import CheckOptions, ResumeCheck, compare_outputs
+from mcore_rlhf.manager.prove.check import (
+    CheckOptions,
+    Comparison,
+    Control,
+    Interrupted,
+    Outcome,
+    ResumeCheck,
+    compare_outputs,
+)
+from mcore_rlhf.manager.prove.command import RunPlaces, Template
+from mcore_rlhf.manager.prove.compare import Finding, Tally
 from mcore_rlhf.manager.prove.control import make_control
-from mcore_rlhf.manager.prove.findings import Finding, Tally
-from mcore_rlhf.manager.prove.killing import Kill, Moment
-from mcore_rlhf.manager.prove.outcome import Comparison, Control, Interrupted, Outcome
-from mcore_rlhf.manager.prove.template import RunPlaces, Template
-from mcore_rlhf.manager.prove.watching import root_of
+from mcore_rlhf.manager.prove.killing import Kill, Moment, root_of
 from mcore_rlhf.manager.run import steps as steps_of
 from mcore_rlhf.storage.paths import local_path
 

@@ -10,8 +10,8 @@ import typer
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import Problem
 from mcore_rlhf.families.source import ReadOptions
-from mcore_rlhf.manager.run.step_names import MANIFEST
-from mcore_rlhf.manager.run.step_values import check_values
+from mcore_rlhf.manager.run.checks import check_values
+from mcore_rlhf.manager.run.steps import MANIFEST
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.verify.checkpoint import Depth, verify

@@ -16,7 +16,7 @@ import torch
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Problems, StorageError, Unsupported
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.step_names import is_hidden, tracker_text
+from mcore_rlhf.manager.run.steps import is_hidden, tracker_text
 from mcore_rlhf.manager.run.world import World
 
 
@@ -39,13 +39,13 @@ def agreed_source(args: Any, load_arg: str) -> LoadSource:
 
 def _from_first(world: World, args: Any, load_arg: str) -> LoadSource:
     source, error = LoadSource("nothing"), None
-    if world.coordinates:
+    if world.is_rank0:
         try:
             source = _source(args, load_arg)
         except CheckpointError as problem:
             error = problem
-    world.raise_together(error, "looking for a checkpoint")
-    source, args.finetune = world.from_first((source, args.finetune))
+    world.raise_on_all(error, "looking for a checkpoint")
+    source, args.finetune = world.broadcast((source, args.finetune))
     return source
 
 

@@ -30,8 +30,8 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.manager.run.components import Data
 from mcore_rlhf.manager.run.manager import ManagerOptions
+from mcore_rlhf.manager.run.snapshot import Data
 from mcore_rlhf.manager.state import RlhfState
 
 from .megatron_arguments import Trained, agreed_source, find, has_steps, refuse_unsupported

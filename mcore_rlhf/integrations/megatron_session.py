@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.manager.run.components import Data
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions, Resumed
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.run.rng import captured, put_back
+from mcore_rlhf.manager.run.snapshot import Data
 from mcore_rlhf.manager.state import RlhfState
 
 from .megatron_arguments import LoadSource, Trained, comparable, refuse_modelopt, refuse_unsupported

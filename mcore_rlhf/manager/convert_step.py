@@ -11,14 +11,13 @@ from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, S
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
 from mcore_rlhf.storage.leftovers import carry
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
-from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
+from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap, replace_text
 
 from .run import steps
-from .run.atomic import write_text
-from .run.quarantine import NOTE
+from .run.checks import check_values
 from .run.rng import FILE as RNG_FILE
-from .run.save_job import TRACKER
-from .run.step_values import check_values
+from .run.steps import NOTE
+from .run.write import TRACKER
 from .subject import Subject
 
 
@@ -146,7 +145,7 @@ def convert_step(source: Subject, target: Path, options: ConvertOptions, progres
     job.published = folder
     newest = steps.newest(folder.parent)
     if folder.parent == target and (newest is None or newest.step <= source.step):
-        write_text(target / TRACKER, str(source.step))
+        replace_text(target / TRACKER, str(source.step))
     return job
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .run.crew import Worlds
+from .run.world import Worlds
 
 __all__ = [
     "Worlds",

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from .rlhf.best import BestMetric
-from .rlhf.kl import KL_CONTROLLERS, AdaptiveKL, FixedKL, KLController
-from .rlhf.schedules import SCHEDULES, ConstantSchedule, CosineSchedule, LinearSchedule, Schedule
+from .rlhf.controls import (
+    KL_CONTROLLERS,
+    SCHEDULES,
+    AdaptiveKL,
+    ConstantSchedule,
+    CosineSchedule,
+    FixedKL,
+    KLController,
+    LinearSchedule,
+    Schedule,
+)
 from .rlhf.state import RlhfState, tensor_file_stems
-from .rlhf.statistics import RunningStatistics, merged
+from .rlhf.statistics import BestMetric, RunningStatistics, merged
 from .rlhf.tensors import Buffer, InFlightPrompt
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .run.quarantine import quarantine, release
-from .run.steps import Step, committed, is_committed, listed, newest, newest_first
+from .run.steps import Step, committed, is_committed, listed, newest, newest_first, quarantine, release
 
 __all__ = [
     "Step",

@@ -15,7 +15,7 @@ from mcore_rlhf.storage.paths import local_path
 
 from .run import steps
 from .run.chosen_step import ChosenStep, choose
-from .run.step_names import RESERVED
+from .run.steps import RESERVED
 
 
 @dataclass(frozen=True, slots=True)

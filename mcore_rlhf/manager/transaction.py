@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .run.transaction import Transaction, new_transaction
+from .run.commit import Transaction, new_transaction
 
 __all__ = [
     "Transaction",

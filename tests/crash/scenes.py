@@ -13,15 +13,13 @@ import torch
 from mcore_rlhf.engines.base import Engine
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.components import Components
-from mcore_rlhf.manager.run.crew import Crew, Worlds
-from mcore_rlhf.manager.run.events import Reporter
+from mcore_rlhf.manager.run.commit import Transaction, new_transaction
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
-from mcore_rlhf.manager.run.save_job import SaveJob
-from mcore_rlhf.manager.run.saving import _replaceable
-from mcore_rlhf.manager.run.snapshot import described
-from mcore_rlhf.manager.run.transaction import Transaction, new_transaction
-from mcore_rlhf.manager.run.world import World
+from mcore_rlhf.manager.run.options import Reporter
+from mcore_rlhf.manager.run.save import _replaceable
+from mcore_rlhf.manager.run.snapshot import Components, described
+from mcore_rlhf.manager.run.world import World, Worlds
+from mcore_rlhf.manager.run.write import SaveJob
 from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.distributed.sharded_engine import ShardedEngine
 
@@ -111,7 +109,9 @@ class Ranks:
         identity, self.errors = new_transaction(), {}
         jobs = [self._job(world, rank, step, identity) for world in self.engines for rank in range(self.size(world))]
         jobs[0].transaction.open(_replaceable)
-        threads = [threading.Thread(target=self._run, args=(job,), name=job.crew.me, daemon=True) for job in jobs]
+        threads = [
+            threading.Thread(target=self._run, args=(job,), name=job.world.rank_name, daemon=True) for job in jobs
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -121,15 +121,15 @@ class Ranks:
     def size(self, world: str) -> int:
         return len(self.engines[world])
 
-    def _job(self, world: str, rank: int, step: int, identity: str) -> SaveJob:
-        worlds = Worlds(world, {name: len(engines) for name, engines in self.engines.items()}) if world else None
-        crew = Crew(World(rank, self.size(world), self.timeout), worlds)
-        parts = Components({world or "actor": self.engines[world][rank]}, None, None)
-        transaction = Transaction(self.root, step, identity, crew.me, self.timeout, fsync=False)
-        return SaveJob(transaction, crew, parts, described(parts, crew, step), Reporter(rank))
+    def _job(self, name: str, rank: int, step: int, identity: str) -> SaveJob:
+        worlds = Worlds(name, {other: len(engines) for other, engines in self.engines.items()}) if name else None
+        world = World(rank, self.size(name), self.timeout, worlds=worlds)
+        parts = Components({name or "actor": self.engines[name][rank]}, None, None)
+        transaction = Transaction(self.root, step, identity, world.rank_name, self.timeout, fsync=False)
+        return SaveJob(transaction, world, parts, described(parts, world, step), Reporter(rank))
 
     def _run(self, job: SaveJob) -> None:
         try:
             job.run()
         except BaseException as error:
-            self.errors[job.crew.me] = error
+            self.errors[job.world.rank_name] = error

@@ -50,7 +50,7 @@ def test_a_forked_child_that_outlives_the_trainer_does_not_hold_the_root(tmp_pat
 
 FORGETFUL = """
 import sys, time, torch
-from mcore_rlhf.manager.run import writer
+from mcore_rlhf.manager.run import write as writer
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 real = writer.RankWriter.write
 def slow(self, files):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.manager.run import retention, writer
+from mcore_rlhf.manager.run import retention
+from mcore_rlhf.manager.run import write as writer
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from tests.crash.recorder import WRITES, Op, Recorder, replayed
 from tests.crash.scenes import QUIET, SingleRun, check_start, committed, copied, leftovers, tree

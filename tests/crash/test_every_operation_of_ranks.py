@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.run import steps, writer
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run import write as writer
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from tests.crash.recorder import Killed, Op, Recorder, replayed
 from tests.crash.scenes import QUIET, Ranks, committed, copied, leftovers, tree

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from mcore_rlhf.engines.base import LiveState, LoadRequest, PreparedLoad
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.run.events import Event
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.options import Event
 from tests.distributed.sharded_engine import ShardedEngine
 
 NUMEL = 12_000

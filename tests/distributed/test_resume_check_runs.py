@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
-from mcore_rlhf.manager.prove import processes
-from mcore_rlhf.manager.prove.check import CheckOptions, ResumeCheck
-from mcore_rlhf.manager.prove.outcome import Outcome
-from mcore_rlhf.manager.prove.template import Template
+from mcore_rlhf.manager.prove import command as processes
+from mcore_rlhf.manager.prove.check import CheckOptions, Outcome, ResumeCheck
+from mcore_rlhf.manager.prove.command import Template
 from tests.distributed import toy_trainer
 from tests.distributed.forked import starter
 

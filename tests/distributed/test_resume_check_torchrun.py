@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.manager.prove.check import CheckOptions, ResumeCheck
-from mcore_rlhf.manager.prove.template import Template
+from mcore_rlhf.manager.prove.command import Template
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TRAINER = ["-m", "tests.distributed.toy_trainer", "--dir", "{dir}", "--steps", "{steps}", "--metrics", "{metrics}"]

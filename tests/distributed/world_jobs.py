@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.manager.run.crew import Worlds
 from mcore_rlhf.manager.run.manager import CheckpointManager
+from mcore_rlhf.manager.run.world import Worlds
 from tests.distributed.jobs import engine, failing_writes, options, outcome
 
 SIZES = {"actor": 2, "critic": 1}

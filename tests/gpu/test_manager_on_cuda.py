@@ -13,8 +13,8 @@ import torch
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager
+from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.rng import captured, put_back
-from mcore_rlhf.manager.run.settings import ManagerOptions
 
 OPTIONS = ManagerOptions(catch_signals=False)
 

@@ -74,7 +74,7 @@ def _of_resume(resume: str) -> Iterator[str]:
 
 def _step_around(path: Path) -> Path | None:
     """The step that a role's folder, or an iteration in one, belongs to."""
-    from mcore_rlhf.manager.run.step_names import MANIFEST, step_of
+    from mcore_rlhf.manager.run.steps import MANIFEST, step_of
 
     return next((each for each in path.parents[:2] if step_of(each) is not None or (each / MANIFEST).is_file()), None)
 

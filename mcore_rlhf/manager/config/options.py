@@ -10,15 +10,14 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.source import WriteOptions
 from mcore_rlhf.formats.options import given
 
-from ..rlhf.fingerprint import Indexable
-from ..rlhf.kl import AdaptiveKL, FixedKL, KLController
+from ..rlhf.controls import AdaptiveKL, FixedKL, KLController
+from ..rlhf.data_state import Indexable
 from ..rlhf.sampler import PromptSampler
-from ..run.export import Export
+from ..run.options import Export, ManagerOptions
 from ..run.policies import AnyOf, AtEnd, BeforeDeadline, Deadline, EveryMinutes, EverySteps, OnSignal, SavePolicy
 from ..run.retention import KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
-from ..run.settings import ManagerOptions
-from .checkpoint import ExportSection, KeepSection
 from .run import RunConfig, config_hash
+from .sections import ExportSection, KeepSection
 
 
 def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:

@@ -17,19 +17,18 @@ import numpy as np
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.manager.run.atomic import write_text
-from mcore_rlhf.manager.run.step_names import is_hidden, step_folder, step_of
-from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
+from mcore_rlhf.manager.run.steps import MANIFEST, is_hidden, read_manifest, step_folder, step_of
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.record_file import RecordFile
 
-from .leaves import children
-from .template import metrics_of
-from .watching import require_committed, root_of
+from .command import metrics_of
+from .compare import children
+from .killing import require_committed, root_of
 
 _NOT_MODELS = ("data/", "rlhf/", "rng/")
 _PIECE_NBYTES = 16 << 20
@@ -176,4 +175,4 @@ def flipped(data: bytes, itemsize: int) -> bytes:
 
 def _update_manifest(folder: Path, file: str, entry: FileEntry) -> None:
     manifest = read_manifest(folder)
-    write_text(folder / MANIFEST, replace(manifest, files={**manifest.files, file: entry}).to_json())
+    replace_text(folder / MANIFEST, replace(manifest, files={**manifest.files, file: entry}).to_json())

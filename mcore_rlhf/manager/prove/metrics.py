@@ -10,8 +10,7 @@ from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import cannot_open
 
-from .findings import Finding, Tally, shown
-from .volatile import Ignored
+from .compare import Finding, Ignored, Tally, shown
 
 STEP_NAMES = ("step", "global_step", "iteration")
 """The field that says which step a line is of: the first of these that it has."""

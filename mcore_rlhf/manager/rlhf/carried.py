@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from ...engines.stateful import Stateful
 from ...errors import LayoutMismatch, Problems, UsageError
-from .data_state import WHERE, DataState, pack, unpack
-from .fingerprint import Fingerprint
+from .data_state import WHERE, DataState, Fingerprint, pack, unpack
 
 if TYPE_CHECKING:
     from ...engines.stateful import Undo

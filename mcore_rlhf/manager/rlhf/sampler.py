@@ -16,18 +16,215 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ...errors import LayoutMismatch, Problems, UsageError
-from .data_state import WHERE, DataState, pack, unpack
-from .fingerprint import Fingerprint, Indexable, fingerprint
-from .progress import Progress, check_pending
-from .prompt_order import LastBatch, PromptOrder, check_settings, epoch_length
-from .prompts import Prompt
-from .sampler_state import check_form, check_settings_match, read_progress, to_state
+from ...errors import Corrupt, LayoutMismatch, Problems, UsageError
+from .data_state import WHERE, DataState, Fingerprint, Indexable, check_fields, fingerprint, pack, unpack
+from .prompts import ORDER_VERSION, LastBatch, Prompt, PromptOrder, check_settings, epoch_length
 
 if TYPE_CHECKING:
     from ...engines.stateful import Undo
+
+
+@dataclass(slots=True)
+class Progress:
+    """Slots that were handed out. What lies below ``yielded`` and is not in flight has been trained on.
+
+    Args:
+        yielded: The first slot that was never handed out.
+        in_flight: Slots that were handed out and not wholly acknowledged, and their samples that are pending.
+        waiting: Slots in flight that a resume issues again, in their order: a set that is also a queue.
+    """
+
+    yielded: int = 0
+    in_flight: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    waiting: dict[int, None] = field(default_factory=dict)
+
+    @property
+    def consumed(self) -> int:
+        """How many slots have been trained on."""
+        return self.yielded - len(self.in_flight)
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that is issued next."""
+        return next(iter(self.waiting), self.yielded)
+
+    def issue(self, whole_group: tuple[int, ...]) -> bool:
+        """Hand out the next slot; whether that is the second time.
+
+        Args:
+            whole_group: The samples that are pending of a fresh slot.
+        """
+        slot = self.next_slot
+        if slot in self.waiting:
+            del self.waiting[slot]
+            return True
+        self.yielded += 1
+        self.in_flight[slot] = whole_group
+        return False
+
+    def use(self, slot: int, samples: tuple[int, ...]) -> None:
+        """Note that samples of a slot in flight have been trained on."""
+        left = tuple(sample for sample in self.in_flight[slot] if sample not in samples)
+        if left:
+            self.in_flight[slot] = left
+        else:
+            del self.in_flight[slot]
+
+
+def check_pending(order: PromptOrder, progress: Progress, prompt: Prompt, samples: tuple[int, ...]) -> None:
+    """Refuse to acknowledge what was not handed out, or was acknowledged already.
+
+    Raises:
+        UsageError: The prompt, and the sample where it is about one, are named.
+    """
+    slot = order.slot(prompt.epoch, prompt.position)
+    if not 0 <= prompt.position < order.epoch_length or not 0 <= slot < progress.yielded:
+        raise UsageError(f"acknowledge: {prompt} has never been handed out by this sampler")
+    if order.prompt_id(slot) != prompt.prompt_id:
+        raise UsageError(f"acknowledge: {prompt}: that place holds prompt {order.prompt_id(slot)}")
+    if slot not in progress.in_flight:
+        raise UsageError(f"acknowledge: {prompt} was acknowledged already")
+    if slot in progress.waiting:
+        raise UsageError(
+            f"acknowledge: {prompt} waits to be issued again after a resume\n"
+            "Take it from next_batch; or, if its rollout was stored, claim it first."
+        )
+    _check_samples(prompt, samples, progress.in_flight[slot])
+
+
+def _check_samples(prompt: Prompt, samples: tuple[int, ...], pending: tuple[int, ...]) -> None:
+    for index, sample in enumerate(samples):
+        if not 0 <= sample < prompt.group_size:
+            raise UsageError(f"acknowledge: {prompt} has {prompt.group_size} samples, and no sample {sample}")
+        if sample not in pending or sample in samples[:index]:
+            raise UsageError(f"acknowledge: sample {sample} of {prompt} was acknowledged already")
+
+
+_SETTINGS = ("order", "seed", "group_size", "shuffle", "num_prompts", "epoch_length")
+_FIELDS = (*_SETTINGS, "next", "consumed", "in_flight")
+_IN_FLIGHT = ("epoch", "position", "prompt_id", "pending")
+_KEEP = "Resume with the settings that the run was started with, or start the data anew by not loading this file."
+
+
+def to_state(order: PromptOrder, progress: Progress) -> dict[str, Any]:
+    """As plain values that a person can read. Its size depends on what is in flight, not on what was consumed."""
+    epoch, position = order.place(progress.yielded)
+    return {
+        **_settings(order),
+        "next": {"epoch": epoch, "position": position},
+        "consumed": progress.consumed,
+        "in_flight": [_entry(order, slot, pending) for slot, pending in sorted(progress.in_flight.items())],
+    }
+
+
+def _settings(order: PromptOrder) -> dict[str, Any]:
+    return {"order": ORDER_VERSION, **{name: getattr(order, name) for name in _SETTINGS if name != "order"}}
+
+
+def _entry(order: PromptOrder, slot: int, pending: tuple[int, ...]) -> dict[str, Any]:
+    epoch, position = order.place(slot)
+    return {"epoch": epoch, "position": position, "prompt_id": order.prompt_id(slot), "pending": list(pending)}
+
+
+def check_form(state: Mapping[str, Any]) -> None:
+    """Refuse a state whose fields are not those of this version, or not numbers where numbers belong.
+
+    Raises:
+        CheckpointError: All such fields are named.
+    """
+    problems = check_fields(state, _FIELDS, f"{WHERE}: state")
+    for name in ("order", "seed", "group_size", "num_prompts", "epoch_length", "consumed"):
+        if name in state and type(state[name]) is not int:
+            problems.add(Corrupt, f"{WHERE}: state.{name}: expected a whole number, found {state[name]!r}")
+    if "next" in state and not _is_place(state["next"]):
+        problems.add(Corrupt, f"{WHERE}: state.next: expected an epoch and a position, found {state['next']!r}")
+    entries = state.get("in_flight", [])
+    wrong = [] if not isinstance(entries, list) else [entry for entry in entries if not _is_entry(entry)]
+    if not isinstance(entries, list) or wrong:
+        problems.add(
+            Corrupt, f"{WHERE}: state.in_flight: expected a list of prompts, found {(wrong or [entries])[0]!r}"
+        )
+    problems.raise_if_any()
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {"epoch", "position"} and _whole(*value.values())
+
+
+def _is_entry(value: object) -> bool:
+    if not isinstance(value, Mapping) or value.keys() != set(_IN_FLIGHT) or not isinstance(value["pending"], list):
+        return False
+    return _whole(*(value[name] for name in _IN_FLIGHT if name != "pending"), *value["pending"])
+
+
+def _whole(*values: object) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def check_settings_match(state: Mapping[str, Any], order: PromptOrder, problems: Problems) -> None:
+    """Note every setting that changed and that decides which prompt stands where; the dataset's size is not one."""
+    now = _settings(order)
+    same_dataset = state["num_prompts"] == order.num_prompts
+    for name in _SETTINGS:
+        if name == "num_prompts" or (name == "epoch_length" and not same_dataset):
+            continue
+        if state[name] != now[name]:
+            what = f"{name} (of batch_size and last_batch)" if name == "epoch_length" else name
+            problems.add(
+                LayoutMismatch,
+                f"{WHERE}: {what}: expected {now[name]!r}, as this run has, found {state[name]!r}",
+                _KEEP,
+            )
+
+
+def read_progress(state: Mapping[str, Any], order: PromptOrder, epochs: int | None) -> Progress:
+    """The progress that a state of the same settings and dataset describes.
+
+    Args:
+        state: Has passed :func:`check_form` and :func:`check_settings_match`.
+        order: The sampler's.
+        epochs: How many epochs the run has now; None without end.
+
+    Raises:
+        CheckpointError: Its numbers contradict each other, or go beyond the run's epochs; all of them are named.
+    """
+    next_place, length = state["next"], order.epoch_length
+    progress = Progress(order.slot(next_place["epoch"], next_place["position"]))
+    problems = Problems()
+    if next_place["position"] >= length:
+        problems.add(
+            Corrupt, f"{WHERE}: state.next: expected a position below {length}, found {next_place['position']}"
+        )
+    for entry in state["in_flight"]:
+        for text in _contradictions(entry, order, progress):
+            problems.add(Corrupt, f"{WHERE}: state.in_flight: {text}")
+        progress.in_flight[order.slot(entry["epoch"], entry["position"])] = tuple(sorted(entry["pending"]))
+    if progress.consumed != state["consumed"]:
+        text = f"expected {progress.consumed} (handed out − in flight), found {state['consumed']}"
+        problems.add(Corrupt, f"{WHERE}: state.consumed: {text}")
+    if epochs is not None and progress.yielded > epochs * length:
+        text = f"the run has {epochs} now, but prompts of epoch {(progress.yielded - 1) // length} have been handed out"
+        problems.add(LayoutMismatch, f"{WHERE}: epochs: {text}", _KEEP)
+    problems.raise_if_any()
+    progress.waiting = dict.fromkeys(sorted(progress.in_flight))
+    return progress
+
+
+def _contradictions(entry: Mapping[str, Any], order: PromptOrder, progress: Progress) -> Iterator[str]:
+    slot, pending = order.slot(entry["epoch"], entry["position"]), entry["pending"]
+    name = f"epoch {entry['epoch']}, position {entry['position']}"
+    if entry["position"] >= order.epoch_length or slot >= progress.yielded:
+        yield f"{name} was never handed out"
+    elif order.prompt_id(slot) != entry["prompt_id"]:
+        yield f"{name} holds prompt {order.prompt_id(slot)}, found {entry['prompt_id']}"
+    if slot in progress.in_flight:
+        yield f"{name} appears twice"
+    if not pending or len(set(pending)) < len(pending) or max(pending) >= order.group_size:
+        yield f"{name}: expected samples below {order.group_size}, each once, found {pending}"
+
 
 KIND = "prompt_sampler"
 

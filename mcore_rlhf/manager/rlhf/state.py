@@ -7,24 +7,23 @@ docs/reference/rlhf-state.md describes both.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import TypeVar
 
-from ...errors import Corrupt
-from .best import BestMetric
-from .kl import KLController
-from .plain import dumps, loads, shorten
-from .reading import read, tensor_stems
-from .restoring import check, restore
-from .schedules import Schedule
-from .statistics import RunningStatistics
-from .tensors import Buffer, InFlightPrompt, cloned
-from .versions import up_to_date
-from .writing import write
+from ...errors import Corrupt, Incomplete, Problems, UsageError
+from .controls import KL_CONTROLLERS, SCHEDULES, Kinds, KLController, Schedule
+from .json_values import dumps, loads, shorten
+from .state_json import COUNTERS, Document, Files, read, tensor_stems, up_to_date, write
+from .statistics import BestMetric, RunningStatistics
+from .tensors import Buffer, InFlightPrompt, cloned, refill
 
 _NO_FILES: Mapping[str, object] = MappingProxyType({})
 _JSON, _TENSORS = "rlhf_state", "tensors"
+_ADVICE = "Load into a state without it and add it afterwards, or use a step that has it."
+
+T = TypeVar("T")
 
 
 def _statistics() -> dict[str, RunningStatistics]:
@@ -101,7 +100,7 @@ class RlhfState:
         Raises:
             UsageError: Something in the state cannot be stored; every such place is named.
         """
-        return dumps(write(self)[0], "RlhfState: ")
+        return dumps(self._written()[0], "RlhfState: ")
 
     def tensor_files(self) -> dict[str, dict[str, object]]:
         """What the files ``rlhf/<stem>.pt`` hold, by stem: nested dicts of the live tensors, not of copies.
@@ -109,7 +108,10 @@ class RlhfState:
         Raises:
             UsageError: See :meth:`to_json`.
         """
-        return write(self)[1]
+        return self._written()[1]
+
+    def _written(self) -> tuple[Document, Files]:
+        return write({item.name: getattr(self, item.name) for item in fields(self)})
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str, files: Mapping[str, object] = _NO_FILES) -> RlhfState:
@@ -186,3 +188,85 @@ def tensor_file_stems(text: str | bytes, where: str) -> tuple[str, ...]:
         CheckpointError: It is not an RLHF state of a version that this release reads.
     """
     return tensor_stems(up_to_date(loads(text, where), where), where)
+
+
+def check(live: RlhfState, stored: RlhfState, where: str) -> Problems:
+    """Whether the live state can become the stored one.
+
+    What the live state holds by name must be in the file, and of the same kind; what it lacks will be added. Running
+    statistics that have not seen a number yet may be missing.
+    """
+    problems = Problems()
+    if live.algorithm and live.algorithm != stored.algorithm:
+        text = f"{where}: algorithm: this run is {live.algorithm!r}, the checkpoint is of {stored.algorithm!r}"
+        problems.add(UsageError, text, "Set algorithm='' to load it all the same.")
+    _check_kinds(KL_CONTROLLERS, live.kl, stored.kl, f"{where}: kl", problems)
+    _check_kinds(SCHEDULES, live.schedules, stored.schedules, f"{where}: schedules", problems)
+    used = {name: item for name, item in live.statistics.items() if item.count}
+    _check_names(used, stored.statistics, f"{where}: statistics", problems)
+    _check_names(live.buffers, stored.buffers, f"{where}: buffers", problems)
+    _check_best(live, stored, where, problems)
+    return problems
+
+
+def _check_names(live: Mapping[str, T], stored: Mapping[str, T], place: str, problems: Problems) -> None:
+    for name in sorted(live.keys() - stored.keys()):
+        problems.add(Incomplete, f"{place}/{name}: is missing in the checkpoint; this run has it", _ADVICE)
+
+
+def _check_kinds(kinds: Kinds[T], live: Mapping[str, T], stored: Mapping[str, T], place: str, found: Problems) -> None:
+    _check_names(live, stored, place, found)
+    for name in sorted(live.keys() & stored.keys()):
+        if type(live[name]) is not type(stored[name]):
+            expected = kinds.kind_of(live[name]) or type(live[name]).__qualname__
+            text = f"{place}/{name}: this run has a {kinds.what} of kind {expected!r}, the checkpoint one of kind "
+            found.add(UsageError, f"{text}{kinds.kind_of(stored[name])!r}", "Configure the run as the checkpoint was.")
+
+
+def _check_best(live: RlhfState, stored: RlhfState, where: str, problems: Problems) -> None:
+    if live.best is None:
+        return
+    if stored.best is None:
+        problems.add(Incomplete, f"{where}: best: is null in the checkpoint; this run has {live.best.name!r}", _ADVICE)
+    elif (live.best.name, live.best.mode) != (stored.best.name, stored.best.mode):
+        ours, theirs = (f"the {item.mode} of {item.name!r}" for item in (live.best, stored.best))
+        problems.add(UsageError, f"{where}: best: this run keeps {ours}, the checkpoint {theirs}")
+
+
+def restore(live: RlhfState, stored: RlhfState) -> None:
+    """Make the live state the stored one; :func:`check` has found that it can be."""
+    for name in ("algorithm", "weight_version", *COUNTERS):
+        setattr(live, name, getattr(stored, name))
+    _refill(live.kl, stored.kl, assign)
+    _refill(live.schedules, stored.schedules, assign)
+    _refill(live.statistics, live.statistics | stored.statistics, assign)
+    _refill(live.buffers, stored.buffers, _assign_buffer)
+    if live.best is None or stored.best is None:
+        live.best = stored.best
+    else:
+        assign(live.best, stored.best)
+    live.in_flight[:] = stored.in_flight
+    live.extra.clear()
+    live.extra.update(stored.extra)
+
+
+def _refill(live: dict[str, T], stored: Mapping[str, T], assign_to: Callable[[T, T], None]) -> None:
+    """Live objects take the stored values, in the stored order; new ones are added."""
+    merged = dict(stored)
+    for name in live.keys() & stored.keys():
+        assign_to(live[name], stored[name])
+        merged[name] = live[name]
+    live.clear()
+    live.update(merged)
+
+
+def assign(live: object, stored: object) -> None:
+    """Give a dataclass object the fields of another of its class."""
+    for item in fields(stored):  # type: ignore[arg-type]  # every caller passes a dataclass
+        setattr(live, item.name, getattr(stored, item.name))
+
+
+def _assign_buffer(live: Buffer, stored: Buffer) -> None:
+    refill(live.tensors, stored.tensors)
+    live.meta.clear()
+    live.meta.update(stored.meta)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
-from .plain import TensorRef, shorten, under
+from .json_values import TensorRef, shorten, under
 
 
 @dataclass(eq=False)

@@ -25,15 +25,13 @@ from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
 from mcore_rlhf.storage.paths import cannot_open, inside, local_path
-from mcore_rlhf.storage.publish import sync_tree
+from mcore_rlhf.storage.publish import replace_text, sync_tree
 from mcore_rlhf.storage.staging import new_transaction
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 from . import steps
-from .atomic import write_text
-from .quarantine import NOTE
-from .step_values import FOLDERS, check_values, holds_values
-from .steps import MANIFEST
+from .checks import FOLDERS, check_values, holds_values
+from .steps import MANIFEST, NOTE
 
 Progress = Callable[[int], None]
 _Signature = dict[str, tuple[int, int]]
@@ -99,7 +97,7 @@ def adopt(folder: Path, how: Adoption | None = None) -> Manifest:
         sync_tree(folder)  # whoever wrote it need not have waited for the disk
     except OSError as error:
         raise cannot_open(error, folder) from error
-    write_text(folder / MANIFEST, manifest.to_json())
+    replace_text(folder / MANIFEST, manifest.to_json())
     return manifest
 
 

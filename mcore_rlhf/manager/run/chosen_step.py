@@ -10,9 +10,8 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem,
 from mcore_rlhf.storage.manifest import check
 
 from . import steps
-from .save_job import TRACKER
-from .step_names import tracker_text
-from .steps import Step
+from .steps import Step, tracker_text
+from .write import TRACKER
 
 _SHOWN = 10
 

@@ -12,18 +12,14 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.storage.paths import local_path
 
-from ..state import RlhfState
-from .branches import remember
-from .components import Components, Data, Role, components
-from .crew import Crew
-from .decisions import Decisions
-from .events import Reporter
-from .loading import together
-from .resume import Resume, Resumer
-from .retention import clean_up
+from ..rlhf.state import RlhfState
+from .load import Resume, Resumer
+from .options import ManagerOptions, Reporter
+from .policies import AnyOf, BeforeDeadline, Deadline, OnSignal, SaveClock, SavePolicy, SignalFlag
+from .retention import clean_up, remember
 from .root import RootLock, open_root, remove_unguarded
-from .saving import Saver
-from .settings import ManagerOptions
+from .save import Saver
+from .snapshot import Components, Data, Role, components
 from .world import World
 
 
@@ -72,13 +68,12 @@ class CheckpointManager:
         self.root = local_path(root).absolute()
         self.options = options or ManagerOptions()
         self.parts: Components = components(roles, data, state)
-        self.world = World.current(self.options.timeout)
-        self.crew = Crew(self.world, self.options.worlds)
+        self.world = World.current(self.options.timeout, self.options.worlds)
         self.reporter = Reporter(self.world.rank, self.options.on_event, self.options.tensorboard)
         self.stopping = False
         """Whether a signal asked the run to end; :meth:`maybe_save` has saved, and the loop should leave."""
         self._decisions = Decisions(self.world, self.options)
-        self._saver = Saver(self.root, self.parts, self.crew, self.options, self.reporter, self._decisions.clock)
+        self._saver = Saver(self.root, self.parts, self.world, self.options, self.reporter, self._decisions.clock)
         self._lock: RootLock | None = None
         self._saving = threading.Lock()
         self._closed = False
@@ -89,16 +84,18 @@ class CheckpointManager:
     def _open(self) -> None:
         open_root(self.root, self.world)
         try:
-            together(self.crew, f"opening {self.root}", self._take_root)
+            self.world.on_all_ranks(f"opening {self.root}", self._take_root)
         except BaseException:
             self._let_go()  # an object that was never made is never closed
             raise
 
     def _take_root(self) -> None:
-        if self.crew.coordinates:
+        if self.world.commits:
             self._lock = RootLock(self.root)
             self._saver.hold = self._lock.hold
-            unguarded = [] if self.crew.is_split else remove_unguarded(self.root)  # another world's may be alive
+            unguarded = (
+                [] if self.world.is_one_of_several else remove_unguarded(self.root)
+            )  # another world's may be alive
             for line in [*clean_up(self.root), *unguarded]:
                 self.reporter.say("clean", None, line)
 
@@ -177,9 +174,9 @@ class CheckpointManager:
                 copied, the error says so: load again before training on.)
         """
         self._check_open()
-        self.world.meet("load")
+        self.world.barrier("load")
         self.wait()
-        resumer = Resumer(self.root, self.parts, self.crew, self.options, self.reporter, optimizer)
+        resumer = Resumer(self.root, self.parts, self.world, self.options, self.reporter, optimizer)
         found = resumer.load(Resume.parse(which), must_exist)
         if found is None:
             return None
@@ -243,6 +240,68 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this manager is closed; make a new one")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks do at a step boundary.
+
+    Args:
+        reason: Why to save; None where there is no reason to.
+        stop: Whether a signal asked the run to end.
+    """
+
+    reason: str | None
+    stop: bool
+
+
+class Decisions:
+    """Asks the policies on one rank, and listens to signals on all.
+
+    Args:
+        world: The ranks.
+        options: Which policies; see :class:`~.options.ManagerOptions`.
+    """
+
+    def __init__(self, world: World, options: ManagerOptions) -> None:
+        self.clock = SaveClock(options.deadline or Deadline.of_job())
+        self._world, self._catch = world, options.catch_signals and not options.read_only
+        self._policy = _with_defaults(options.save)
+        self._signals = SignalFlag()
+
+    def listen(self) -> None:
+        """Catch signals from now on, where that is wanted and possible: in the main thread alone."""
+        if self._catch and threading.current_thread() is threading.main_thread():
+            self._signals.install()
+
+    def close(self) -> None:
+        """Put the handlers back that were there before."""
+        self._signals.restore()
+
+    def at(self, step: int, last: bool) -> Decision:
+        """What to do after a step. Collective: a signal at any one rank counts for all.
+
+        Args:
+            step: Steps that are done.
+            last: Whether this was the last one.
+        """
+        number = self._agreed_signal()
+        point = self.clock.at(step, signalled=number, last=last)
+        reason = self._policy.wants(point) if self._world.is_rank0 else None
+        return Decision(self._world.broadcast(reason), stop=number != 0)
+
+    def _agreed_signal(self) -> int:
+        numbers = self._signals.signals
+        self._signals.noticed = self._signals.received != 0
+        flags = self._world.any_rank([self._signals.received == number for number in numbers])
+        return next((int(number) for number, flag in zip(numbers, flags, strict=True) if flag), 0)
+
+
+def _with_defaults(policy: SavePolicy) -> SavePolicy:
+    """Signals always save; a deadline does, unless the user's own policy looks after it."""
+    own = policy.policies if isinstance(policy, AnyOf) else (policy,)
+    deadline = () if any(isinstance(part, BeforeDeadline) for part in own) else (BeforeDeadline(),)
+    return AnyOf((OnSignal(), *own, *deadline))
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:

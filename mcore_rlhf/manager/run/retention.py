@@ -1,27 +1,36 @@
-"""What to keep: rules that each want some steps, a cap on the total, and what may be deleted in consequence.
+"""What to keep: rules that each want some steps, a cap on the total, what may be deleted in consequence, and deleting it.
 
 Everything is computed from what lies on the disk now (:func:`~.steps.listed`, metrics from the manifests), so a restart
 forgets nothing. Whatever the rules say, these are never deleted: the newest committed step and anything newer, steps in
 quarantine, other trainers' steps, what is being written, and steps that the caller protects.
+
+A step that goes is renamed away first, under a lock, then removed: no moment leaves half of one. The hidden folder has the name
+of one that is being written, ``.global_step_N.partial-<id>``, because what :func:`mcore_rlhf.storage.staging.recover` does with
+those of dead processes is what is wanted here too: remove them. (A folder named ``.old-`` would be put back.)
+
+Steps that a run leaves behind (it went back, or began anew, and they are newer than what it saves now) are put in quarantine:
+``auto`` would take the newest step, which is none of this run's, and rules on what to keep count by number. So nothing is lost,
+resume passes over them, and no rule counts them.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from mcore_rlhf.errors import CheckpointError, UsageError
-from mcore_rlhf.storage.paths import human
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError
+from mcore_rlhf.storage.paths import human, storage_error
+from mcore_rlhf.storage.publish import sync_folder
+from mcore_rlhf.storage.staging import Lock, Places, new_transaction, recover
 
 from . import steps
-from .deletion import clean_up as clean_up
-from .deletion import delete as delete
-from .deletion import exports_of
-from .step_names import is_hidden
-from .steps import Step
+from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lock
 
 _log = logging.getLogger(__name__)
 
@@ -230,3 +239,185 @@ def _delete_one(root: Path, deletion: Deletion) -> bool:
 def _require_positive(what: str, value: int) -> None:
     if value < 1:
         raise UsageError(f"{what} should be positive, found {value}")
+
+
+EXPORTS = "exports"
+"""Folder in a root that holds what was exported from its steps, as ``exports/global_step_N``."""
+
+
+def exports_of(folder: Path) -> Path:
+    """Where by-products of a step lie outside of its own folder: they are counted with it, and go with it."""
+    return step_folder(folder.parent / EXPORTS, step_of(folder) or 0)
+
+
+def delete(folder: Path) -> bool:
+    """Delete a step and its exports. Nothing is asked: :func:`~.retention.plan_deletions` decides what may go.
+
+    Safe in a background thread, and beside other processes that delete the same step. A crash leaves a hidden folder with
+    the lock of a dead process, which :func:`clean_up` removes.
+
+    Args:
+        folder: The step's folder.
+
+    Returns:
+        Whether it was there, and is gone now by this call.
+
+    Raises:
+        NotACheckpoint: This is not the folder of a step, by its name.
+        StorageError: The file system refused. Unless even the rename failed, the step is no longer listed.
+    """
+    if step_of(folder) is None:
+        raise NotACheckpoint(f"{folder}: is not the folder of a step (global_step_N), so it is not deleted")
+    _remove(exports_of(folder))  # first: exports without their step would never be found again
+    return _remove(folder)
+
+
+def clean_up(root: Path) -> list[str]:
+    """Remove what dead processes left in a root: half-written and half-deleted steps, and their locks.
+
+    Safe at any time, in any number of processes; what may belong to a living one stays.
+
+    Returns:
+        What was done, one line each.
+    """
+    done: list[str] = []
+    for folder in (root, root / EXPORTS):
+        locks = folder.iterdir() if folder.is_dir() else ()
+        targets = {target for lock in locks if (target := target_of_lock(lock)) is not None}
+        for target in sorted(targets):
+            done += recover(target, MANIFEST)
+    return done
+
+
+def _remove(folder: Path) -> bool:
+    folder = Path(os.path.abspath(folder))
+    if not os.path.lexists(folder):
+        return False
+    places = Places(folder, new_transaction())
+    lock = _lock(places)
+    try:
+        os.rename(folder, places.staging)
+    except FileNotFoundError:  # another process was quicker
+        _let_go(lock, places)
+        return False
+    except OSError as error:
+        _let_go(lock, places)
+        raise storage_error(error, folder, "delete") from error
+    try:
+        sync_folder(folder.parent)
+        _remove_tree(places.staging)
+    except OSError as error:  # the lock file stays, so that a later start removes the rest
+        raise storage_error(error, places.staging, "delete") from error
+    _let_go(lock, places)
+    sync_folder(folder.parent)
+    return True
+
+
+def _lock(places: Places) -> Lock | None:
+    """The lock, or None on a full disk, which deleting is the remedy for: the empty file that is there then is taken for
+    that of another host, and so does its work a day later.
+    """
+    try:
+        return Lock(places.lock)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+            return None
+        raise
+
+
+def _let_go(lock: Lock | None, places: Places) -> None:
+    if lock is not None:
+        lock.release()
+    places.lock.unlink(missing_ok=True)
+
+
+def _remove_tree(folder: Path) -> None:
+    if folder.is_symlink():  # what it points to is not ours
+        folder.unlink()
+        return
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:  # somebody else removes the same files: begin again with what is left
+            continue
+
+
+_OF_THIS_RUN: set[Path] = set()
+"""What this process has loaded or committed, by whichever manager: a run may open several, one after the other."""
+_SHOWN = 10
+
+
+def remember(folder: Path) -> None:
+    """Note that this run has loaded or committed a step, or a model in it."""
+    _OF_THIS_RUN.add(folder.resolve())
+
+
+def refuse_others(root: Path) -> None:
+    """Refuse to save among the steps of another run, which rules on what to keep would then count, and delete.
+
+    Args:
+        root: The folder of all steps.
+
+    Raises:
+        UsageError: There are committed steps, and this run has neither loaded nor written any of them.
+    """
+    if any(folder.is_relative_to(root.resolve()) for folder in _OF_THIS_RUN):
+        return
+    found = [step.step for step in steps.committed(root)]
+    if found:
+        listed = ", ".join(map(str, found[-_SHOWN:]))
+        raise UsageError(
+            f"{root}: holds committed steps that this run has neither loaded nor written ({listed})\n"
+            "Resume from them: manager.load('auto'), in YAML runner.resume_dir: auto. Or give this run a root of its own. Or say that "
+            "it goes on among them: ManagerOptions(on_existing='continue'), in YAML checkpoint.on_existing: continue; newer steps than "
+            "it saves are then put in quarantine, and older ones are counted, and deleted, by the rules on what to keep."
+        )
+
+
+def left_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
+    """Newer steps that are not this run's.
+
+    Args:
+        root: The folder of all steps.
+        step: The newest step of this run.
+        own: All steps that this run has saved.
+    """
+    return [found.step for found in steps.committed(root) if found.step > step and found.step not in own]
+
+
+def leave_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
+    """Put newer steps that are not this run's in quarantine.
+
+    Returns:
+        Their numbers.
+
+    Raises:
+        StorageError: A note cannot be written.
+    """
+    found = left_behind(root, step, own)
+    for number in found:
+        steps.quarantine(steps.step_folder(root, number), f"left behind by a run that saved step {step} after it")
+    return found
+
+
+def move_aside(folder: Path, name: str) -> Path | None:
+    """Make way for a step where something lies that this release did not write, or cannot read.
+
+    Args:
+        folder: Where the step will appear.
+        name: Identity of the transaction.
+
+    Returns:
+        Where it lies now; None where there was nothing, or a step of ours, which is replaced.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    found = steps.found_at(folder)
+    if found is None or folder.is_symlink() or not any(folder.iterdir()):
+        return None
+    if found.state in ("committed", "damaged") and not steps.is_of_newer_release(folder):
+        return None
+    aside = folder.with_name(f"{folder.name}.found-{name}")
+    folder.rename(aside)
+    return aside

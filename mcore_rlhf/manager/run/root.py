@@ -159,18 +159,18 @@ def open_root(root: Path, world: World) -> None:
     Raises:
         StorageError: Not so; the ranks and hosts are named. Raised on every rank.
     """
-    name = world.from_first(f"{_PROBE}{new_transaction()}")
+    name = world.broadcast(f"{_PROBE}{new_transaction()}")
     error: CheckpointError | None = None
-    if world.coordinates:
+    if world.is_rank0:
         error = _caught(lambda: _touch(root, name))
-    world.raise_together(error, f"writing into {root}")
+    world.raise_on_all(error, f"writing into {root}")
     seen = _appears(root / name)
     error = _caught(lambda: _touch(root, f"{name}-{world.rank}")) if seen else None
-    answers = world.gathered((seen, socket.gethostname()))
-    for path in [root / f"{name}-{world.rank}", *([root / name] if world.coordinates else [])]:
+    answers = world.all_gather((seen, socket.gethostname()))
+    for path in [root / f"{name}-{world.rank}", *([root / name] if world.is_rank0 else [])]:
         with suppress(OSError):  # it may not be there, or on another disk
             path.unlink(missing_ok=True)
-    world.raise_together(error, f"writing into {root}")
+    world.raise_on_all(error, f"writing into {root}")
     blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(answers) if not sees]
     if blind:
         raise StorageError(

@@ -1,24 +1,110 @@
-"""What one rank saves of a step, taken at one moment: model bytes copied aside, everything else as values of their own."""
+"""What one rank saves of a step, taken at one moment: model bytes copied aside, everything else as values of their own.
+
+What a run consists of stands here too: models by role, the data, the RLHF state.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from mcore_rlhf.engines.base import LiveFile, LiveState, Text
+from mcore_rlhf.engines.base import Engine, HasRng, LiveFile, LiveState, Segment, Text
+from mcore_rlhf.engines.plain import Stateful, TorchEngine
 from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare
-from mcore_rlhf.errors import Problems
+from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.storage.pt import Pt
 
 from ..rlhf.carried import Carried
-from ..state import RlhfState
-from .components import Components
-from .crew import Crew
+from ..rlhf.sampler import PromptSampler
+from ..rlhf.state import RlhfState
 from .rng import RngState, captured
-from .staging import HostStaging, StepFile
+from .steps import RESERVED
+from .world import World
+
+_ROLE = re.compile(r"(?!iter_|mp_rank_|global_step_)[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
+
+Role: TypeAlias = "Engine | torch.nn.Module | Stateful"
+Data: TypeAlias = "PromptSampler | Carried | Stateful"
+
+
+@runtime_checkable
+class _LooksLikeEngine(Protocol):
+    def live(self, step: int) -> object: ...
+
+    def prepare_load(self, request: object) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Everything that is saved together.
+
+    Args:
+        roles: An engine for every role.
+        data: Where prompts come from, or None.
+        state: The RLHF state, or None.
+    """
+
+    roles: Mapping[str, Engine]
+    data: PromptSampler | Carried | None
+    state: RlhfState | None
+
+    @property
+    def layout(self) -> str:
+        """How all models are cut: ``actor TP2×PP1×DP1, critic TP1×PP1×DP2``."""
+        return ", ".join(f"{role} {engine.layout}" for role, engine in sorted(self.roles.items()))
+
+    @property
+    def rng(self) -> HasRng | None:
+        """The engine whose framework keeps random states of its own; all of one process share them."""
+        return next((engine for engine in self.roles.values() if isinstance(engine, HasRng)), None)
+
+
+def components(roles: Mapping[str, Role] | Role, data: Data | None, state: RlhfState | None) -> Components:
+    """Understand what the user gives.
+
+    Args:
+        roles: By role, or a single model, which becomes ``actor``.
+        data: A sampler or any loader with ``state_dict``.
+        state: The RLHF state.
+
+    Raises:
+        UsageError: A role's name cannot be a folder, or something cannot be saved.
+    """
+    named = roles if isinstance(roles, Mapping) else {"actor": roles}
+    if not named and data is None and state is None:
+        raise UsageError(
+            "no roles, no data and no state: there is nothing to save; give a model, such as {'actor': engine}"
+        )
+    engines = {role: _engine(role, model) for role, model in named.items()}
+    return Components(engines, _carried(data), state)
+
+
+def _engine(role: str, model: Role) -> Engine:
+    if not _ROLE.fullmatch(role) or role in RESERVED:
+        raise UsageError(
+            f"role {role!r}: expected a name such as actor, critic, reward or reference (it becomes a folder)"
+        )
+    if isinstance(model, torch.nn.Module):
+        return TorchEngine(model)
+    if isinstance(model, _LooksLikeEngine):
+        return model  # type: ignore[return-value]
+    if isinstance(model, Stateful):
+        return TorchEngine(None, state=model)
+    raise UsageError(f"role {role!r}: {type(model).__name__} is no engine, no torch module and has no state_dict()")
+
+
+def _carried(data: Data | None) -> PromptSampler | Carried | None:
+    if data is None or isinstance(data, PromptSampler | Carried):
+        return data
+    if isinstance(data, Stateful):
+        return Carried(data)
+    raise UsageError(f"data: {type(data).__name__} has no state_dict() and load_state_dict()")
+
 
 DATA_FILE = "data/data.pt"
 STATE_FILE = "rlhf/rlhf_state.json"
@@ -55,7 +141,7 @@ class Snapshot:
         return sum(segment.nbytes for file in self.files for segment in file.live.segments)
 
 
-def described(parts: Components, crew: Crew, step: int) -> Snapshot:
+def described(parts: Components, world: World, step: int) -> Snapshot:
     """Describe this rank's share of a step; tensors are still the live ones.
 
     Raises:
@@ -64,23 +150,23 @@ def described(parts: Components, crew: Crew, step: int) -> Snapshot:
     snapshot, problems = Snapshot([], rng=captured(parts.rng)), Problems()
     for role, engine in parts.roles.items():
         live = engine.live(step)
-        _add_role(snapshot, role, live, speaks=crew.world.rank == engine.ranks[0])
+        _add_role(snapshot, role, live, speaks=world.rank == engine.ranks[0])
         if live.held is not None:
             snapshot.accounts[role] = account_of(live.held, role, problems)
     problems.raise_if_any()
-    if crew.coordinates and parts.state is not None:
-        _add_state(snapshot, parts.state, crew.world.rank)
-    _add_data(snapshot, parts, crew)
+    if world.commits and parts.state is not None:
+        _add_state(snapshot, parts.state, world.rank)
+    _add_data(snapshot, parts, world)
     return snapshot
 
 
-def accounted(snapshot: Snapshot, crew: Crew) -> None:
+def accounted(snapshot: Snapshot, world: World) -> None:
     """Compare what all ranks hold with what is written of it; collective.
 
     Raises:
         Incomplete: Ranks hold what no rank writes. The same error on all ranks.
     """
-    gathered, problems = crew.world.gathered(snapshot.accounts), Problems()
+    gathered, problems = world.all_gather(snapshot.accounts), Problems()
     for role in sorted({role for accounts in gathered for role in accounts}):
         total = compare([accounts.get(role, {}) for accounts in gathered], role, problems)
         snapshot.live[role] = as_json(total)
@@ -108,10 +194,10 @@ def _add_state(snapshot: Snapshot, state: RlhfState, rank: int) -> None:
         snapshot.files.append(StepFile(_STATE_FOLDER, LiveFile(live.file, (rank,), tuple(live.segments), container)))
 
 
-def _add_data(snapshot: Snapshot, parts: Components, crew: Crew) -> None:
+def _add_data(snapshot: Snapshot, parts: Components, world: World) -> None:
     if isinstance(parts.data, Carried) and parts.data.scope == "rank":
         snapshot.data, snapshot.data_rank = parts.data.local_state(), parts.data.rank
-    elif parts.data is not None and crew.coordinates:
+    elif parts.data is not None and world.commits:
         snapshot.data = parts.data.state_dict()
     if snapshot.data is not None:
         snapshot.data = loads(dumps(snapshot.data))  # a copy: the loader goes on
@@ -128,3 +214,98 @@ def loads(data: bytes) -> object:
     """:func:`dumps` read the other way; no code is run."""
     tree: object = torch.load(io.BytesIO(data), weights_only=True)
     return tree
+
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepFile:
+    """A file of a step.
+
+    Args:
+        folder: The role's folder in the step.
+        live: The file, as the role describes it.
+    """
+
+    folder: str
+    live: LiveFile
+
+    @property
+    def path(self) -> str:
+        """Relative to the step's folder."""
+        return f"{self.folder}/{self.live.path}"
+
+
+@dataclass(slots=True)
+class HostStaging:
+    """One flat buffer of host memory: pinned where there is a GPU.
+
+    A save needs as much of it as this rank contributes; it is made by :meth:`reserve` or by the first save, grows when a
+    save needs more, and is never given back before :meth:`free`.
+    """
+
+    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """How much is held."""
+        return self._buffer.numel()
+
+    def reserve(self, files: Sequence[StepFile]) -> None:
+        """Make room for a snapshot of these files, and touch it: the system hands out memory at the first touch only."""
+        needed = sum(_padded(segment.nbytes) for file in files for segment in file.live.segments)
+        if needed > self.nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one first: never two at a time
+            self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer.zero_()
+
+    def snapshot(self, files: Sequence[StepFile]) -> list[StepFile]:
+        """Copy all segments aside. On return, training may change the live tensors.
+
+        Returns:
+            The same files with segments in host memory, valid until the next snapshot.
+        """
+        self.reserve(files)
+        at, copies = 0, []
+        for file in files:
+            segments = []
+            for segment in file.live.segments:
+                segments.append(self._copy(segment, at))
+                at += _padded(segment.nbytes)
+            copies.append(StepFile(file.folder, replace(file.live, segments=tuple(segments))))
+        for stream in self._streams.values():
+            stream.synchronize()
+        return copies
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _copy(self, segment: Segment, at: int) -> Segment:
+        aside = self._buffer[at : at + segment.nbytes]
+        source = as_bytes(segment.tensor)
+        if source.device.type == "cuda":
+            self._copy_from_gpu(aside, source)
+        else:
+            aside.copy_(source)
+        return Segment(segment.label, segment.byte_offset, aside)
+
+    def _copy_from_gpu(self, aside: torch.Tensor, source: torch.Tensor) -> None:
+        """On a stream of its own, after what the training stream has queued: all copies overlap one another."""
+        stream = self._streams.get(source.device)
+        if stream is None:
+            stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            aside.copy_(source, non_blocking=True)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat tensor of bytes; a view."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,13 +1,16 @@
 """Which steps lie in a run's root, and what each of them is worth: the one place where that question is answered.
 
 Resume, retention, ``inspect`` and ``prune`` all ask here, and everything is read off the disk: a tracker
-(``latest_checkpointed_iteration.txt``) may be stale or name half a step, so it is not looked at.
+(``latest_checkpointed_iteration.txt``) may be stale or name half a step, so it is not looked at. A step may be in quarantine:
+a note beside the manifest, not listed in it, tells resume to leave it alone.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,16 +18,115 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
+from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
 from mcore_rlhf.storage.paths import local_path, storage_error
+from mcore_rlhf.storage.publish import replace_text
 
-from .quarantine import quarantine as quarantine
-from .quarantine import reason_of
-from .quarantine import release as release
-from .step_names import MANIFEST as MANIFEST
-from .step_names import is_hidden, step_of_aside
-from .step_names import step_folder as step_folder
-from .step_names import step_of as step_of
+MANIFEST = "manifest.json"
+"""The last file of a step that is written."""
+
+RESERVED = ("data", "rlhf", "rng", "exports", MANIFEST)
+"""Names in a step, or beside steps, that no role may have."""
+
+_STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
+_ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
+_LOCK = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.lock-.+")
+
+
+def tracker_text(tracker: Path) -> str:
+    """What a tracker says, whoever wrote it.
+
+    Raises:
+        OSError: It is missing, is no file, or cannot be read.
+    """
+    return regular.read_line(tracker)
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The folder of a step: ``<root>/global_step_50``."""
+    return root / f"global_step_{step}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step whose folder this is, by its name; None where it is not a step's folder."""
+    match = _STEP.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def step_of_aside(path: Path) -> int | None:
+    """The step that this hidden folder belongs to: one being written, replaced or deleted."""
+    match = _ASIDE.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def target_of_lock(path: Path) -> Path | None:
+    """The step's folder that this lock file guards; None where it is not such a lock."""
+    match = _LOCK.fullmatch(path.name)
+    return path.with_name(match.group(1)) if match else None
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether this is not a step yet, or no longer."""
+    return path.name.startswith(".")
+
+
+NOTE = "quarantined.json"
+_NO_REASON = "no reason given"
+
+
+def quarantine(folder: Path, reason: str = "") -> None:
+    """Tell resume to leave a step alone; the step itself stays as it is.
+
+    Args:
+        folder: The step's folder.
+        reason: For whoever reads the list.
+
+    Raises:
+        NotACheckpoint: There is no such step.
+        StorageError: The note cannot be written.
+    """
+    _require_step(folder)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    note = {"reason": reason.strip() or _NO_REASON, "time": now}
+    replace_text(folder / NOTE, json.dumps(note, indent=1, ensure_ascii=False) + "\n")
+
+
+def release(folder: Path) -> bool:
+    """Take a step out of quarantine.
+
+    Returns:
+        Whether it was in it.
+
+    Raises:
+        NotACheckpoint: There is no such step.
+        StorageError: The note cannot be removed.
+    """
+    _require_step(folder)
+    try:
+        (folder / NOTE).unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise storage_error(error, folder / NOTE, "remove") from error
+    return True
+
+
+def reason_of(folder: Path) -> str:
+    """Why a step is in quarantine; empty where it is not. A note that cannot be read still counts."""
+    note = folder / NOTE
+    if not os.path.lexists(note):
+        return ""
+    try:
+        return str(regular.read_json(note)["reason"]) or _NO_REASON
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{NOTE} cannot be read: {type(error).__name__}"
+
+
+def _require_step(folder: Path) -> None:
+    if step_of(folder) is None or not folder.is_dir():
+        raise NotACheckpoint(f"{folder}: there is no such step\nList them: mcore-rlhf steps {folder.parent}")
+
 
 State = Literal["committed", "damaged", "partial", "foreign"]
 """``committed``: the manifest parses, names this step, and every listed file has its listed size. ``damaged``: there is

@@ -1,23 +1,39 @@
-"""The ranks that save and load together: who I am, and the few small things that all of them must agree on.
+"""The ranks that save and load together: one ``torch.distributed`` world, or several that save one step in one commit.
 
-Everything here runs on the training loop's own thread. Behind it, ranks meet through files (see :mod:`.mailbox`).
+Everything here runs on the training loop's own thread. Behind it, ranks meet through files (see :mod:`.commit`).
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.errors import CheckpointError, Incomplete
+from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Worlds:
+    """Several worlds that save one step in one commit: actor, critic and rollout workers under Ray.
+
+    Each world has a manager of its own with its own roles. All are given the same transaction id at every save (a driver makes
+    it with :func:`~.transaction.new_transaction`), find each other through the file system, and the first one listed commits.
+
+    Args:
+        mine: Name of this process' world.
+        sizes: Ranks of every world, the coordinating one first: ``{"actor": 8, "critic": 4}``.
+    """
+
+    mine: str
+    sizes: Mapping[str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,32 +45,69 @@ class World:
         size: Number of ranks.
         timeout: Seconds to wait for a rank that does not come.
         group: A gloo group of all ranks; None for a single process.
+        worlds: This world and the others that save with it, where there are several.
+
+    Raises:
+        UsageError: This world has another size than ``worlds`` says.
     """
 
     rank: int
     size: int
     timeout: float
     group: dist.ProcessGroup | None = None
+    worlds: Worlds | None = None
+    rank_names: tuple[str, ...] = field(init=False)
+    """Every rank's of all worlds: names of its messages; RNG states are stored in this order."""
+
+    def __post_init__(self) -> None:
+        sizes, mine = ({"": self.size}, "") if self.worlds is None else (self.worlds.sizes, self.worlds.mine)
+        if sizes.get(mine) != self.size:
+            raise UsageError(f"worlds: {mine!r} should have {sizes.get(mine)} ranks, and this world has {self.size}")
+        self.rank_names = tuple(_name(world, rank) for world, size in sizes.items() for rank in range(size))
 
     @classmethod
-    def current(cls, timeout: float = 600.0) -> World:
+    def current(cls, timeout: float = 600.0, worlds: Worlds | None = None) -> World:
         """The world of this process. Collective where ``torch.distributed`` is initialized: a gloo group is made."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return cls(0, 1, timeout)
+            return cls(0, 1, timeout, worlds=worlds)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        return cls(dist.get_rank(), dist.get_world_size(), timeout, group)
+        return cls(dist.get_rank(), dist.get_world_size(), timeout, group, worlds)
 
     @property
-    def coordinates(self) -> bool:
-        """Whether this rank writes the manifest and does what is done once."""
+    def is_rank0(self) -> bool:
+        """Whether this rank does what is done once in this world."""
         return self.rank == 0
+
+    @property
+    def commits(self) -> bool:
+        """Whether this rank writes the manifest: rank 0 of the first world."""
+        return self.rank_name == self.rank_names[0]
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether other worlds save the same step."""
+        return self.worlds is not None
+
+    @property
+    def rank_name(self) -> str:
+        """``00003``, or ``critic-00003`` where there are several worlds."""
+        return _name(self.worlds.mine if self.worlds else "", self.rank)
+
+    @property
+    def index(self) -> int:
+        """This rank's number among those of all worlds."""
+        return self.rank_names.index(self.rank_name)
+
+    def layout(self, layout: str) -> str:
+        """How this world's models are cut, by a name that no other world has."""
+        return f"{self.worlds.mine}: {layout}" if self.worlds else layout
 
     @property
     def name(self) -> str:
         """Host and rank, for messages."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
-    def meet(self, what: str, patience: float = 1.0) -> None:
+    def barrier(self, what: str, patience: float = 1.0) -> None:
         """Wait until all ranks have come here.
 
         Args:
@@ -74,41 +127,58 @@ class World:
                 "Every rank must call it. Look at the logs of the ranks that are missing."
             ) from error
 
-    def from_first(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """What rank 0 has."""
         if self.group is None:
             return value
         box = [value]
-        with self._telling():
+        with self._explaining():
             dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         return box[0]
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What every rank has, in the order of ranks."""
         if self.group is None:
             return [value]
         values: list[T | None] = [None] * self.size
-        with self._telling():
+        with self._explaining():
             dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
-    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is up on any rank: one small collective."""
         if self.group is None:
             return list(flags)
         bits = torch.tensor(flags, dtype=torch.uint8)
-        with self._telling():
+        with self._explaining():
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.group)
         return [bool(bit) for bit in bits.tolist()]
 
-    def raise_together(self, error: Exception | None, what: str) -> None:
+    def on_all_ranks(self, what: str, action: Callable[[], T]) -> T:
+        """Do something on every rank; if it fails on one, it fails on all.
+
+        Raises:
+            CheckpointError: This rank's own error, or that of the first rank that has one.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = action()
+        except OSError as failure:
+            error = StorageError(f"{what}: {failure}")
+        except Exception as failure:  # whatever it is, the others must not wait for this rank
+            error = failure
+        self.raise_on_all(error, what)
+        return result  # type: ignore[return-value]
+
+    def raise_on_all(self, error: Exception | None, what: str) -> None:
         """Raise on every rank if any rank has an error: its own where it has one, otherwise what the first one met.
 
         Raises:
             CheckpointError: Of the class that the first failing rank has.
             Exception: This rank's own, whatever it is.
         """
-        errors = self.gathered(None if error is None else told(error))
+        errors = self.all_gather(None if error is None else raisable(error))
         failed = [(rank, found) for rank, found in enumerate(errors) if found is not None]
         if error is not None:
             raise error
@@ -117,7 +187,7 @@ class World:
             raise kind(f"{what} failed on rank {rank}: {text}")
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _explaining(self) -> Iterator[None]:
         """A rank that died, or never came, is not a riddle of the network's."""
         try:
             yield
@@ -134,7 +204,7 @@ class World:
             dist.destroy_process_group(group)
 
 
-def told(error: BaseException) -> tuple[type[CheckpointError], str]:
+def raisable(error: BaseException) -> tuple[type[CheckpointError], str]:
     """An error as another rank can raise it: of a class that every rank knows, whatever an engine made up."""
     if type(error).__module__ == CheckpointError.__module__ and isinstance(error, CheckpointError):
         return type(error), str(error)
@@ -143,3 +213,7 @@ def told(error: BaseException) -> tuple[type[CheckpointError], str]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def _name(world: str, rank: int) -> str:
+    return f"{world}-{rank:05d}" if world else f"{rank:05d}"

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rlhf.manager.config.errors import known_keys
 from mcore_rlhf.manager.config.options import kl_controller, manager_options, prompt_sampler
-from mcore_rlhf.manager.config.run import RunConfig, load_run_config
-from mcore_rlhf.manager.rlhf.kl import AdaptiveKL, FixedKL
+from mcore_rlhf.manager.config.run import RunConfig, known_keys, load_run_config
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL, FixedKL
 from mcore_rlhf.manager.run.retention import KeepBest, KeepEvery, KeepLast
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

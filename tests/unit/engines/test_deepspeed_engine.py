@@ -19,7 +19,7 @@ from mcore_rlhf.errors import Problems, Unsupported, UsageError
 from mcore_rlhf.families.scaler import static_scaler
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import FlatGroup
-from mcore_rlhf.manager.run.components import components
+from mcore_rlhf.manager.run.snapshot import components
 from mcore_rlhf.storage.stubs import new_stub
 
 DYNAMIC = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rlhf.errors import NotACheckpoint
 from mcore_rlhf.integrations.megatron_arguments import find, has_steps
-from mcore_rlhf.manager.run.quarantine import quarantine
+from mcore_rlhf.manager.run.steps import quarantine
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file
 
 

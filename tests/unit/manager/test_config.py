@@ -15,12 +15,20 @@ import yaml
 
 from mcore_rlhf.errors import LayoutMismatch, StorageError, Unsupported, UsageError
 from mcore_rlhf.families.source import WriteOptions
-from mcore_rlhf.manager.config.errors import ELSEWHERE, _section, known_keys, text
 from mcore_rlhf.manager.config.options import manager_options, prompt_sampler
-from mcore_rlhf.manager.config.run import RunConfig, config_hash, load_run_config, parse_resume
-from mcore_rlhf.manager.config.values import duration, size
+from mcore_rlhf.manager.config.run import (
+    ELSEWHERE,
+    RunConfig,
+    _section,
+    config_hash,
+    known_keys,
+    load_run_config,
+    parse_resume,
+    text,
+)
+from mcore_rlhf.manager.config.sections import duration, size
+from mcore_rlhf.manager.run.load import Resume
 from mcore_rlhf.manager.run.policies import AtEnd, BeforeDeadline, EveryMinutes, EverySteps, OnSignal
-from mcore_rlhf.manager.run.resume import Resume
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "run-config.md"
 

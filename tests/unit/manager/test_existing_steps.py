@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager.run import branches, steps
+from mcore_rlhf.manager.run import retention as branches
+from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 

@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 
 from mcore_rlhf import CheckpointManager, ManagerOptions, TorchEngine, WriteOptions
 from mcore_rlhf.errors import CheckpointError, UsageError
-from mcore_rlhf.manager.run.deletion import delete, exports_of
-from mcore_rlhf.manager.run.events import Event
-from mcore_rlhf.manager.run.export import Export
-from mcore_rlhf.manager.run.retention import KeepLast, Retention
+from mcore_rlhf.manager.run.options import Event, Export
+from mcore_rlhf.manager.run.retention import KeepLast, Retention, delete, exports_of
 from tests.helpers.conversions import GOLDENS
 
 GOLDEN = GOLDENS / "tp2pp2dp2_bf16_do"

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.interval import Costs, around, best, daly, estimate, in_steps, young
-from mcore_rlhf.manager.run.measured import measure
+from mcore_rlhf.manager.run.interval import Costs, around, best, daly, estimate, in_steps, measure, young
 
 from .roots import make_step
 

@@ -18,8 +18,8 @@ import torch
 from mcore_rlhf.errors import LayoutMismatch, UsageError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.policies import SignalFlag
 from mcore_rlhf.manager.run.rng import file_tree
-from mcore_rlhf.manager.run.signals import SignalFlag
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -124,7 +124,7 @@ def test_a_run_that_never_looks_can_still_be_ended(tmp_path: Path) -> None:
     """By a second signal, some seconds later; the echo of the first one does nothing."""
     script = textwrap.dedent("""
         import os, signal, sys, time
-        from mcore_rlhf.manager.run import signals
+        from mcore_rlhf.manager.run import policies as signals
         signals._IMPATIENT_S = 0.3
         flag = signals.SignalFlag().install()
         for pause in (0, 0, 0.5):
@@ -139,7 +139,7 @@ def test_a_run_that_never_looks_can_still_be_ended(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_was_noticed_is_obeyed_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rlhf.manager.run.signals._IMPATIENT_S", 0.0)
+    monkeypatch.setattr("mcore_rlhf.manager.run.policies._IMPATIENT_S", 0.0)
     with SignalFlag() as flag:
         os.kill(os.getpid(), signal.SIGUSR1)
         flag.noticed = True

@@ -14,8 +14,7 @@ import pytest
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.mailbox import Mailbox, Stopped
-from mcore_rlhf.manager.run.transaction import Part, Transaction
+from mcore_rlhf.manager.run.commit import Mailbox, Part, Stopped, Transaction
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 

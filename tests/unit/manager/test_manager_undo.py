@@ -14,7 +14,7 @@ from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.rlhf.carried import Carried
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 from mcore_rlhf.manager.rlhf.state import RlhfState
-from mcore_rlhf.manager.run.loading import StepLoad
+from mcore_rlhf.manager.run.load import StepLoad
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 
 OPTIONS = ManagerOptions(asynchronous=False, fsync=False, catch_signals=False)

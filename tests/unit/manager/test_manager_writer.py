@@ -17,10 +17,10 @@ from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.engines.base import LiveFile, Segment
 from mcore_rlhf.errors import CheckpointError, CoverageError, Incomplete, StorageError
-from mcore_rlhf.manager.run import writer as writers
-from mcore_rlhf.manager.run.mailbox import Mailbox, Stopped
-from mcore_rlhf.manager.run.staging import StepFile
-from mcore_rlhf.manager.run.writer import Piece, RankWriter, _record_crc, _with_zeros
+from mcore_rlhf.manager.run import write as writers
+from mcore_rlhf.manager.run.commit import Mailbox, Stopped
+from mcore_rlhf.manager.run.snapshot import StepFile
+from mcore_rlhf.manager.run.write import Piece, RankWriter, _record_crc, _with_zeros
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import CheckpointError, Corrupt
-from mcore_rlhf.manager.run.own_checksums import check_itself
+from mcore_rlhf.manager.run.checks import check_itself
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "dcp" / "fsdp2_ws3" / "actor" / "dcp_checkpoint"
 

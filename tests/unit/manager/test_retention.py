@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
-from mcore_rlhf.manager.run import deletion, retention, steps
+from mcore_rlhf.manager.run import retention, steps
+from mcore_rlhf.manager.run import retention as deletion
 from mcore_rlhf.manager.run.retention import (
     KeepBest,
     KeepEvery,
@@ -273,7 +274,7 @@ def test_a_crash_leaves_no_half_step(
 _KILLED_WHILE_DELETING = """
 import os, shutil, signal, sys
 from pathlib import Path
-from mcore_rlhf.manager.run.deletion import delete
+from mcore_rlhf.manager.run.retention import delete
 
 def die(folder):
     (folder / "actor" / "weights.bin").unlink()

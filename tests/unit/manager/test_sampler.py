@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.manager.rlhf.fingerprint import fingerprint
+from mcore_rlhf.manager.rlhf.data_state import fingerprint
 from mcore_rlhf.manager.rlhf.prompts import Prompt, shard
 from mcore_rlhf.manager.rlhf.sampler import Cursor, PromptSampler
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.manager.rlhf.fingerprint import Fingerprint, fingerprint
+from mcore_rlhf.manager.rlhf.data_state import Fingerprint, fingerprint
 
 # All different: neither types, nor borders between values, nor shapes run into each other.
 DIFFERENT: list[list[Any]] = [

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from mcore_rlhf.manager.rlhf.prompts import epoch_order, sample_seed
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
-from mcore_rlhf.manager.rlhf.seeds import epoch_order, sample_seed
 
 # Whoever changes these breaks the resume of every run that exists: raise ORDER_VERSION instead.
 FIRST_TEN = {

@@ -21,8 +21,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import Incomplete, Problems, UsageError
-from mcore_rlhf.manager.rlhf.plain import decode, dumps, loads
-from mcore_rlhf.manager.rlhf.schema import COUNTERS
+from mcore_rlhf.manager.rlhf.json_values import decode, dumps, loads
+from mcore_rlhf.manager.rlhf.state_json import COUNTERS
 from mcore_rlhf.manager.state import (
     KL_CONTROLLERS,
     AdaptiveKL,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, UsageError
-from mcore_rlhf.manager.rlhf import versions
+from mcore_rlhf.manager.rlhf import state_json as versions
 from mcore_rlhf.manager.state import (
     AdaptiveKL,
     BestMetric,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,21 +13,13 @@ from pathlib import Path
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError
 
 from . import retention, steps
-from .background import Background
-from .branches import leave_behind, move_aside, refuse_others, remember
-from .components import Components
-from .crew import Crew
-from .events import Reporter
-from .export import Export
-from .loading import together
-from .mailbox import Stopped
+from .commit import Stopped, Transaction, new_transaction
+from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
-from .save_job import SaveJob
-from .settings import ManagerOptions
-from .snapshot import Snapshot, accounted, aside, described
-from .staging import HostStaging
-from .transaction import Transaction, new_transaction
-from .world import told
+from .retention import leave_behind, move_aside, refuse_others, remember
+from .snapshot import Components, HostStaging, Snapshot, accounted, aside, described
+from .world import World, raisable
+from .write import SaveJob
 
 
 @dataclass(slots=True)
@@ -35,7 +29,7 @@ class Saver:
     Args:
         root: The folder of all steps.
         parts: What the run consists of.
-        crew: All ranks.
+        world: The ranks.
         options: The manager's.
         reporter: Hears of what is done.
         clock: Measures saves for the policies.
@@ -46,7 +40,7 @@ class Saver:
 
     root: Path
     parts: Components
-    crew: Crew
+    world: World
     options: ManagerOptions
     reporter: Reporter
     clock: SaveClock
@@ -61,27 +55,25 @@ class Saver:
 
     def save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
         """See :meth:`~.checkpoint_manager.CheckpointManager.save`."""
-        self.crew.world.meet(f"save step {step}")
+        self.world.barrier(f"save step {step}")
         self._finish_previous(step)
         started = time.monotonic()
         self.clock.save_started()
         opened = self._prepared(step, transaction)
         copied_at = time.monotonic()
         try:
-            together(self.crew, f"saving step {step}", partial(self._open, opened, step))
-            snapshot = together(self.crew, f"saving step {step}", partial(self._snapshot, opened, blocking))
-            accounted(snapshot, self.crew)
+            self.world.on_all_ranks(f"saving step {step}", partial(self._open, opened, step))
+            snapshot = self.world.on_all_ranks(f"saving step {step}", partial(self._snapshot, opened, blocking))
+            accounted(snapshot, self.world)
         except BaseException as error:
-            opened.abort(str(error) if self.crew.is_split else "")
+            opened.abort(str(error) if self.world.is_one_of_several else "")
             raise
         now = time.monotonic()
         stall, copying = now - started, now - copied_at
-        self.reporter.say(
-            "save", step, stall_s=stall, copy_s=copying, bytes=snapshot.nbytes, world=self.crew.world.size
-        )
+        self.reporter.say("save", step, stall_s=stall, copy_s=copying, bytes=snapshot.nbytes, world=self.world.size)
         report = {"metrics": dict(metrics or {}), "stall_seconds": stall, "step_seconds": self.clock.step_seconds}
         job = SaveJob(
-            opened, self.crew, self.parts, snapshot, self.reporter, report, self.options.provenance, partial(self._after, step)
+            opened, self.world, self.parts, snapshot, self.reporter, report, self.options.provenance, partial(self._after, step)
         )  # fmt: skip
         self._background.start(partial(self._run, job))
         if blocking:
@@ -100,10 +92,10 @@ class Saver:
 
     def _errors_of_all(self, error: BaseException | None) -> list[tuple[bool, type[CheckpointError], str] | None]:
         """Every rank's: whether it is that another one failed, its class and its text."""
-        mine = None if error is None else (isinstance(error, Stopped), *told(error))
+        mine = None if error is None else (isinstance(error, Stopped), *raisable(error))
         try:
-            self.crew.world.meet("the end of the save", patience=3)  # another rank may still wait for a dead one
-            return self.crew.world.gathered(mine)
+            self.world.barrier("the end of the save", patience=3)  # another rank may still wait for a dead one
+            return self.world.all_gather(mine)
         except Incomplete as lost:
             if error is None:
                 raise
@@ -117,7 +109,7 @@ class Saver:
 
     def reserve(self) -> None:
         """Make the host memory that an asynchronous save needs."""
-        self._staging.reserve(described(self.parts, self.crew, 0).files)
+        self._staging.reserve(described(self.parts, self.world, 0).files)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -127,7 +119,7 @@ class Saver:
     def _finish_previous(self, step: int) -> None:
         """Wait for the save before, or refuse; on all ranks alike."""
         if self.options.on_busy == "refuse":
-            (busy,) = self.crew.world.any_flags([self._background.busy])
+            (busy,) = self.world.any_rank([self._background.busy])
             if busy:
                 raise StorageError(
                     f"step {step} is not saved: the one before is still being written\n"
@@ -137,16 +129,16 @@ class Saver:
 
     def _prepared(self, step: int, transaction: str | None) -> Transaction:
         """The step's transaction: every rank's is that of rank 0."""
-        if self.crew.is_split and transaction is None:
+        if self.world.is_one_of_several and transaction is None:
             raise UsageError("several worlds save together: give all of them the same transaction id")
-        number, identity = self.crew.world.from_first((step, transaction or new_transaction()))
-        return Transaction(self.root, number, identity, self.crew.me, self.options.timeout, self.options.fsync)
+        number, identity = self.world.broadcast((step, transaction or new_transaction()))
+        return Transaction(self.root, number, identity, self.world.rank_name, self.options.timeout, self.options.fsync)
 
     def _open(self, prepared: Transaction, step: int) -> None:
         """Open it, on the rank that commits."""
         if step != prepared.step:
-            raise UsageError(f"rank 0 saves step {prepared.step}, and {self.crew.world.name} saves step {step}")
-        if self.crew.coordinates:
+            raise UsageError(f"rank 0 saves step {prepared.step}, and {self.world.name} saves step {step}")
+        if self.world.commits:
             self.hold()
             if self.options.on_existing == "refuse":
                 refuse_others(self.root)
@@ -163,13 +155,13 @@ class Saver:
 
     def _see(self, opened: Transaction) -> None:
         """Wait until a slow file system shows the folder; from then on, a folder that is not there is one that was removed."""
-        if not self.crew.is_split and not self.crew.coordinates:
+        if not self.world.is_one_of_several and not self.world.commits:
             opened.join()
 
     def _snapshot(self, opened: Transaction, blocking: bool) -> Snapshot:
         """A blocking save needs no copy: nothing runs while it is written."""
         self._see(opened)
-        snapshot = described(self.parts, self.crew, opened.step)
+        snapshot = described(self.parts, self.world, opened.step)
         return snapshot if blocking else aside(snapshot, self._staging)
 
     def _run(self, job: SaveJob) -> None:
@@ -206,3 +198,62 @@ def _replaceable(folder: Path) -> bool:
     """A step of ours may be saved again, and replaces what it was; what has no manifest of ours is never replaced."""
     found = steps.found_at(folder)
     return found is not None and found.state in ("committed", "damaged")
+
+
+class Background:
+    """Runs one job at a time on a thread of its own.
+
+    Args:
+        name: What the jobs are, for messages: ``saving into …``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._guard = partial(_at_exit, self)
+        atexit.register(self._guard)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Run a job; the one before must have been waited for."""
+        assert self._thread is None, "wait for the last job first"
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # raised by the next call, on the caller's thread
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="mcore_rlhf save", daemon=True)
+        self._thread.start()
+
+    def join(self) -> BaseException | None:
+        """Wait for the job.
+
+        Returns:
+            What it raised, once; None where it is well, or there was none.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def close(self) -> None:
+        """Nothing will be started any more."""
+        atexit.unregister(self._guard)
+
+
+def _at_exit(background: Background) -> None:
+    """The process ends without ``close``: the last save is finished all the same."""
+    if background._thread is None:
+        return
+    LOG.warning("the process ends without CheckpointManager.close(): waiting for %s", background.name)
+    error = background.join()
+    if error is not None:
+        LOG.error("%s failed: %s", background.name, error)

@@ -1,0 +1,425 @@
+"""Comparing a step of one run with the same step of another: every file, every value, bit by bit.
+
+What differs although nothing is wrong stands here too: the whole list, and why each is on it.
+"""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
+from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.manifest import check
+from mcore_rlhf.storage.mapped import MappedFile
+from mcore_rlhf.storage.ptfile import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.stubs import NAMESPACES, Stub
+
+_MOST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One value that is not the same.
+
+    Args:
+        where: The file.
+        key: Place of the value in it: ``optimizer/state/0/exp_avg``.
+        first: What the uninterrupted run has.
+        second: What the other one has.
+        detail: More about it: the first element that differs, and how many do.
+    """
+
+    where: str
+    key: str
+    first: str
+    second: str
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts what was compared, and keeps what differs.
+
+    Args:
+        compared: Values that were compared.
+        ignored: Values that may differ, and were not compared.
+        findings: The first 1000 differences.
+        differing: How many there are.
+    """
+
+    compared: int = 0
+    ignored: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    differing: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether something was compared, and nothing differs."""
+        return self.compared > 0 and not self.differing
+
+    def same(self) -> None:
+        """Count a value that is equal."""
+        self.compared += 1
+
+    def differs(self, finding: Finding) -> None:
+        """Count a value that is not."""
+        self.compared += 1
+        self.differing += 1
+        if len(self.findings) < _MOST:
+            self.findings.append(finding)
+
+
+def shown(value: object, width: int = 60) -> str:
+    """A value in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+VALUES: tuple[tuple[str, str, str], ...] = (
+    ("manifest.json", "transaction", "the identity of a commit"),
+    ("manifest.json", "crc32", "of the manifest as a whole"),
+    ("manifest.json", "provenance/time", "a time of day"),
+    ("manifest.json", "report/*seconds", "how long something took"),
+    ("manifest.json", "files/*/crc32", "of the file as a whole; its content is compared value by value"),
+    ("manifest.json", "files/*/bytes", "of the file as a whole; its content is compared value by value"),
+    ("*.pt", "args/iteration", "where this process started; Megatron takes the step from elsewhere in the file"),
+    ("*.pt", "args/master_addr", "the launcher's"),
+    ("*.pt", "args/master_port", "the launcher's"),
+    ("*.pt", "args/rdzv_*", "the launcher's"),
+)
+"""File, key and reason. Paths into a run's own folder need no entry: they are compared as if the folder were one."""
+
+METRICS: tuple[str, ...] = (
+    "time", "timestamp", "wall_time", "elapsed", "seconds", "*_seconds", "step_time", "*_per_second", "tokens_per_sec",
+)  # fmt: skip
+"""Names of metrics that are measured by a clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """What is not compared.
+
+    Args:
+        patterns: ``FILE:KEY`` with ``*``, besides the list; ``metrics:NAME`` for a metric.
+    """
+
+    patterns: Sequence[str] = ()
+
+    def value(self, file: str, key: str) -> bool:
+        """Whether a value of a step may differ."""
+        listed = any(fnmatchcase(file, name) and fnmatchcase(key, pattern) for name, pattern, _ in VALUES)
+        return listed or any(fnmatchcase(f"{file}:{key}", pattern) for pattern in self.patterns)
+
+    def metric(self, name: str) -> bool:
+        """Whether a metric may differ."""
+        listed = any(fnmatchcase(name, pattern) for pattern in METRICS)
+        return listed or any(fnmatchcase(f"metrics:{name}", pattern) for pattern in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """Takes a run's own folder out of its values.
+
+    Args:
+        output: The folder.
+    """
+
+    output: Path
+
+    def __call__(self, text: str) -> str:
+        """The text with ``{dir}`` in place of the folder."""
+        return text.replace(str(self.output), "{dir}")
+
+
+_ABSENT = object()
+TensorComparer = Callable[[StoredTensor, StoredTensor], "str | None"]
+"""Compares the bytes of two stored tensors of one shape and type: None where they are equal, otherwise what differs."""
+
+
+def children(value: object) -> dict[str, object] | None:
+    """The values inside a value, by the name of their place; None where it is a leaf."""
+    if isinstance(value, dict):
+        return {_name(key): item for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return {str(index): item for index, item in enumerate(value)}
+    if isinstance(value, NAMESPACES):
+        return dict(vars(value))
+    if isinstance(value, Stub):
+        parts = {"args": value.stub_args, "state": value.stub_state, "items": value.stub_items}
+        return {name: part for name, part in parts.items() if part not in (None, ())}
+    return None
+
+
+def _name(key: object) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafComparer:
+    """Compares the two trees of one file.
+
+    Args:
+        file: Its path in the step.
+        tensors: Compares stored tensors.
+        ignored: What is not compared.
+        neutral: For either run: takes its own folder out of a text.
+        tally: Counts.
+    """
+
+    file: str
+    tensors: TensorComparer
+    ignored: Ignored
+    neutral: tuple[Neutral, Neutral]
+    tally: Tally
+
+    def compare(self, a: Any, b: Any) -> None:
+        """Compare, and count what is found."""
+        for key, first, second in _pairs(a, b, ""):
+            if self.ignored.value(self.file, key):
+                self.tally.ignored += 1
+                continue
+            finding = self._difference(key, first, second)
+            if finding is None:
+                self.tally.same()
+            else:
+                self.tally.differs(finding)
+
+    def _difference(self, key: str, a: object, b: object) -> Finding | None:
+        if isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and _kind(a) == _kind(b):
+            detail = self.tensors(a, b)
+            return Finding(self.file, key, _kind(a), _kind(b), detail) if detail is not None else None
+        if type(a) is str and type(b) is str:
+            a, b = self.neutral[0](a), self.neutral[1](b)
+        return None if same_leaf(a, b) else Finding(self.file, key, _text(a), _text(b))
+
+
+def _pairs(a: object, b: object, at: str) -> Iterator[tuple[str, object, object]]:
+    """Leaves that stand at the same place; where the two trees have other shapes, the place itself."""
+    inside_a, inside_b = children(a), children(b)
+    if inside_a is None or inside_b is None or type(a) is not type(b) or not (inside_a or inside_b):
+        yield at, a, b
+        return
+    for name in dict.fromkeys([*inside_a, *inside_b]):
+        place = f"{at}/{name}" if at else name
+        yield from _pairs(inside_a.get(name, _ABSENT), inside_b.get(name, _ABSENT), place)
+
+
+def same_leaf(a: object, b: object) -> bool:
+    """Whether two values are the same: of one type, and to the last bit. NaN is NaN, and 0.0 is not -0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        return a.hex() == b.hex()
+    if isinstance(a, np.ndarray | np.generic) and isinstance(b, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return bool(a == b) or (isinstance(a, complex) and repr(a) == repr(b))
+
+
+def _kind(tensor: StoredTensor) -> str:
+    return f"{tensor.record.dtype} {list(tensor.shape)}"
+
+
+def _text(value: object) -> str:
+    if value is _ABSENT:
+        return "not there"
+    if isinstance(value, StoredTensor):
+        return _kind(value)
+    inside = children(value)
+    return f"{type(value).__name__} of {len(inside)}" if inside else shown(value)
+
+
+_WINDOW_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """The bytes of one file's tensors.
+
+    Args:
+        pt: The file, opened.
+        mapped: Its bytes.
+    """
+
+    pt: PtFile
+    mapped: MappedFile
+
+    def windows(self, tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
+        """The tensor's elements in logical order, as flat arrays of bytes; a window is valid until the next one."""
+        nbytes = prod(tensor.shape) * tensor.record.dtype.itemsize
+        if not is_contiguous(tensor):
+            whole = _bytes_of(self.pt, tensor)
+            yield from (whole[at : at + _WINDOW_NBYTES] for at in range(0, nbytes, _WINDOW_NBYTES))
+            return
+        start = tensor.record.byte_offset + tensor.start * tensor.record.dtype.itemsize
+        for at in range(0, nbytes, _WINDOW_NBYTES):
+            count = min(_WINDOW_NBYTES, nbytes - at)
+            yield np.frombuffer(self.mapped.view(start + at, count), np.uint8)
+            self.mapped.release(start + at, count)
+
+
+def is_contiguous(tensor: StoredTensor) -> bool:
+    """Whether the elements lie one after another."""
+    expected = 1
+    for length, stride in reversed(list(zip(tensor.shape, tensor.strides, strict=True))):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _bytes_of(pt: PtFile, tensor: StoredTensor) -> np.ndarray[Any, Any]:
+    import torch
+
+    flat = pt.load(tensor).contiguous().reshape(-1).view(torch.uint8)
+    array: np.ndarray[Any, Any] = flat.numpy()
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiffer:
+    """Compares tensors of two files.
+
+    Args:
+        a: The uninterrupted run's.
+        b: The other one's.
+    """
+
+    a: StoredBytes
+    b: StoredBytes
+
+    def __call__(self, a: StoredTensor, b: StoredTensor) -> str | None:
+        """What differs between two tensors of one shape and type; None where nothing does."""
+        itemsize, differing, first, at = a.record.dtype.itemsize, 0, "", 0
+        for left, right in zip(self.a.windows(a), self.b.windows(b), strict=True):
+            if not np.array_equal(left, right):
+                wrong = np.flatnonzero((left != right).reshape(-1, itemsize).any(axis=1))
+                differing += len(wrong)
+                first = first or _first(a, at, int(wrong[0]), left, right)
+            at += len(left) // itemsize
+        return f"{differing} of {at} elements; first: {first}" if differing else None
+
+
+def _first(
+    tensor: StoredTensor, before: int, index: int, left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]
+) -> str:
+    place = [int(number) for number in np.unravel_index(before + index, tensor.shape)] if tensor.shape else []
+    values = [_value(tensor.record.dtype.name, window, index) for window in (left, right)]
+    return f"{place} is {values[0]} and {values[1]}"
+
+
+def _value(dtype: str, window: np.ndarray[Any, Any], index: int) -> str:
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    raw = bytearray(window[index * kind.itemsize : (index + 1) * kind.itemsize].tobytes())
+    return repr(torch.frombuffer(raw, dtype=kind)[0].item())
+
+
+@dataclass(slots=True)
+class StateComparison:
+    """What comparing two steps found.
+
+    Args:
+        files: Files that were compared.
+        tally: Their values.
+    """
+
+    files: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+
+@dataclass(frozen=True, slots=True)
+class StepComparer:
+    """Compares steps of two runs.
+
+    Args:
+        outputs: Output folders of the two runs, whose names may stand in the values.
+        ignored: What is not compared.
+        stubs: Pickled classes to load as inert stubs.
+    """
+
+    outputs: tuple[Path, Path]
+    ignored: Ignored = field(default_factory=Ignored)
+    stubs: tuple[str, ...] = ()
+
+    def compare(self, a: Path, b: Path) -> StateComparison:
+        """Compare two steps.
+
+        Args:
+            a: Folder of the uninterrupted run's step.
+            b: Folder of the other one's.
+
+        Raises:
+            CheckpointError: One of the two is damaged, or holds what may not be loaded.
+        """
+        for folder in (a, b):
+            check(folder, read_manifest(folder)).raise_if_any()
+        result = StateComparison()
+        files = [{*read_manifest(folder).files, MANIFEST} for folder in (a, b)]
+        for file in sorted(files[0] | files[1]):
+            if file in files[0] and file in files[1]:
+                result.files += 1
+                self._compare_file(file, a, b, result.tally)
+            else:
+                there = ["there" if file in names else "not there" for names in files]
+                result.tally.differs(Finding(file, "", there[0], there[1]))
+        return result
+
+    def _compare_file(self, file: str, a: Path, b: Path, tally: Tally) -> None:
+        if file.endswith(".pt"):
+            self._compare_pt(file, a, b, tally)
+        elif file.endswith(".json"):
+            self._leaves(file, _no_tensors, tally).compare(_json(a / file), _json(b / file))
+        else:
+            _compare_bytes(file, a, b, tally)
+
+    def _compare_pt(self, file: str, a: Path, b: Path, tally: Tally) -> None:
+        first, second = (read_pt(folder, file, stubs=self.stubs) for folder in (a, b))
+        with closing(MappedFile(a / file)) as bytes_a, closing(MappedFile(b / file)) as bytes_b:
+            differ = TensorDiffer(StoredBytes(first, bytes_a), StoredBytes(second, bytes_b))
+            self._leaves(file, differ, tally).compare(first.tree, second.tree)
+
+    def _leaves(self, file: str, tensors: TensorComparer, tally: Tally) -> LeafComparer:
+        return LeafComparer(file, tensors, self.ignored, (Neutral(self.outputs[0]), Neutral(self.outputs[1])), tally)
+
+
+def _no_tensors(a: object, b: object) -> str | None:
+    raise TypeError("JSON holds no tensors")
+
+
+def _json(path: Path) -> object:
+    """Numbers as they are written: two different texts are two different values."""
+    try:
+        value: object = regular.parse_json(regular.read_bytes(path), parse_float=_Number, parse_constant=_Number)
+    except ValueError as error:
+        raise Corrupt(f"{path}: is not JSON: {error}") from None
+    return value
+
+
+class _Number(str):
+    """A number as it was written."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _compare_bytes(file: str, a: Path, b: Path, tally: Tally) -> None:
+    """A file of another kind, as one value."""
+    if filecmp.cmp(a / file, b / file, shallow=False):
+        tally.same()
+    else:
+        first, second = (f"{(folder / file).stat().st_size} bytes" for folder in (a, b))
+        tally.differs(Finding(file, "", first, second, "compared as bytes: its format is not looked into"))

@@ -1,0 +1,130 @@
+"""Checks of files that no manifest vouches for: checksums that they carry themselves, and whether they can be read at all.
+
+Checksums say that a file is what was written; they do not say that it can be read, nor that reading it is safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
+from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.dcp import DcpFolder
+from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.paths import cannot_open
+from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.torchzip import read_directory
+
+_WINDOW = 1 << 20
+_ITEMS = ".distcp"
+
+
+def check_itself(path: Path) -> None:
+    """Verify a file's own checksums, where its kind has any.
+
+    Raises:
+        CheckpointError: It is damaged; what is wrong is named.
+    """
+    if path.suffix == ".pt":
+        check_records(path)
+    elif path.suffix == _ITEMS:
+        check_items(path)
+
+
+def check_records(path: Path) -> None:
+    """Verify the checksums in a ``.pt`` file.
+
+    Raises:
+        Corrupt: A record is damaged; it is named.
+    """
+    directory = read_directory(path)
+    if not directory.checksummed:
+        return
+    with MappedFiles(path.parent) as files:
+        for member in directory.members.values():
+            directory.check(member, _crc(files, path.name, member.byte_offset, member.nbytes))
+
+
+def check_items(path: Path) -> None:
+    """Verify the checksums of the items in a ``.distcp`` file, which torch itself never looks at.
+
+    Raises:
+        Corrupt: An item is damaged; all that are, are named.
+        CheckpointError: The folder's ``.metadata`` is missing, or is not of this file.
+    """
+    folder = DcpFolder.open(path.parent, path.parent, tiled=False)
+    records: Iterable[tuple[str, int, int, int]] = next(
+        (file.records for file in folder.files() if file.path == path.name), ()
+    )
+    with MappedFiles(path.parent) as files:
+        damaged = [key for key, at, nbytes, crc in records if _crc(files, path.name, at, nbytes) != crc]
+    if damaged:
+        raise Corrupt(
+            f"{path}: is damaged: {', '.join(damaged[:3])}{' …' * (len(damaged) > 3)}: their CRC-32 is not the stored one\n"
+            "Copy the file again from where it was written, or use an older step."
+        )
+
+
+def _crc(files: MappedFiles, name: str, at: int, nbytes: int) -> int:
+    crc = 0
+    for start in range(at, at + nbytes, _WINDOW):
+        count = min(_WINDOW, at + nbytes - start)
+        crc = crc32(files.view(name, start, count), crc)
+        files.release(name, start, count)
+    return crc
+
+
+FOLDERS = ("data", "rlhf", "rng")
+"""Folders of a step that hold values, not models."""
+
+
+def holds_values(name: str) -> bool:
+    """Whether a file, by its path relative to the step's folder, lies in one of :data:`FOLDERS`."""
+    return name.partition("/")[0] in FOLDERS
+
+
+def check_values(
+    folder: Path, files: Collection[str], stubs: Collection[str] = (), *, records: bool = True
+) -> Problems:
+    """Open every ``.pt`` file, and every ``.json`` file in :data:`FOLDERS`. No code of a pickle is run, and no tensor is made.
+
+    Args:
+        folder: The step's folder.
+        files: Those of its files, relative to the folder, that belong to no model; others than the above are passed over.
+        stubs: Pickled classes that may become inert stubs, besides those of the known frameworks.
+        records: Whether the checksums that a ``.pt`` file carries are verified too: where no manifest vouches for it.
+
+    Returns:
+        Every file that is torn or damaged, is not JSON, or would run code; nothing where all can be read.
+    """
+    problems = Problems()
+    for name in sorted(filter(_is_opened, files)):
+        try:
+            _check_value(folder, name, stubs, records)
+        except CheckpointError as error:
+            problems.add_error(error)
+    return problems
+
+
+def _is_opened(name: str) -> bool:
+    return name.endswith(".pt") or (name.endswith(".json") and holds_values(name))
+
+
+def _check_value(folder: Path, name: str, stubs: Collection[str], records: bool) -> None:
+    if name.endswith(".json"):
+        return _check_json(folder / name)
+    read_pt(folder, name, stubs=stubs)
+    if records:
+        check_records(folder / name)
+    return None
+
+
+def _check_json(path: Path) -> None:
+    try:
+        regular.read_json(path)
+    except OSError as error:
+        raise cannot_open(error, path) from error
+    except ValueError as error:
+        raise Corrupt(f"{path}: is not valid JSON: {error}") from error

@@ -1,0 +1,496 @@
+"""Loading: which step a run resumes from, and that step, opened, checked and agreed on by all ranks.
+
+It is installed with one undo for the whole run, and only then the first tensor is overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
+from mcore_rlhf.engines.stateful import Undo
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, StorageError, Unsupported
+from mcore_rlhf.storage import regular
+from mcore_rlhf.storage.manifest import Manifest, check, crc_of_file
+from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.ptfile import read_pt
+
+from ..rlhf.state import tensor_file_stems
+from . import steps
+from .checks import check_itself
+from .options import LOG, ManagerOptions, Reporter
+from .retention import left_behind
+from .rng import FILE as RNG_FILE
+from .rng import Policy, RngKeeper, RngState, captured, put_back
+from .snapshot import DATA_FILE, STATE_FILE, Components
+from .steps import MANIFEST, Step
+from .world import World, raisable
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """A step on its way into a run, on one rank.
+
+    Args:
+        folder: The step's folder, or a single model's.
+        step: Its number, as far as it is known.
+        parts: What the run consists of.
+        world: The ranks.
+        rng: What happens to random states where the layout is another one.
+        optimizer: Whether optimizers are restored.
+    """
+
+    folder: Path
+    step: int
+    parts: Components
+    world: World
+    rng: Policy
+    optimizer: bool = True
+    report: Report = field(default_factory=Report)
+    manifest: Manifest | None = None
+    _models: dict[str, PreparedLoad] = field(default_factory=dict)
+    _files: list[Path] = field(default_factory=list)
+    _rng: RngState | None = None
+    _data: dict[str, object] | None = None
+    _state: tuple[str, dict[str, object]] | None = None
+
+    def prepare(self) -> None:
+        """Open everything and compare it with the run; nothing is changed.
+
+        Raises:
+            CheckpointError: All that does not fit, in one error.
+        """
+        if (self.folder / MANIFEST).is_file():
+            self.manifest = _consistent(Manifest.read(self.folder / MANIFEST), self.parts.roles, self.folder / MANIFEST)
+        problems = Problems()
+        self._note_roles(problems)
+        for role in self.parts.roles:
+            self._collect(problems, partial(self._prepare_role, role), f"{role}: ")
+        for prepare in (self._prepare_state, self._prepare_data, self._prepare_rng):
+            self._collect(problems, prepare)
+        problems.raise_if_any()
+
+    def _collect(self, problems: Problems, action: Callable[[], None], whose: str = "") -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            problems.add(type(error), f"{whose}{error}")
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the files that this rank reads from, as far as they are still there."""
+        return sum(file.stat().st_size for file in dict.fromkeys(self._files) if file.is_file())
+
+    def role_folder(self, role: str) -> Path:
+        """Where a role's files are: a single model may also lie in the folder itself."""
+        below = self.folder / role
+        alone = len(self.parts.roles) == 1 and self.manifest is None and not below.is_dir()
+        return self.folder if alone else below
+
+    def _note_roles(self, problems: Problems) -> None:
+        saved = {str(part["role"]) for part in self.manifest.parts} if self.manifest else set(self.parts.roles)
+        missing = [role for role in self.parts.roles if role not in saved or not self.role_folder(role).is_dir()]
+        if missing:
+            there = ", ".join(sorted(saved - set(missing))) or "none"
+            problems.add(
+                Incomplete,
+                f"{self.folder}: the run has the roles {', '.join(self.parts.roles)}; the step lacks {', '.join(missing)}",
+                f"The step has: {there}. Resume from another step, or build the run without these roles.",
+            )
+        for role in sorted(saved - set(self.parts.roles)):
+            self.report.add(Fate.NOTE, f"{role}: is in the step, and the run has no such role; it is not loaded")
+
+    def _prepare_role(self, role: str) -> None:
+        folder = self.role_folder(role)
+        if not folder.is_dir():
+            return
+        prepared = self.parts.roles[role].prepare_load(LoadRequest(folder, role, self.step or None, self.optimizer))
+        self._models[role] = prepared
+        self._files += prepared.files
+        self.report.extend((fate, f"{role}: {text}") for fate, text in prepared.report.lines)
+
+    def _prepare_state(self) -> None:
+        path = self.folder / STATE_FILE
+        if self.parts.state is None:
+            return
+        if not path.is_file():
+            self.report.add(
+                Fate.LOST, "RLHF state: the step has none; counters, KL coefficient and statistics start anew"
+            )
+            return
+        try:
+            text = regular.read_text(path)
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"{path}: is damaged: not UTF-8 text: {error}") from error
+        tensors = {}
+        for stem in tensor_file_stems(text, str(path)):
+            pt = read_pt(path.parent, f"{stem}.pt")
+            tensors[stem] = pt.materialize(pt.tree)
+            self._files.append(path.parent / f"{stem}.pt")
+        self.parts.state.check_load(text, tensors, str(path))
+        self._state = text, tensors
+        self._files.append(path)
+        self.report.add(Fate.KEPT, "RLHF state")
+
+    def _prepare_data(self) -> None:
+        path = self.folder / DATA_FILE
+        if self.parts.data is None:
+            return
+        if not path.is_file():
+            self.report.add(Fate.LOST, "data: the step has no data sampler; prompts start from the beginning")
+            return
+        pt = read_pt(path.parent, path.name)
+        self._data = pt.materialize(pt.tree)
+        self._files.append(path)
+        self.report.add(Fate.KEPT, "data sampler")
+
+    def _prepare_rng(self) -> None:
+        path = self.folder / RNG_FILE
+        if not path.is_file():
+            self._rng = self._models_rng()
+            return
+        pt = read_pt(path.parent, path.name)
+        keeper = self._keeper()
+        self._rng = keeper.chosen(pt.materialize(pt.tree), str(path), self.step, self.report)
+        self._files.append(path)
+
+    def _models_rng(self) -> RngState | None:
+        """Another trainer's step: what its model files hold, as far as they hold any."""
+        held = next((prepared.rng for prepared in self._models.values() if prepared.rng is not None), None)
+        if held is None:
+            text = "random states: the step has none of every rank; those of this run are left as they are"
+            self.report.add(Fate.LOST, text)
+            return None
+        text = "random states: the step has none of every rank; those of the model's own files are taken"
+        self.report.add(Fate.DERIVED, f"{text}: data-parallel ranks share one")
+        return dict(held)
+
+    def _keeper(self) -> RngKeeper:
+        layout = self.world.layout(self.parts.layout)
+        return RngKeeper(self.world.index, len(self.world.rank_names), layout, self.parts.rng, self.rng)
+
+    def check_bytes(self, share: int, shares: int, whole: bool = False) -> None:
+        """Verify this rank's share of the checksums of everything that any rank will read.
+
+        Args:
+            share, shares: Which share, of how many.
+            whole: Whether everything that the manifest lists is verified, read or not.
+
+        Raises:
+            CheckpointError: Bytes are damaged; all damaged files are named.
+        """
+        listed = [self.folder / name for name in self.manifest.files] if whole and self.manifest else []
+        wanted = sorted({str(file) for files in self.world.all_gather([*self._files, *listed]) for file in files})
+        problems = Problems()
+        for path in wanted[share::shares]:
+            self._collect(problems, partial(self._check_file, Path(path)))
+        problems.raise_if_any()
+
+    def _check_file(self, path: Path) -> None:
+        entry = self.manifest.files.get(path.relative_to(self.folder).as_posix()) if self.manifest else None
+        if entry is None:
+            return check_itself(path) if self.manifest is None else None
+        found = crc_of_file(path)
+        if found != entry.crc32:
+            raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
+        return None
+
+    def install(self, undo: Undo) -> None:
+        """Do all that may refuse, of all roles, the data and the random states; no tensor of a model is filled yet.
+
+        Args:
+            undo: One for the whole run: told, before anything changes, how it is put back.
+
+        Raises:
+            CheckpointError: A part refused; it is named.
+        """
+        undo.note(partial(put_back, captured(self.parts.rng), self.parts.rng))
+        for role, prepared in self._models.items():
+            with _naming(role):
+                prepared.install(undo)
+        if self._data is not None and self.parts.data is not None:
+            with _naming("data"):
+                self.parts.data.install(self._data, undo)
+        if self._state is not None and self.parts.state is not None:
+            self.parts.state.check_load(*self._state, str(self.folder / STATE_FILE))
+        with _naming("random states"):
+            self._keeper().restore(self._rng)
+
+    def fill(self) -> None:
+        """What cannot refuse any more: the models' tensors, the RLHF state; and the random states, whoever drew from them.
+
+        Raises:
+            CheckpointError: A file that was sound cannot be read any more.
+        """
+        for role, prepared in self._models.items():
+            with _naming(role, _HALF_FILLED):
+                prepared.fill()
+        if self._state is not None and self.parts.state is not None:
+            self.parts.state.load_from(*self._state, str(self.folder / STATE_FILE))
+        self._keeper().restore(self._rng)
+
+
+_HALF_FILLED = (
+    "It was being copied: live tensors hold something of both. Load again, this step or another, before training on."
+)
+
+
+@contextmanager
+def _naming(what: str, advice: str = "Nothing of the run was changed: all of it was put back.") -> Iterator[None]:
+    """Whose state it was, and what is to be thought of the run now."""
+    try:
+        yield
+    except Exception as error:
+        kind, text = (StorageError, str(error)) if isinstance(error, OSError) else raisable(error)
+        raise kind(f"{what}: {text}\n{advice}") from error
+
+
+def _consistent(manifest: Manifest, roles: Iterable[str], where: Path) -> Manifest:
+    """The manifest, in which a role that has files is also named: nothing else tells a name that was damaged from another.
+
+    Raises:
+        Corrupt: It is not.
+    """
+    named = [part.get("role") for part in manifest.parts]
+    nameless = [
+        role for role in roles if role not in named and any(file.startswith(f"{role}/") for file in manifest.files)
+    ]
+    if nameless or not all(isinstance(name, str) for name in named):
+        raise Corrupt(
+            f"{where}: is damaged: it has files of {', '.join(nameless) or 'a role'}, and names the roles {named}"
+        )
+    return manifest
+
+
+class _Damaged(Exception):
+    """What makes an automatic resume try an older step. A model that does not fit is not damage: it would not fit that one."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What to resume from.
+
+    Args:
+        kind: ``none``, ``auto``, ``step`` or ``path``.
+        step: The step's number, for ``step``.
+        path: A folder, for ``path``.
+    """
+
+    kind: Literal["none", "auto", "step", "path"]
+    step: int = 0
+    path: Path = Path()
+
+    @classmethod
+    def parse(cls, which: str | int | Path | None) -> Resume:
+        """Understand ``auto``, ``none``, a number, or a path (``~`` and variables are expanded)."""
+        text = "" if which is None else str(which).strip()
+        if text.lower() in ("", "none", "null"):
+            return cls("none")
+        if text.lower() == "auto":
+            return cls("auto")
+        if not isinstance(which, Path) and text.isdecimal():
+            return cls("step", step=int(text))
+        return cls("path", path=local_path(os.path.expandvars(text)).expanduser().absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    folder: Path
+    step: int
+
+
+@dataclass(slots=True)
+class Resumer:
+    """Finds a step and loads it, on all ranks together.
+
+    Args:
+        root: The folder of all steps.
+        parts: What the run consists of.
+        world: The ranks.
+        options: The manager's.
+        reporter: Hears of steps that are skipped, and of the one that is loaded.
+        optimizer: Whether optimizers are restored.
+    """
+
+    root: Path
+    parts: Components
+    world: World
+    options: ManagerOptions
+    reporter: Reporter
+    optimizer: bool
+
+    def load(self, resume: Resume, must_exist: bool) -> StepLoad | None:
+        """Load what was asked for.
+
+        Returns:
+            The step that was loaded; None where there was none and none had to be.
+
+        Raises:
+            CheckpointError: See :meth:`~.checkpoint_manager.CheckpointManager.load`.
+        """
+        if resume.kind == "none":
+            return None
+        started = time.monotonic()
+        candidates = self._agreed(resume)
+        tried: list[_Candidate] = []
+        while todo := [candidate for candidate in candidates if candidate not in tried]:
+            tried.append(todo[0])
+            prepared = self._prepared(todo[0], skip=resume.kind == "auto")
+            if prepared is not None:
+                self._apply(prepared, started)
+                return prepared
+            if len(todo) == 1 and resume.kind == "auto":  # another run may meanwhile have replaced what was listed
+                candidates = self._agreed(resume)
+        if must_exist or tried:
+            raise self._nothing_intact()
+        if self.world.rank == 0:
+            self.reporter.say("load", None, f"nothing to resume in {self.root}: starting from the beginning")
+        return None
+
+    def _nothing_intact(self) -> NotACheckpoint:
+        return NotACheckpoint(
+            f"{self.root}: no committed step that is intact\n"
+            f"mcore-rlhf steps {self.root} says what is there and what is wrong with it; begin anew with resume: null."
+        )
+
+    def _agreed(self, resume: Resume) -> list[_Candidate]:
+        """What to try, in order, as rank 0 sees it."""
+        found = self.world.on_all_ranks("resuming", lambda: self._candidates(resume) if self.world.is_rank0 else [])
+        return self.world.broadcast(found)
+
+    def _candidates(self, resume: Resume) -> list[_Candidate]:
+        if resume.kind == "step":
+            return [_named(steps.step_folder(self.root, resume.step), self.root)]
+        if resume.kind == "path":
+            return [_named(resume.path, self.root)]
+        listed = steps.listed(self.root)
+        found = list(self._newest_first(listed))
+        visible = [step for step in listed if step.path.name == steps.step_folder(self.root, step.step).name]
+        newest = found[0].step if found else -1
+        for step in visible:
+            if step.step > newest and step.state == "damaged" and not step.quarantined:
+                _refuse_newer_release(step)
+        if not found and any(step.state != "committed" and step.nbytes and not step.quarantined for step in visible):
+            raise self._nothing_intact()  # beginning anew would overwrite what can perhaps be mended
+        return found
+
+    def _newest_first(self, listed: list[Step]) -> Iterator[_Candidate]:
+        for step in reversed(listed):
+            if step.resumable:
+                yield _Candidate(step.path, step.step)
+            elif step.path.name == steps.step_folder(self.root, step.step).name:
+                why = f"in quarantine: {step.quarantined}" if step.quarantined else f"{step.state}: {step.why}"
+                self.reporter.say("skip", step.step, f"{step.path.name} is not resumed from: {why}")
+
+    def _prepared(self, candidate: _Candidate, skip: bool) -> StepLoad | None:
+        load = StepLoad(candidate.folder, candidate.step, self.parts, self.world, self.options.rng, self.optimizer)
+        try:
+            self._prepare(load)
+        except _Damaged as damaged:
+            error = damaged.error
+            if not skip:
+                raise error from None
+            self.reporter.say("skip", candidate.step, f"{candidate.folder.name} is not resumed from: {error}")
+            return None
+        return load
+
+    def _prepare(self, load: StepLoad) -> None:
+        """Whether a step that cannot be loaded is damaged, or does not fit, its checksums say: its text may say anything."""
+        what = load.folder.name
+        try:
+            self.world.on_all_ranks(f"loading {what}", load.prepare)
+        except Exception as error:
+            self._check(load, whole=True)
+            unread = (
+                isinstance(error, StorageError) or load.manifest is None
+            )  # on any one rank, and now perhaps it can be
+            if self.world.any_rank([unread])[0]:
+                raise _Damaged(error) from error
+            raise
+        if self.options.check == "bytes":
+            self._check(
+                load, whole=self.world.is_one_of_several
+            )  # worlds load one by one, and must come to the same step
+
+    def _check(self, load: StepLoad, whole: bool) -> None:
+        world = self.world
+        try:
+            self.world.on_all_ranks(
+                f"checking {load.folder.name}", partial(load.check_bytes, world.rank, world.size, whole)
+            )
+        except Exception as error:
+            raise _Damaged(error) from error
+
+    def _apply(self, load: StepLoad, started: float) -> None:
+        """All ranks install, or none has; only then the first tensor is overwritten."""
+        with Undo() as undo:
+            self.world.on_all_ranks(f"restoring {load.folder.name}", partial(load.install, undo))
+        self.world.on_all_ranks(f"copying {load.folder.name}", load.fill)
+        self._tell(load, time.monotonic() - started)
+
+    def _tell(self, load: StepLoad, seconds: float) -> None:
+        if self.world.rank != 0:
+            return
+        for fate, text in load.report.lines:
+            LOG.log(30 if fate is Fate.LOST else 20, "rank=0 step=%d event=load %s: %s", load.step, fate.value, text)
+        self.reporter.say(
+            "load", load.step, f"resumed from {load.folder.name}; next step {load.step + 1}",
+            seconds=seconds, bytes=load.nbytes, gb_per_s=load.nbytes / max(seconds, 1e-9) / 1e9,
+        )  # fmt: skip
+        newer = left_behind(self.root, load.step, ()) if self.root.is_dir() else []
+        if newer and load.folder.parent == self.root and not self.options.read_only:
+            LOG.warning(
+                "rank=0 step=%d: newer steps are there (%s); the first save of this run puts them in quarantine, so that "
+                "nothing resumes from what it leaves behind", load.step, ", ".join(map(str, newer)),
+            )  # fmt: skip
+
+
+def _refuse_newer_release(step: Step) -> None:
+    """A step that a newer release wrote is not damaged: going on from an older one would leave it behind unasked.
+
+    Raises:
+        Unsupported: It is one.
+    """
+    if steps.is_of_newer_release(step.path):
+        raise Unsupported(
+            f"{step.path}: {step.why}\n"
+            f"Resume with that release; or quarantine the step (mcore-rlhf steps {step.path.parent} --quarantine {step.step}), or "
+            "name an older one."
+        )
+
+
+def _named(folder: Path, root: Path) -> _Candidate:
+    """A step, or a model, that the user names.
+
+    Raises:
+        NotACheckpoint: It does not exist; what is there is listed.
+        Corrupt: It has a manifest, and is not what that says.
+    """
+    if not folder.is_dir():
+        there = ", ".join(str(step.step) for step in steps.committed(root)) or "none"
+        raise NotACheckpoint(f"{folder}: does not exist\nCommitted steps in {root}: {there}.")
+    number = steps.step_of(folder)
+    if not (folder / steps.MANIFEST).is_file():
+        return _Candidate(folder, number or 0)
+    if number is None:  # a copy under a name of its own
+        manifest = steps.read_manifest(folder)
+        check(folder, manifest, sizes_only=True).raise_if_any()
+        return _Candidate(folder, manifest.step or 0)
+    if not steps.is_committed(folder):
+        why = steps.why_not_committed(folder) or "it is not what it lists"
+        raise Corrupt(f"{folder}: is damaged: {why}\nResume from another step: mcore-rlhf steps {folder.parent}")
+    return _Candidate(folder, number)

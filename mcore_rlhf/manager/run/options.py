@@ -1,0 +1,215 @@
+"""How a manager works (when to save, what to keep, whether training waits, what is exported), and what it says about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import format_named
+
+from .policies import AnyOf, Deadline, SavePolicy
+from .retention import Retention, exports_of
+from .rng import Policy as RngPolicy
+from .world import Worlds
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOptions:
+    """Everything that can be chosen.
+
+    Args:
+        save: When :meth:`~.checkpoint_manager.CheckpointManager.maybe_save` saves; nothing but signals by default.
+        keep: What is kept of committed steps; everything by default.
+        asynchronous: Whether saves go on behind training; ``save(blocking=…)`` overrides it.
+        on_busy: What a save does while the one before is still being written: ``wait`` for it, or ``refuse``.
+        on_existing: What the first save does in a root that holds committed steps which this run has neither loaded nor
+            written: ``refuse``, or ``continue`` among them.
+        fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.
+        rng: On resume at another layout: ``derive`` random states, ``refuse``, or ``ignore`` them.
+        check: What is verified before a step is loaded: every byte that is read (``bytes``), or lengths only (``sizes``).
+        timeout: Seconds to wait for a rank that does not come.
+        catch_signals: Whether SIGTERM and SIGUSR1 save and stop the run at the next step boundary.
+        deadline: When the job ends; by default SLURM's environment is asked.
+        exports: By-products to make of committed steps.
+        provenance: For every manifest: git revision, hash of the configuration.
+        on_event: Hears of everything that happens; may be called from the thread that writes.
+        tensorboard: Folder for scalars, or None.
+        read_only: Whether this run only loads: nothing is locked, made or cleaned up.
+        worlds: Other ``torch.distributed`` worlds that save with this one.
+
+    Raises:
+        UsageError: Something has a value that it cannot have; all of it is named.
+    """
+
+    save: SavePolicy = field(default_factory=AnyOf)
+    keep: Retention | None = None
+    asynchronous: bool = True
+    on_busy: Literal["wait", "refuse"] = "wait"
+    on_existing: Literal["refuse", "continue"] = "refuse"
+    fsync: bool = True
+    rng: RngPolicy = "derive"
+    check: Literal["bytes", "sizes"] = "bytes"
+    timeout: float = 600.0
+    catch_signals: bool = True
+    deadline: Deadline | None = None
+    exports: Sequence[Export] = ()
+    provenance: Mapping[str, object] = field(default_factory=dict)
+    on_event: Hook | None = None
+    tensorboard: Path | None = None
+    read_only: bool = False
+    worlds: Worlds | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
+        if not self.timeout > 0:
+            problems.add(UsageError, f"timeout: expected a positive number of seconds, found {self.timeout!r}")
+        keep: object = self.keep
+        if keep is not None and not isinstance(keep, Retention):
+            problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
+        if not callable(getattr(self.save, "wants", None)):
+            problems.add(UsageError, f"save: expected a policy, such as EverySteps(10), found {self.save!r}")
+        problems.raise_if_any()
+
+
+_CHOICES = {
+    "on_busy": ("wait", "refuse"), "on_existing": ("refuse", "continue"), "rng": ("derive", "refuse", "ignore"),
+    "check": ("bytes", "sizes"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What to make, and how often. It lies in ``<root>/exports/global_step_N/<format>`` and is deleted with its step.
+
+    Args:
+        format: Name of the target's format, such as ``hf``.
+        every: At every multiple of so many steps, as far as these are saved.
+        role: Whose model.
+        write: What the target is to be: degrees, dtype, without optimizer.
+
+    Raises:
+        UsageError: There is no such format, or ``every`` is not positive.
+    """
+
+    format: str
+    every: int = 1
+    role: str = "actor"
+    write: WriteOptions = field(default_factory=lambda: WriteOptions(no_optimizer=True))
+
+    def __post_init__(self) -> None:
+        format_named(self.format)
+        if self.every < 1:
+            raise UsageError(f"export: every should be positive, found {self.every}")
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is to be exported."""
+        return step % self.every == 0
+
+    def run(self, step_folder: Path) -> Path:
+        """Convert one role of a committed step.
+
+        Raises:
+            CheckpointError: It cannot be converted; the step itself is not touched.
+        """
+        target = exports_of(step_folder) / self.format
+        read, write = ReadOptions(role=self.role), self.write
+        convert(step_folder / self.role, target, ConvertOptions(to=self.format, read=read, write=write, overwrite=True))
+        return target
+
+
+LOG = logging.getLogger("mcore_rlhf.manager")
+
+Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a step.
+
+    Args:
+        kind: ``save``: the live state was copied aside, and training goes on. ``commit``: the step is published. ``load``: a
+            step was loaded. ``skip``: a step was passed over on resume. ``delete``, ``clean``: a step, or what a dead run had
+            left, was removed. ``export``: a by-product was made. ``failed``: a save, or a by-product, was given up.
+        step: The step; None where there is none.
+        rank: The rank that says so.
+        values: Numbers: ``stall_s``, ``seconds``, ``bytes``, ``gb_per_s``.
+        text: One line for people; may be empty.
+    """
+
+    kind: Kind
+    step: int | None
+    rank: int
+    values: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+
+    def __str__(self) -> str:
+        """``rank=0 step=50 event=commit seconds=1.2 bytes=…: text``."""
+        numbers = [f"{name}={_number(value)}" for name, value in self.values.items()]
+        step = [] if self.step is None else [f"step={self.step}"]
+        line = " ".join([f"rank={self.rank}", *step, f"event={self.kind}", *numbers])
+        return f"{line}: {self.text}" if self.text else line
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:.4g}"
+
+
+Hook = Callable[[Event], None]
+_LEVELS: dict[Kind, int] = {"skip": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG}
+"""Deleting logs a line of its own, with the size, wherever it is done."""
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Passes events on.
+
+    Args:
+        rank: This rank.
+        hook: The user's own; it may be called from the thread that writes. What it raises is logged.
+        tensorboard: Folder for scalars ``checkpoint/stall_s`` and so on, written by rank 0; None for none.
+    """
+
+    rank: int
+    hook: Hook | None = None
+    tensorboard: Path | None = None
+    _writer: SummaryWriter | None = None
+
+    def say(self, kind: Kind, step: int | None, text: str = "", **values: float) -> None:
+        """Report an event on this rank."""
+        event = Event(kind, step, self.rank, values, text)
+        LOG.log(_LEVELS.get(kind, logging.INFO), "%s", event)
+        for what, listener in (("TensorBoard's writer", self._scalars), ("the on_event hook", self.hook)):
+            if listener is not None:
+                try:
+                    listener(event)
+                except Exception:  # nobody who only listens breaks a save
+                    LOG.exception("rank=%d: %s failed at %s", self.rank, what, event)
+
+    def _scalars(self, event: Event) -> None:
+        if self.tensorboard is None or self.rank != 0 or event.step is None:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.tensorboard))
+        for name, value in event.values.items():
+            self._writer.add_scalar(f"checkpoint/{event.kind}/{name}", value, event.step)
+
+    def close(self) -> None:
+        """Flush scalars."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
