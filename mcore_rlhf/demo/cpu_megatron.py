@@ -2,21 +2,319 @@
 
 Megatron takes CUDA, NCCL and apex for granted. :func:`import_megatron` puts stand-ins in their places, imports
 megatron-core and finishes the few that need it imported. No file of Megatron is changed, and what it computes,
-saves and loads is its own; each stand-in is one named function that says why it is needed, in ``cpu_device``,
-``cpu_communication``, ``cpu_kernels`` and ``cpu_optimizer``.
+saves and loads is its own; each stand-in is one named function that says why it is needed: those for the CUDA device (Megatron
+names it everywhere, without asking whether it is there) and for NCCL (the same collectives over gloo) stand here, those for
+compiled kernels and optimizers in :mod:`.cpu_kernels`.
 
 The stand-ins last as long as the process. On a machine with a GPU nothing happens unless it is forced.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import logging
 import os
+import types
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 
-from mcore_rlhf.demo import cpu_communication, cpu_device, cpu_kernels, cpu_optimizer
+from mcore_rlhf.demo import cpu_kernels
+
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float64: "torch.cuda.DoubleTensor",
+}
+_DO_NOTHING = (
+    "set_device", "synchronize", "empty_cache", "set_stream", "reset_peak_memory_stats", "check_error", "_lazy_init",
+)  # fmt: skip
+_ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """While it is entered, every tensor that is asked for on ``cuda`` lies on the CPU.
+
+    ``Tensor.type()`` keeps answering ``torch.cuda.…Tensor``: Megatron's optimizers sort parameters by that string.
+    The mode belongs to the thread that entered it (and to the children forked from it).
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: object) -> bool:
+    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, *_: object) -> None: ...
+
+    def wait_event(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *_: object) -> _Event:
+        return _Event()
+
+
+class _Event:
+    """An event that has already been reached."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, *_: object) -> float:
+        return 0.0
+
+
+def stand_in_for_tensors() -> None:
+    """Enter :class:`CudaMeansCpu` for the life of this thread, because Megatron allocates on ``cuda`` by name."""
+    CudaMeansCpu().__enter__()
+
+
+def _patch(module: types.ModuleType, **replacements: object) -> None:
+    """Bind attributes of a module anew, whatever their types were."""
+    for name, replacement in replacements.items():
+        setattr(module, name, replacement)
+
+
+def stand_in_for_queries() -> None:
+    """Answer what Megatron asks of ``torch.cuda``: one device (else it makes no parallel state), no memory in use."""
+    properties = types.SimpleNamespace(name="cpu", major=9, minor=0, total_memory=0, multi_processor_count=1)
+    _patch(
+        torch.cuda,
+        is_available=lambda: False,
+        device_count=lambda: 1,
+        current_device=lambda: "cpu",
+        get_device_capability=lambda *_: (9, 0),
+        get_device_properties=lambda *_: properties,
+        memory_stats=lambda *_, **__: {},
+        **{name: lambda *_, **__: None for name in _DO_NOTHING},
+        **{name: lambda *_, **__: 0 for name in _ZERO},
+    )
+
+
+def stand_in_for_streams() -> None:
+    """Replace streams, events and profiler ranges: Megatron records and waits on them around every collective."""
+    _patch(
+        torch.cuda,
+        Stream=_Stream,
+        Event=_Event,
+        current_stream=lambda *_: _Stream(),
+        default_stream=lambda *_: _Stream(),
+        stream=lambda _: contextlib.nullcontext(),
+    )
+    _patch(torch.cuda.nvtx, range_push=lambda *_: None, range_pop=lambda *_: None)
+
+
+def stand_in_for_random_numbers() -> None:
+    """Let "the CUDA generator" be the CPU's default one, so that Megatron's RNG tracker really steers dropout."""
+    _patch(
+        torch.cuda,
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+        manual_seed=torch.default_generator.manual_seed,
+        manual_seed_all=torch.default_generator.manual_seed,
+    )
+
+
+def stand_in_for_tracker_states() -> None:
+    """Give Megatron's RNG tracker the CPU generator: it reaches past ``torch.cuda`` to the device's own generator.
+
+    The tracker warns when the CPU generator moves while the other one is in use; here they are one.
+    """
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _install_device() -> None:
+    """Everything that has to be in place before megatron is imported."""
+    stand_in_for_queries()
+    stand_in_for_streams()
+    stand_in_for_random_numbers()
+    stand_in_for_tensors()
+
+
+_COALESCED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+_RENAMED = {"reduce_scatter_tensor": "reduce_scatter_single", "all_gather_into_tensor": "all_gather_single"}
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    """Bind a function under both names by which callers reach it."""
+    setattr(dist, name, function)
+    setattr(c10d, name, function)
+
+
+def stand_in_for_groups() -> None:
+    """Make every process group a gloo group: Megatron asks for NCCL, with options that a CPU build of torch lacks."""
+    initialize, create = dist.init_process_group, dist.new_group
+
+    @functools.wraps(initialize)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        initialize("gloo", *args, **kwargs)
+
+    @functools.wraps(create)
+    def new_group(
+        ranks: list[int] | None = None,
+        timeout: object = None,
+        backend: object = None,
+        pg_options: object = None,
+        **kwargs: Any,
+    ) -> Any:
+        return create(ranks=ranks, timeout=timeout, backend="gloo", **kwargs)
+
+    _replace("init_process_group", init_process_group)
+    _replace("new_group", new_group)
+
+
+def stand_in_for_renamed_collectives() -> None:
+    """Let the old names of two collectives mean the new ones: newer versions of torch warn at each call of the old."""
+    for old, new in _RENAMED.items():
+        if hasattr(dist, new):
+            _replace(old, getattr(dist, new))
+
+
+def stand_in_for_coalescing() -> None:
+    """Run the collectives of a coalescing block one by one, at once: gloo cannot coalesce."""
+    depth = 0
+
+    @contextlib.contextmanager
+    def coalescing_manager(*_: object, **__: object) -> Iterator[types.SimpleNamespace]:
+        nonlocal depth
+        depth += 1
+        try:
+            yield types.SimpleNamespace(wait=lambda: None)
+        finally:
+            depth -= 1
+
+    def synchronous_inside(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if depth:
+                kwargs["async_op"] = False
+            return collective(*args, **kwargs)
+
+        return call
+
+    _replace("_coalescing_manager", coalescing_manager)
+    for name in _COALESCED:
+        setattr(dist, name, synchronous_inside(getattr(dist, name)))
+
+
+def stand_in_for_sends() -> None:
+    """Send a detached alias. gloo sends without copying, and Megatron swaps ``.data`` of a sent activation right away:
+    with an interleaved schedule freed memory would go over the wire.
+    """
+    send = c10d.isend
+
+    @functools.wraps(send)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return send(tensor.detach(), *args, **kwargs)
+
+    _replace("isend", isend)
+
+
+def stand_in_for_all_to_all() -> None:
+    """Turn split sizes into lists: Megatron's expert dispatcher does so only for tensors on CUDA."""
+    exchange = dist.all_to_all_single
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+
+    @functools.wraps(exchange)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        return exchange(output, input, as_list(output_split_sizes), as_list(input_split_sizes), **kwargs)
+
+    _replace("all_to_all_single", all_to_all_single)
+
+
+def stand_in_for_uneven_gathers() -> None:
+    """Gather pieces of different lengths one by one: experts' ranks hold unequal numbers of tokens, gloo wants equal."""
+    gather = dist.all_gather
+
+    @functools.wraps(gather)
+    def all_gather(pieces: list[torch.Tensor], piece: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({other.shape for other in pieces}) == 1:
+            return gather(pieces, piece, group=group, async_op=async_op)
+        pieces[dist.get_rank(group)].copy_(piece)
+        for number, other in enumerate(pieces):
+            dist.broadcast(other, group=group, group_src=number)
+        return None
+
+    _replace("all_gather", all_gather)
+
+
+def stand_in_for_uneven_scatters() -> None:
+    """Reduce everything and keep one's own piece, for the way back of :func:`stand_in_for_uneven_gathers`."""
+    scatter = dist.reduce_scatter
+
+    @functools.wraps(scatter)
+    def reduce_scatter(output: torch.Tensor, pieces: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if len({piece.shape for piece in pieces}) == 1:
+            return scatter(output, pieces, *args, **kwargs)
+        group = kwargs.get("group")
+        whole = torch.cat(pieces)
+        dist.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(piece) for piece in pieces])[dist.get_rank(group)])
+        return None
+
+    _replace("reduce_scatter", reduce_scatter)
+
+
+def _install_communication() -> None:
+    """Everything that has to be in place before megatron is imported: it binds some of these names at import."""
+    stand_in_for_groups()
+    stand_in_for_renamed_collectives()
+    stand_in_for_coalescing()
+    stand_in_for_sends()
+    stand_in_for_all_to_all()
+    stand_in_for_uneven_gathers()
+    stand_in_for_uneven_scatters()
+
 
 _MODULES = (
     "megatron.core.parallel_state",
@@ -51,8 +349,8 @@ def install(force: bool = False) -> bool:
     """
     if not _done["install"] and (force or needed()):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it, GPU or not
-        cpu_device.install()
-        cpu_communication.install()
+        _install_device()
+        _install_communication()
         cpu_kernels.install()
         _done["install"] = True
     return _done["install"]
@@ -73,7 +371,6 @@ def import_megatron(force: bool = False) -> None:
         for name in _MODULES:
             importlib.import_module(name)
     if stand_in and not _done["finish"]:
-        cpu_device.stand_in_for_tracker_states()
+        stand_in_for_tracker_states()
         cpu_kernels.finish()
-        cpu_optimizer.finish()
         _done["finish"] = True

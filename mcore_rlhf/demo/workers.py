@@ -3,25 +3,215 @@
     with WorkerPool(8) as pool:
         losses = pool.run(train, config, world_size=4, timeout=60)      # one result per rank
 
-Importing torch and Megatron costs seconds, so one process imports, the workers are forked from it, and they serve
-many jobs, of any world size up to their number. A worker that dies or hangs never hangs the caller: all workers are
-killed, the error says which rank and where it stood, and the next job gets new ones.
+Importing torch and Megatron costs seconds, so one process imports (the *nursery*, see :mod:`.worker_process`), the workers are
+forked from it, and they serve many jobs, of any world size up to their number. A worker that dies or hangs never hangs the
+caller: all workers are killed, the error says which rank and where it stood, and the next job gets new ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import shutil
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mcore_rlhf.demo.worker_nursery import Nursery, Workers
+from mcore_rlhf.demo import worker_process
 from mcore_rlhf.demo.worker_process import FunctionReference, Job
-from mcore_rlhf.demo.worker_reports import WorkerError
+
+_LINES = 30
+
+
+class WorkerError(RuntimeError):
+    """A job failed on some rank.
+
+    Args:
+        rank: The rank that failed first, or that the others were waiting for.
+        reason: What happened there.
+        details: Traceback or stacks, and the end of the log.
+    """
+
+    def __init__(self, rank: int, reason: str, details: str) -> None:
+        super().__init__(f"rank {rank} {reason}\n{details}")
+        self.rank = rank
+        self.reason = reason
+        self.details = details
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether every rank has come back, so that the workers can go on."""
+        return self.reason == "raised"
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """The files into which the workers of a pool write.
+
+    Args:
+        folder: Of the pool: ``worker_N.log`` (what was printed) and ``worker_N.stacks`` (dumped at a time-out).
+    """
+
+    folder: Path
+
+    def read(self, name: str) -> str:
+        """All of a file; nothing if it is not there."""
+        path = self.folder / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def tail(self, name: str) -> str:
+        """The last lines of a file."""
+        return "\n".join(self.read(name).splitlines()[-_LINES:])
+
+    def raised(self, rank: int, traceback: str) -> WorkerError:
+        """A rank raised; its traceback comes last, where readers look."""
+        return WorkerError(rank, "raised", f"{self.tail(f'worker_{rank}.log')}\n{traceback}".strip())
+
+    def died(self, rank: int) -> WorkerError:
+        """A rank's process ended."""
+        return WorkerError(rank, "died", self.tail(f"worker_{rank}.log"))
+
+    def unfinished(self, first: WorkerError | None, waiting: int, count: int, timeout: float) -> WorkerError:
+        """A job in which workers ended or did not come back: their stacks tell whether they hung.
+
+        Args:
+            first: The first failure that was reported, if any.
+            waiting: A rank that has not come back.
+            count: Ranks of the job.
+            timeout: Seconds that it had.
+        """
+        stacks = {rank: self.tail(f"worker_{rank}.stacks") for rank in range(count)}
+        if first is not None and not stacks[first.rank]:
+            return first if first.reason == "died" else WorkerError(first.rank, "raised, others hang", first.details)
+        # those that sit in a collective wait for the one that does not
+        suspects = [rank for rank, stack in stacks.items() if stack and "distributed_c10d" not in stack]
+        details = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items())
+        return WorkerError((suspects or [waiting])[0], f"was not done in {timeout:g} s", details)
+
+
+_START_TIMEOUT = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Processes that were forked together and end together.
+
+    Args:
+        connections: One per worker, in the order of their ranks.
+        lifeline: Write end of the pipe that they watch.
+        pids: Of the processes.
+    """
+
+    connections: list[Connection]
+    lifeline: int
+    pids: list[int]
+
+    def end(self) -> None:
+        """Kill them, whatever they are doing."""
+        os.close(self.lifeline)
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for connection in self.connections:
+            connection.close()
+
+
+class Nursery:
+    """A process with everything imported, from which workers are forked in no time.
+
+    Args:
+        preload: Module to import.
+    """
+
+    def __init__(self, preload: str) -> None:
+        self.reports = Reports(Path(tempfile.mkdtemp(prefix="workers-")))
+        self._control, theirs = socket.socketpair()
+        with theirs, (self.folder / "nursery.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", worker_process.__name__, preload, str(self.folder), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C is the owner's to handle
+            )
+        self._end = weakref.finalize(self, _end, self._control, self._process, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where logs, stacks and rendezvous files go."""
+        return self.reports.folder
+
+    def fork(self, count: int) -> Workers:
+        """Get new workers.
+
+        Args:
+            count: How many.
+
+        Raises:
+            WorkerError: If they do not come up, for example because the import failed.
+        """
+        theirs_lifeline, lifeline = os.pipe()
+        pairs = [socket.socketpair() for _ in range(count)]
+        with contextlib.suppress(BrokenPipeError):
+            socket.send_fds(self._control, [b"f"], [theirs_lifeline, *(theirs.fileno() for _, theirs in pairs)])
+        os.close(theirs_lifeline)
+        for _, theirs in pairs:
+            theirs.close()
+        workers = Workers([Connection(ours.detach()) for ours, _ in pairs], lifeline, [])
+        self._await(workers)
+        return workers
+
+    def _await(self, workers: Workers) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT
+        for rank, connection in enumerate(workers.connections):
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError
+                workers.pids.append(connection.recv())
+            except (EOFError, ConnectionResetError):
+                workers.end()
+                raise WorkerError(rank, "did not start", self.reports.tail("nursery.log")) from None
+
+    def close(self) -> None:
+        """End the process; it also ends with this object, and with the owner."""
+        self._end()
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes], folder: Path) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """One thread per worker, no GPU, traffic on the loopback interface, this package importable."""
+    package = str(Path(__file__).resolve().parents[2])
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    if Path("/sys/class/net/lo").exists():
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment
+
 
 __all__ = ["WorkerError", "WorkerPool"]
 

@@ -109,7 +109,7 @@ def _model(args: Namespace, parallel: Parallel) -> Any:
     """
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
-    from mcore_rlhf.demo.cpu_attention import PlainAttention
+    from mcore_rlhf.demo.model import PlainAttention
 
     config = _config(args, parallel)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(

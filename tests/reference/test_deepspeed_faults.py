@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.demo.worker_reports import WorkerError
-from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from tests.reference.deepspeed_live import Seen
 from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from mcore_rlhf.demo import command
+from mcore_rlhf.demo.command import DemoReport, Row, count_equal, render, table
 from mcore_rlhf.demo.placed_state import Piece, assembled
-from mcore_rlhf.demo.proof import DemoReport, Row, count_equal, render, table
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.source import WriteOptions
 from tests.reference.lab import Lab

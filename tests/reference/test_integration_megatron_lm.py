@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.demo.configs import Parallel
-from mcore_rlhf.demo.worker_reports import WorkerError
+from mcore_rlhf.demo.workers import WorkerError
 from mcore_rlhf.manager.run import steps
 from tests.reference import integration_jobs
 from tests.reference.engine_lab import ADAM, SAME_ROWS

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rlhf.demo.command import count_equal
 from mcore_rlhf.demo.placed_state import assembled
-from mcore_rlhf.demo.proof import count_equal
 from mcore_rlhf.demo.rl.metrics import read_metrics
 from mcore_rlhf.demo.rl.options import Options, parse
 from mcore_rlhf.demo.workers import WorkerPool

@@ -11,9 +11,31 @@ import mcore_rlhf.demo.with_megatron  # noqa: F401
 import torch
 
 from mcore_rlhf.demo.rl.losses import log_probs
-from mcore_rlhf.demo.rl.noise import gumbel
 from mcore_rlhf.demo.rl.passes import Batch, Passes
 from mcore_rlhf.demo.rl.task import PAD, Reversal, answer_length
+
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def gumbel(seeds: Sequence[int], length: int, vocabulary: int) -> torch.Tensor:
+    """Standard Gumbel noise: the largest of logits plus noise is a sample of their softmax.
+
+    It is drawn on the CPU whatever runs the model, from generators apart from every other one of the process, so a
+    sample depends on nothing but its seed and the logits.
+
+    Args:
+        seeds: One per sample, from 0 to 2⁶⁴ - 1.
+        length: Tokens per sample.
+        vocabulary: Choices per token.
+
+    Returns:
+        fp32, (samples, length, vocabulary).
+    """
+    generator = torch.Generator()
+    uniform = torch.empty(len(seeds), length, vocabulary)
+    for row, seed in zip(uniform, seeds, strict=True):
+        row.uniform_(generator=generator.manual_seed(seed))
+    return -torch.log(-torch.log(uniform.clamp(torch.finfo(torch.float32).tiny, _BELOW_ONE)))
 
 
 @dataclass(frozen=True, slots=True)

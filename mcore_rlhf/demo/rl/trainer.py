@@ -13,7 +13,8 @@ import mcore_rlhf.demo.with_megatron  # noqa: F401
 import torch
 from megatron.core import parallel_state
 
-from mcore_rlhf.demo.rl import advantages, losses
+from mcore_rlhf.demo.rl import losses
+from mcore_rlhf.demo.rl import losses as advantages
 from mcore_rlhf.demo.rl.models import Models
 from mcore_rlhf.demo.rl.passes import Batch, Passes, global_sum
 from mcore_rlhf.demo.rl.rollouts import Rollouts, Sampler

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo import command
-from mcore_rlhf.demo.proof import DemoReport, Row
+from mcore_rlhf.demo.command import DemoReport, Row
 
 from .conftest import Cli
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_rlhf.demo.killing import KillDuringSave
+from mcore_rlhf.demo.command import KillDuringSave
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rlhf.demo.rl import advantages, losses
-from mcore_rlhf.demo.rl.noise import gumbel
+from mcore_rlhf.demo.rl import losses
+from mcore_rlhf.demo.rl.rollouts import gumbel
 
 REWARDS = st.lists(st.floats(-2, 2, width=32), min_size=12, max_size=12)
 
@@ -25,13 +25,13 @@ def mask_of(lengths: list[int], width: int) -> torch.Tensor:
 
 
 def test_group_advantages_by_hand() -> None:
-    found = advantages.group_advantages(torch.tensor([0.0, 1.0, 1.0, 0.0, 5.0, 5.0, 5.0, 5.0]), 4)
+    found = losses.group_advantages(torch.tensor([0.0, 1.0, 1.0, 0.0, 5.0, 5.0, 5.0, 5.0]), 4)
     assert found.tolist() == pytest.approx([-1, 1, 1, -1, 0, 0, 0, 0], abs=1e-5)
 
 
 @given(REWARDS)
 def test_group_advantages_are_standard_scores(rewards: list[float]) -> None:
-    found = advantages.group_advantages(torch.tensor(rewards), 4).numpy().reshape(3, 4)
+    found = losses.group_advantages(torch.tensor(rewards), 4).numpy().reshape(3, 4)
     groups = np.array(rewards).reshape(3, 4)
     expected = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, keepdims=True) + 1e-6)
     assert np.allclose(found, expected, rtol=1e-3, atol=1e-2)  # fp32 against fp64: spreads near the epsilon
@@ -40,7 +40,7 @@ def test_group_advantages_are_standard_scores(rewards: list[float]) -> None:
 def test_the_reward_comes_with_the_last_token_and_the_penalty_with_all() -> None:
     mask = mask_of([1, 3, 2], 3)
     kl = torch.tensor([[1.0, 9.0, 9.0], [1.0, 2.0, 3.0], [-1.0, 2.0, 9.0]])
-    found = advantages.token_rewards(torch.tensor([10.0, 20.0, 0.0]), kl, 0.5, mask)
+    found = losses.token_rewards(torch.tensor([10.0, 20.0, 0.0]), kl, 0.5, mask)
     assert found.tolist() == [[9.5, 0, 0], [-0.5, -1, 18.5], [0.5, -1, 0]]
 
 
@@ -48,7 +48,7 @@ def test_the_reward_comes_with_the_last_token_and_the_penalty_with_all() -> None
 def test_gae_is_the_discounted_sum_of_errors(seed: int, discount: float, trace: float, lengths: list[int]) -> None:
     mask = mask_of(lengths, 5)
     rewards, values = random(seed, 3, 5) * mask, random(seed + 1, 3, 5)
-    found, returns = advantages.gae(rewards, values, mask, discount, trace)
+    found, returns = losses.gae(rewards, values, mask, discount, trace)
     for row, length in enumerate(lengths):
         reward, value = rewards[row].tolist()[:length], [*values[row].tolist()[:length], 0.0]
         errors = [reward[at] + discount * value[at + 1] - value[at] for at in range(length)]
@@ -63,14 +63,14 @@ def test_gae_is_the_discounted_sum_of_errors(seed: int, discount: float, trace: 
 def test_what_the_critic_says_after_the_end_does_not_count() -> None:
     mask, rewards, values = mask_of([2], 4), torch.zeros(1, 4), torch.ones(1, 4)
     changed = torch.tensor([[1.0, 1.0, 1e9, torch.finfo(torch.float32).max]])
-    assert torch.equal(*(advantages.gae(rewards, each, mask, 1.0, 0.9)[0] for each in (values, changed)))
+    assert torch.equal(*(losses.gae(rewards, each, mask, 1.0, 0.9)[0] for each in (values, changed)))
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3))
 def test_whitening_sees_all_ranks_and_only_what_counts(seed: int, ranks: int) -> None:
     parts = [(random(seed + rank, 4, 3) * 3 + 2, mask_of([1, 2, 3, 3], 3)) for rank in range(ranks)]
-    total = sum((advantages.moments(values, mask) for values, mask in parts), torch.zeros(3, dtype=torch.float64))
-    white = [advantages.whiten(values, mask, total) for values, mask in parts]
+    total = sum((losses.moments(values, mask) for values, mask in parts), torch.zeros(3, dtype=torch.float64))
+    white = [losses.whiten(values, mask, total) for values, mask in parts]
     counted = np.concatenate([w[m.bool()].numpy() for w, (_, m) in zip(white, parts, strict=True)]).astype(float)
     assert counted.mean() == pytest.approx(0, abs=1e-5)
     assert counted.std() == pytest.approx(1, abs=1e-4)
@@ -79,7 +79,7 @@ def test_whitening_sees_all_ranks_and_only_what_counts(seed: int, ranks: int) ->
 
 def test_whitening_of_equal_values_is_zero() -> None:
     values, mask = torch.full((2, 2), 0.1), torch.ones(2, 2)
-    assert advantages.whiten(values, mask, advantages.moments(values, mask)).abs().max() < 1e-3
+    assert losses.whiten(values, mask, losses.moments(values, mask)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.demo.rl.mistakes import in_own_words
-from mcore_rlhf.demo.rl.options import parse
+from mcore_rlhf.demo.rl.options import in_own_words, parse
 from mcore_rlhf.errors import Corrupt, LayoutMismatch
 
 PACKAGE = Path(__file__).resolve().parents[3] / "mcore_rlhf"
