@@ -303,7 +303,8 @@ class ResumeCheck:
             watch = Watch(places.output)
             kill = plan.strike(command, watch, lambda: self._within_time(command, places), attempt)
             self.seconds[f"{places.name}-killed"] = command.seconds
-            if kill is None and command.exit_code not in (0, None) and plan.last not in watch.committed():
+            by_itself = not command.killed and command.exit_code not in (0, None)
+            if by_itself and plan.last not in watch.committed():
                 raise command.failure(f"run {places.name} ended by itself with exit code {command.exit_code}")
         return kill
 

@@ -159,6 +159,8 @@ class Command:
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.words, self.log = list(words), log
         self.started = time.monotonic()
+        self.killed = False
+        """Whether :meth:`kill` was called; the exit code says nothing of the command itself then."""
         self._mark, self._known = secrets.token_hex(16), list[_Process]()
         try:
             output = log.open("ab")
@@ -187,6 +189,7 @@ class Command:
         Returns:
             How many processes were killed.
         """
+        self.killed = True
         killed, end = set[tuple[int, str]](), time.monotonic() + _PATIENCE_S
         targets = [process for process in self._known if _started(process.pid) == process.started] or self._alive()
         while targets or self._dying(killed):
