@@ -17,11 +17,11 @@ import typer
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.manager.prove.check import (
     CheckOptions,
-    Comparison,
     Control,
-    Interrupted,
+    KilledRun,
     Outcome,
     ResumeCheck,
+    RunComparison,
     compare_outputs,
 )
 from mcore_rlhf.manager.prove.command import RunPlaces, Template
@@ -205,7 +205,7 @@ def compare(a: Path, b: Path, control: Path | None, options: CheckOptions, json:
         CheckpointError: A folder holds no such step, or a damaged one.
     """
     a, b = local_path(a).absolute(), local_path(b).absolute()
-    other = Interrupted(compare_outputs(a, b, options.last, options))
+    other = KilledRun(compare_outputs(a, b, options.last, options))
     caught = (
         Control(compare_outputs(a, local_path(control).absolute(), options.last, options))
         if control is not None
@@ -309,7 +309,7 @@ def _control_facts(control: Control) -> Facts:
     return {"caught": control.caught, "broken": broken, **_comparison_facts(control.comparison)}
 
 
-def _comparison_facts(found: Comparison) -> Facts:
+def _comparison_facts(found: RunComparison) -> Facts:
     metrics = found.metrics
     lines = None
     if metrics is not None:
@@ -384,7 +384,7 @@ def _rows(outcome: Outcome) -> Iterator[Sequence[str]]:
         yield from _comparison_rows("control", outcome.control.comparison, caught, outcome.steps + outcome.more)
 
 
-def _comparison_rows(name: str, found: Comparison, verdict: str, last: int) -> Iterator[Sequence[str]]:
+def _comparison_rows(name: str, found: RunComparison, verdict: str, last: int) -> Iterator[Sequence[str]]:
     states = found.states
     yield _row(f"{name}: step {last}, {count(states.files, 'file')}", states.tally, verdict)
     if found.metrics is not None:
@@ -397,7 +397,7 @@ def _row(what: str, tally: Tally, verdict: str) -> Sequence[str]:
     return what, count(tally.compared), count(tally.compared - tally.differing), count(tally.differing), verdict
 
 
-def _print_findings(out: Console, found: Comparison) -> None:
+def _print_findings(out: Console, found: RunComparison) -> None:
     metrics = found.metrics.tally.findings if found.metrics is not None else []
     total = found.states.tally.differing + (found.metrics.tally.differing if found.metrics is not None else 0)
     for title, findings in (("metrics", metrics), ("states", found.states.tally.findings)):

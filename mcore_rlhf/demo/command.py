@@ -101,7 +101,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProofRow:
     """The proof of one resumed run.
 
     Args:
@@ -153,7 +153,7 @@ class DemoReport:
         seconds: Wall time of everything.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProofRow, ...]
     seconds: float
 
     @property
@@ -206,7 +206,7 @@ def verdict(report: DemoReport) -> str:
     )
 
 
-def _cells(row: Row, steps: list[int]) -> tuple[str, ...]:
+def _cells(row: ProofRow, steps: list[int]) -> tuple[str, ...]:
     losses = [_loss(run, step) for step in steps for run in (row.uninterrupted, row.resumed)]
     difference = "none" if row.max_difference == 0 else f"{row.max_difference:.1e}"
     conversion = row.conversion
@@ -286,7 +286,7 @@ def _workplace(folder: Path | None) -> Iterator[Path]:
     yield folder
 
 
-def prove(pool: WorkerPool, place: Path, say: Callable[[str], None], options: Options) -> Iterator[Row]:
+def prove(pool: WorkerPool, place: Path, say: Callable[[str], None], options: Options) -> Iterator[ProofRow]:
     """The demonstration itself, one row per resumed run.
 
     Args:
@@ -382,7 +382,7 @@ class Demo:
             shutil.rmtree(steps.step_folder(self.run.root, KILLED_AT), ignore_errors=True)  # the save was quicker
         raise StorageError(f"{self.run.root}: {_ATTEMPTS} saves of step {KILLED_AT} were over before the kill came")
 
-    def resumed(self, whole: Seen) -> Row:
+    def resumed(self, whole: Seen) -> ProofRow:
         """Go on with the killed run, on new processes, to the end; its metrics are the uninterrupted run's, or not."""
         self.say(f"resuming it: steps {SAVED_AT + 1} to {END}")
         found = self._go(self.run)
@@ -390,7 +390,7 @@ class Demo:
         equal = sum(expected[step] == written.get(step) for step in expected)
         tensors, same = count_equal(whole.state, found.state)
         layout = "TP2×PP1, killed by SIGKILL"
-        return Row(layout, tensors, same, whole.losses, found.losses, True, None, (equal, len(expected)))
+        return ProofRow(layout, tensors, same, whole.losses, found.losses, True, None, (equal, len(expected)))
 
     def continued(self, how: str, options: Options, actor: Path | None = None) -> Seen:
         """Go on from the saved step, with the actor of another checkpoint where one is given."""
@@ -415,7 +415,7 @@ class Demo:
         actor: Path | None = None,
         conversion: Conversion | None = None,
         exact: bool = False,
-    ) -> Row:
+    ) -> ProofRow:
         """Go on at a layout, and compare."""
         found = self.continued(f"at {layout}", options, actor)
         tensors, equal = count_equal(expected.state, found.state)
@@ -424,7 +424,7 @@ class Demo:
             for a, b in zip(expected.lines, found.lines, strict=False)
         ]
         lines = (sum(alike), len(expected.lines))
-        return Row(layout, tensors, equal, expected.losses, found.losses, exact, conversion, lines)
+        return ProofRow(layout, tensors, equal, expected.losses, found.losses, exact, conversion, lines)
 
     def _go(self, options: Options, actor: Path | None = None) -> Seen:
         stretch = Stretch(options, SAVED_AT, None if actor is None else str(actor))

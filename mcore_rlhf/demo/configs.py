@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,3 @@ class Training:
                 f"{self.global_batch_size} samples cannot be split into micro-batches of {self.micro_batch_size} on {dp} ranks"
             )
         return count
-
-
-def as_dict(config: TinyGPT | Parallel | Training) -> dict[str, Any]:
-    """The fields of a configuration by name."""
-    return {field.name: getattr(config, field.name) for field in fields(config)}

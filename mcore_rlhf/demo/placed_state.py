@@ -19,7 +19,7 @@ StateKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlacedPiece:
     """The part of a whole tensor that one rank has.
 
     Args:
@@ -35,7 +35,7 @@ class Piece:
     values: torch.Tensor
 
 
-def pieces(trainer: Trainer) -> Iterator[Piece]:
+def pieces(trainer: Trainer) -> Iterator[PlacedPiece]:
     """This rank's pieces of all states; a parameter's optimizer states lie where the parameter lies. Every rank calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
     from megatron.core.utils import unwrap_model  # isort: skip
@@ -55,7 +55,7 @@ def pieces(trainer: Trainer) -> Iterator[Piece]:
 _pieces = pieces
 
 
-def _placed(state: str, sharded: Any, values: torch.Tensor) -> Iterator[Piece]:
+def _placed(state: str, sharded: Any, values: torch.Tensor) -> Iterator[PlacedPiece]:
     """Where Megatron would store a tensor of a parameter's shape; it stores gate and up of a gated MLP as two."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -64,10 +64,12 @@ def _placed(state: str, sharded: Any, values: torch.Tensor) -> Iterator[Piece]:
         for part in built.values() if isinstance(built, dict) else built:
             yield from _placed(state, part, part.data)
     elif isinstance(sharded, ShardedTensor):
-        yield Piece((state, sharded.key), tuple(sharded.global_shape), tuple(sharded.global_offset), values.clone())
+        yield PlacedPiece(
+            (state, sharded.key), tuple(sharded.global_shape), tuple(sharded.global_offset), values.clone()
+        )
 
 
-def assembled(parts: Iterable[Piece]) -> dict[StateKey, torch.Tensor]:
+def assembled(parts: Iterable[PlacedPiece]) -> dict[StateKey, torch.Tensor]:
     """Whole tensors of the pieces of all ranks.
 
     Raises:

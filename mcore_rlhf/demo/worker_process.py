@@ -70,7 +70,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkerJob:
     """One rank's part of a job.
 
     Args:
@@ -150,7 +150,7 @@ def _end_with_owner(lifeline: int) -> None:
     os._exit(1)
 
 
-def _answer(owner: Connection, job: Job, stacks: IO[str], environment: dict[str, str]) -> None:
+def _answer(owner: Connection, job: WorkerJob, stacks: IO[str], environment: dict[str, str]) -> None:
     """Do a job in a cleared process and send ``(True, pickled result)`` or ``(False, traceback)``."""
     faulthandler.dump_traceback_later(job.timeout, exit=True, file=stacks)
     answer: tuple[bool, bytes | str]
@@ -168,7 +168,7 @@ def _answer(owner: Connection, job: Job, stacks: IO[str], environment: dict[str,
     owner.send(answer)
 
 
-def _perform(job: Job) -> Any:
+def _perform(job: WorkerJob) -> Any:
     import torch.distributed as dist
 
     sys.path[:] = [*job.search_path, *(path for path in sys.path if path not in job.search_path)]

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from mcore_rlhf.demo import worker_process
-from mcore_rlhf.demo.worker_process import FunctionReference, Job
+from mcore_rlhf.demo.worker_process import FunctionReference, WorkerJob
 
 _LINES = 30
 
@@ -337,7 +337,7 @@ class WorkerPool:
         store = str(nursery.folder / f"store_{self._jobs}")
         for rank, connection in enumerate(workers.connections[:count]):
             try:
-                connection.send(Job(rank, count, store, timeout, tuple(sys.path), call))
+                connection.send(WorkerJob(rank, count, store, timeout, tuple(sys.path), call))
             except (BrokenPipeError, ConnectionResetError):
                 raise nursery.reports.died(rank) from None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.demo import placed_state
-from mcore_rlhf.demo.placed_state import Piece
+from mcore_rlhf.demo.placed_state import PlacedPiece
 from mcore_rlhf.demo.rl.options import Options
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Seen:
     reference: tuple[str, str] = ("", "")
     state: str = ""
     heads: list[torch.Tensor] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[PlacedPiece] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
 
@@ -46,7 +46,7 @@ def train(options: Options, look_at: int = -1) -> Seen:
 
     run = Run(options)
     before = digest_of(run.models.reference)
-    pieces: list[Piece] = []
+    pieces: list[PlacedPiece] = []
     steps: list[int] = []
 
     def look(run: Run) -> None:
@@ -66,7 +66,7 @@ def train(options: Options, look_at: int = -1) -> Seen:
     )
 
 
-def pieces_of(run: Run) -> list[Piece]:
+def pieces_of(run: Run) -> list[PlacedPiece]:
     """This rank's pieces of every trained model, under names that begin with the role."""
     return [
         replace(piece, key=(piece.key[0], f"{role}.{piece.key[1]}"))

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from mcore_rlhf.demo import command
-from mcore_rlhf.demo.command import DemoReport, Row, count_equal, render, table
-from mcore_rlhf.demo.placed_state import Piece, assembled
+from mcore_rlhf.demo.command import DemoReport, ProofRow, count_equal, render, table
+from mcore_rlhf.demo.placed_state import PlacedPiece, assembled
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.source import WriteOptions
 from tests.reference.lab import Lab
 from tests.reference.tampering import change_one_moment
 
 SMALL = replace(command.MODEL, hidden_size=32, prompts_per_step=4, group_size=4)
-ROW = Row("TP1×PP1", 10, 10, {3: 5.25, 4: 5.0}, {3: 5.25, 4: 5.0}, True, None, (2, 2))
+ROW = ProofRow("TP1×PP1", 10, 10, {3: 5.25, 4: 5.0}, {3: 5.25, 4: 5.0}, True, None, (2, 2))
 STATES = ("param", "master", "exp_avg", "exp_avg_sq")
 
 
@@ -76,8 +76,8 @@ def test_losses_of_another_layout_may_differ_a_little() -> None:
     assert replace(ROW, resumed={3: 5.2503, 4: 5.0}, exact=False).passed
 
 
-def piece(offset: int, values: list[float]) -> Piece:
-    return Piece(("param", "weight"), (4,), (offset,), torch.tensor(values))
+def piece(offset: int, values: list[float]) -> PlacedPiece:
+    return PlacedPiece(("param", "weight"), (4,), (offset,), torch.tensor(values))
 
 
 def test_pieces_make_a_whole() -> None:
@@ -89,7 +89,7 @@ def test_pieces_make_a_whole() -> None:
     ("pieces", "message"),
     [([piece(0, [1.0, 2.0])], "missing"), ([piece(0, [1.0] * 4), piece(0, [2.0])], "differ")],
 )
-def test_pieces_that_make_none_are_refused(pieces: list[Piece], message: str) -> None:
+def test_pieces_that_make_none_are_refused(pieces: list[PlacedPiece], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         assembled(pieces)
 

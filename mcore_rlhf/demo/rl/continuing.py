@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.demo import placed_state
-from mcore_rlhf.demo.placed_state import Piece
+from mcore_rlhf.demo.placed_state import PlacedPiece
 from mcore_rlhf.demo.rl.options import Options
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class StretchReport:
     """
 
     lines: list[dict[str, Value]] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[PlacedPiece] = field(default_factory=list)
 
 
 def go(stretch: Stretch) -> StretchReport:

@@ -49,7 +49,7 @@ _OTHER_PROGRAMS = {"defaults", "hydra", "cluster", "rollout", "reward", "ray_kwa
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ConfigOrigin:
     """Where the values of a configuration were written.
 
     Args:
@@ -116,7 +116,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def explain(error: ValidationError, model: type[BaseModel], origin: Origin) -> Problems:
+def explain(error: ValidationError, model: type[BaseModel], origin: ConfigOrigin) -> Problems:
     """Every complaint of pydantic as one problem."""
     problems, known = Problems(), list(known_keys(model))
     for item in error.errors():
@@ -159,7 +159,7 @@ _OVERRIDE = re.compile(r"([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 
 
-def read_source(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], Origin]:
+def read_source(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], ConfigOrigin]:
     """The values of a configuration, and where each of them was written.
 
     Args:
@@ -178,7 +178,7 @@ def read_source(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> t
         raise UsageError(f"overrides {', '.join(overrides)}: {_first_line(error)}") from None
     if not isinstance(merged, DictConfig):
         raise UsageError(f"{origin.name}: expected sections such as 'runner:', found a list")
-    origin = Origin(origin.name, origin.lines, given)
+    origin = ConfigOrigin(origin.name, origin.lines, given)
     problems = Problems()
     for key, parent, name in _leaves(merged, ()):
         _check(key, parent, name, origin, problems)
@@ -186,9 +186,9 @@ def read_source(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> t
     return _plain(merged), origin
 
 
-def _opened(source: Path | Mapping[str, Any]) -> tuple[DictConfig, Origin]:
+def _opened(source: Path | Mapping[str, Any]) -> tuple[DictConfig, ConfigOrigin]:
     if isinstance(source, Mapping):
-        return _created(dict(source), "the configuration"), Origin("the configuration")
+        return _created(dict(source), "the configuration"), ConfigOrigin("the configuration")
     name = str(source)
     try:
         document = regular.read_text(source, MAX_NBYTES)
@@ -196,7 +196,7 @@ def _opened(source: Path | Mapping[str, Any]) -> tuple[DictConfig, Origin]:
         raise storage_error(error, source, "read", "the run's configuration") from error
     except UnicodeDecodeError:
         raise UsageError(f"{name}: is not a YAML file: it is not UTF-8 text") from None
-    return _created(document, name), Origin(name, lines_of(document))
+    return _created(document, name), ConfigOrigin(name, lines_of(document))
 
 
 def _created(content: dict[str, Any] | str, name: str) -> DictConfig:
@@ -249,7 +249,7 @@ def _leaves(node: DictConfig | ListConfig, at: Key) -> Iterator[tuple[Key, DictC
             yield key, node, name
 
 
-def _check(key: Key, parent: DictConfig | ListConfig, name: Any, origin: Origin, problems: Problems) -> None:
+def _check(key: Key, parent: DictConfig | ListConfig, name: Any, origin: ConfigOrigin, problems: Problems) -> None:
     if OmegaConf.is_missing(parent, name):
         problems.add(UsageError, f"{origin.where(key)}: has no value yet (???)", "Set it in the file, or by key=value.")
         return

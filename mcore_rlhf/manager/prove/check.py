@@ -26,7 +26,7 @@ but so was the control, so equality proves nothing. ``no control``: equal, and n
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """Another run compared with the uninterrupted one.
 
     Args:
@@ -46,7 +46,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class KilledRun:
     """A run that was killed and resumed.
 
     Args:
@@ -55,7 +55,7 @@ class Interrupted:
         before: The step that it resumed from, as it was when the kill hit; None where the uninterrupted run has not kept its own.
     """
 
-    comparison: Comparison
+    comparison: RunComparison
     kill: Kill | None = None
     before: StateComparison | None = None
 
@@ -96,7 +96,7 @@ class Control:
         broken: What was broken; None where that was done before.
     """
 
-    comparison: Comparison
+    comparison: RunComparison
     broken: Broken | None = None
 
     @property
@@ -120,7 +120,7 @@ class Outcome:
 
     steps: int
     more: int
-    interrupted: Sequence[Interrupted]
+    interrupted: Sequence[KilledRun]
     control: Control | None
     seconds: dict[str, float] = field(default_factory=dict)
     folder: Path | None = None
@@ -194,7 +194,9 @@ class CheckOptions:
         return self.steps + self.more
 
 
-def compare_outputs(a: Path, b: Path, last: int, options: CheckOptions, *, metrics: bool | None = None) -> Comparison:
+def compare_outputs(
+    a: Path, b: Path, last: int, options: CheckOptions, *, metrics: bool | None = None
+) -> RunComparison:
     """Compare two finished runs.
 
     Args:
@@ -213,7 +215,7 @@ def compare_outputs(a: Path, b: Path, last: int, options: CheckOptions, *, metri
     if metrics is None:
         metrics = metrics_of(a).exists() or metrics_of(b).exists()
     lines = MetricsComparer(ignored).compare(metrics_of(a), metrics_of(b)) if metrics else None
-    return Comparison(b.name, states, lines)
+    return RunComparison(b.name, states, lines)
 
 
 @dataclass(slots=True)
@@ -259,7 +261,7 @@ class ResumeCheck:
                 control = make_control(places.output, self._places("C").output, kill.resumes_from, self.options.stubs)
             before = self._compared_before(whole, places, kill.resumes_from)
             self._to_the_end(places, "resumed", f"resumes from step {kill.resumes_from}")
-            interrupted.append(Interrupted(self._compared(whole, places), kill, before))
+            interrupted.append(KilledRun(self._compared(whole, places), kill, before))
         self._to_the_end(self._places("C"), "", f"the control: resumes from a broken step ({control})")
         caught = Control(self._compared(whole, self._places("C")), control)
         return Outcome(self.options.steps, self.options.more, interrupted, caught, self.seconds, self.folder)
@@ -349,7 +351,7 @@ class ResumeCheck:
         comparer = StepComparer((whole.output, other.output), ignored, self.options.stubs)
         return comparer.compare(folders[0], folders[1])
 
-    def _compared(self, whole: RunPlaces, other: RunPlaces) -> Comparison:
+    def _compared(self, whole: RunPlaces, other: RunPlaces) -> RunComparison:
         self.say(f"comparing run {other.name} with run A")
         return compare_outputs(whole.output, other.output, self.options.last, self.options)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Progress:
+class SamplerProgress:
     """Slots that were handed out. What lies below ``yielded`` and is not in flight has been trained on.
 
     Args:
@@ -74,7 +74,7 @@ class Progress:
             del self.in_flight[slot]
 
 
-def check_pending(order: PromptOrder, progress: Progress, prompt: Prompt, samples: tuple[int, ...]) -> None:
+def check_pending(order: PromptOrder, progress: SamplerProgress, prompt: Prompt, samples: tuple[int, ...]) -> None:
     """Refuse to acknowledge what was not handed out, or was acknowledged already.
 
     Raises:
@@ -109,7 +109,7 @@ _IN_FLIGHT = ("epoch", "position", "prompt_id", "pending")
 _KEEP = "Resume with the settings that the run was started with, or start the data anew by not loading this file."
 
 
-def to_state(order: PromptOrder, progress: Progress) -> dict[str, Any]:
+def to_state(order: PromptOrder, progress: SamplerProgress) -> dict[str, Any]:
     """As plain values that a person can read. Its size depends on what is in flight, not on what was consumed."""
     epoch, position = order.place(progress.yielded)
     return {
@@ -180,7 +180,7 @@ def check_settings_match(state: Mapping[str, Any], order: PromptOrder, problems:
             )
 
 
-def read_progress(state: Mapping[str, Any], order: PromptOrder, epochs: int | None) -> Progress:
+def read_progress(state: Mapping[str, Any], order: PromptOrder, epochs: int | None) -> SamplerProgress:
     """The progress that a state of the same settings and dataset describes.
 
     Args:
@@ -192,7 +192,7 @@ def read_progress(state: Mapping[str, Any], order: PromptOrder, epochs: int | No
         CheckpointError: Its numbers contradict each other, or go beyond the run's epochs; all of them are named.
     """
     next_place, length = state["next"], order.epoch_length
-    progress = Progress(order.slot(next_place["epoch"], next_place["position"]))
+    progress = SamplerProgress(order.slot(next_place["epoch"], next_place["position"]))
     problems = Problems()
     if next_place["position"] >= length:
         problems.add(
@@ -213,7 +213,7 @@ def read_progress(state: Mapping[str, Any], order: PromptOrder, epochs: int | No
     return progress
 
 
-def _contradictions(entry: Mapping[str, Any], order: PromptOrder, progress: Progress) -> Iterator[str]:
+def _contradictions(entry: Mapping[str, Any], order: PromptOrder, progress: SamplerProgress) -> Iterator[str]:
     slot, pending = order.slot(entry["epoch"], entry["position"]), entry["pending"]
     name = f"epoch {entry['epoch']}, position {entry['position']}"
     if entry["position"] >= order.epoch_length or slot >= progress.yielded:
@@ -282,7 +282,7 @@ class PromptSampler:
         self._epochs, self._batch_size, self._last_batch = epochs, batch_size, last_batch
         self._dataset, self._on_dataset_change = dataset, on_dataset_change
         self._whole_group = tuple(range(group_size))
-        self._progress = Progress()
+        self._progress = SamplerProgress()
 
     @classmethod
     def for_dataset(cls, dataset: Indexable, **options: Any) -> PromptSampler:
@@ -433,7 +433,7 @@ class PromptSampler:
             dropped = len(state["in_flight"])
             _logger.warning("%s; on_dataset_change='restart': the data begin again at epoch 0 of this run's dataset, "
                             "and %d prompts in flight are dropped", changed, dropped)  # fmt: skip
-        self._progress = Progress() if changed else read_progress(state, self._order, self._epochs)
+        self._progress = SamplerProgress() if changed else read_progress(state, self._order, self._epochs)
 
     def install(self, saved: Mapping[str, Any], undo: Undo) -> None:
         """Load a state, and say how it is taken back: what is in flight stays so, and is not issued again."""

@@ -162,11 +162,11 @@ def _read(path: Path) -> str:
 PARTS = ".parts"
 _WORD = ".given-up-"
 
-__all__ = ["Committed", "Part", "Transaction", "new_transaction"]
+__all__ = ["Committed", "RankPart", "Transaction", "new_transaction"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank has written.
 
     Args:
@@ -190,13 +190,13 @@ class Part:
         return {"files": files, "roles": [dict(role) for role in self.roles], **named}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Part:
+    def from_json(cls, content: Mapping[str, Any]) -> RankPart:
         """:meth:`as_json` read the other way."""
         files = {path: FileEntry(*entry) for path, entry in content["files"].items()}
         return cls(files, tuple(content["roles"]), content["live"], content["contributed"], content["taken"])
 
 
-def refuse_untaken(parts: Iterable[Part]) -> None:
+def refuse_untaken(parts: Iterable[RankPart]) -> None:
     """See that what ranks put into each other's files is what the files' owners found: the rest would read as zeros.
 
     Raises:
@@ -315,17 +315,19 @@ class Transaction:
                 )
             time.sleep(0.005)
 
-    def deliver(self, part: Part) -> None:
+    def deliver(self, part: RankPart) -> None:
         """Say that this rank has written, and synced, everything."""
         self.mailbox.post_json(f"part-{self.part}.json", part.as_json())
 
-    def parts(self, expected: Iterable[str]) -> dict[str, Part]:
+    def parts(self, expected: Iterable[str]) -> dict[str, RankPart]:
         """Wait for the parts of others.
 
         Raises:
             CheckpointError: One of them failed, or did not come.
         """
-        return {name: Part.from_json(self.mailbox.take_json(f"part-{name}.json", f"rank {name}")) for name in expected}
+        return {
+            name: RankPart.from_json(self.mailbox.take_json(f"part-{name}.json", f"rank {name}")) for name in expected
+        }
 
     def commit(self, manifest: Manifest) -> Committed:
         """Publish.

@@ -308,7 +308,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _StepToTry:
     folder: Path
     step: int
 
@@ -346,7 +346,7 @@ class Resumer:
             return None
         started = time.monotonic()
         candidates = self._agreed(resume)
-        tried: list[_Candidate] = []
+        tried: list[_StepToTry] = []
         while todo := [candidate for candidate in candidates if candidate not in tried]:
             tried.append(todo[0])
             prepared = self._prepared(todo[0], skip=resume.kind == "auto")
@@ -367,12 +367,12 @@ class Resumer:
             f"mcore-rlhf steps {self.root} says what is there and what is wrong with it; begin anew with resume: null."
         )
 
-    def _agreed(self, resume: Resume) -> list[_Candidate]:
+    def _agreed(self, resume: Resume) -> list[_StepToTry]:
         """What to try, in order, as rank 0 sees it."""
         found = self.world.on_all_ranks("resuming", lambda: self._candidates(resume) if self.world.is_rank0 else [])
         return self.world.broadcast(found)
 
-    def _candidates(self, resume: Resume) -> list[_Candidate]:
+    def _candidates(self, resume: Resume) -> list[_StepToTry]:
         if resume.kind == "step":
             return [_named(steps.step_folder(self.root, resume.step), self.root)]
         if resume.kind == "path":
@@ -388,15 +388,15 @@ class Resumer:
             raise self._nothing_intact()  # beginning anew would overwrite what can perhaps be mended
         return found
 
-    def _newest_first(self, listed: list[Step]) -> Iterator[_Candidate]:
+    def _newest_first(self, listed: list[Step]) -> Iterator[_StepToTry]:
         for step in reversed(listed):
             if step.resumable:
-                yield _Candidate(step.path, step.step)
+                yield _StepToTry(step.path, step.step)
             elif step.path.name == steps.step_folder(self.root, step.step).name:
                 why = f"in quarantine: {step.quarantined}" if step.quarantined else f"{step.state}: {step.why}"
                 self.reporter.say("skip", step.step, f"{step.path.name} is not resumed from: {why}")
 
-    def _prepared(self, candidate: _Candidate, skip: bool) -> StepLoad | None:
+    def _prepared(self, candidate: _StepToTry, skip: bool) -> StepLoad | None:
         load = StepLoad(candidate.folder, candidate.step, self.parts, self.world, self.options.rng, self.optimizer)
         try:
             self._prepare(load)
@@ -473,7 +473,7 @@ def _refuse_newer_release(step: Step) -> None:
         )
 
 
-def _named(folder: Path, root: Path) -> _Candidate:
+def _named(folder: Path, root: Path) -> _StepToTry:
     """A step, or a model, that the user names.
 
     Raises:
@@ -485,12 +485,12 @@ def _named(folder: Path, root: Path) -> _Candidate:
         raise NotACheckpoint(f"{folder}: does not exist\nCommitted steps in {root}: {there}.")
     number = steps.step_of(folder)
     if not (folder / steps.MANIFEST).is_file():
-        return _Candidate(folder, number or 0)
+        return _StepToTry(folder, number or 0)
     if number is None:  # a copy under a name of its own
         manifest = steps.read_manifest(folder)
         check(folder, manifest, sizes_only=True).raise_if_any()
-        return _Candidate(folder, manifest.step or 0)
+        return _StepToTry(folder, manifest.step or 0)
     if not steps.is_committed(folder):
         why = steps.why_not_committed(folder) or "it is not what it lists"
         raise Corrupt(f"{folder}: is damaged: {why}\nResume from another step: mcore-rlhf steps {folder.parent}")
-    return _Candidate(folder, number)
+    return _StepToTry(folder, number)

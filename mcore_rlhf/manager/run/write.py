@@ -26,7 +26,7 @@ from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.record_file import RecordFile
 
 from ..rlhf.carried import Carried
-from .commit import Mailbox, Part, Stopped, Transaction, refuse_untaken, why_it_vanished
+from .commit import Mailbox, RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
 from .options import LOG, Reporter
 from .rng import FILE as RNG_FILE
 from .rng import WORLDS, RngState, file_tree
@@ -135,8 +135,8 @@ class SaveJob:
         self.transaction.commit(manifest)
         self._after(sum(entry.nbytes for entry in files.values()))
 
-    def _part(self, writer: RankWriter) -> Part:
-        return Part(
+    def _part(self, writer: RankWriter) -> RankPart:
+        return RankPart(
             writer.written, tuple(self.snapshot.roles), self.snapshot.live, writer.contributed, writer.taken_from_others
         )
 
@@ -178,7 +178,7 @@ WINDOW_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WrittenPiece:
     """Bytes of a record that one rank has written.
 
     Args:
@@ -293,7 +293,7 @@ class RankWriter:
             self.mailbox.post_json(f"layout-{_short(file.path)}", offsets)
         return writer
 
-    def _fill(self, file: LiveFile, writer: RecordFile) -> list[Piece]:
+    def _fill(self, file: LiveFile, writer: RecordFile) -> list[WrittenPiece]:
         def put(label: str, byte_offset: int, data: memoryview) -> None:
             writer.write(file.labels.get(label, label), byte_offset, data)
 
@@ -323,7 +323,7 @@ class RankWriter:
         told = [[piece.label, piece.byte_offset, piece.nbytes, piece.crc32] for piece in pieces]
         self.mailbox.post_json(f"pieces-{_short(file.path)}-{self.rank}", {"pieces": told})
 
-    def _put(self, segment: Segment, put: Callable[[str, int, memoryview], None]) -> Piece:
+    def _put(self, segment: Segment, put: Callable[[str, int, memoryview], None]) -> WrittenPiece:
         total, at = 0, 0
         for window in _windows(segment.tensor):
             crc = crc32(window)
@@ -331,17 +331,17 @@ class RankWriter:
             total = combine(total, crc, len(window)) if at else crc
             at += len(window)
             self.advance(len(window))
-        return Piece(segment.label, segment.byte_offset, at, total)
+        return WrittenPiece(segment.label, segment.byte_offset, at, total)
 
-    def _finish(self, file: StepFile, writer: RecordFile, pieces: list[Piece]) -> None:
+    def _finish(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> None:
         for rank in file.live.writers[1:]:
             told = self.mailbox.take_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
             assert isinstance(told, list)
-            theirs = [Piece(*piece) for piece in told]
+            theirs = [WrittenPiece(*piece) for piece in told]
             pieces += theirs
             taken = self.taken_from_others.get(file.path, 0)
             self.taken_from_others[file.path] = taken + sum(piece.nbytes for piece in theirs)
-        by_key: dict[str, list[Piece]] = {}
+        by_key: dict[str, list[WrittenPiece]] = {}
         for piece in pieces:
             by_key.setdefault(file.live.labels.get(piece.label, piece.label), []).append(piece)
         crcs = {
@@ -351,7 +351,7 @@ class RankWriter:
         self.written[file.path] = writer.finish(crcs, fsync=self.fsync)
 
 
-def _record_crc(what: str, pieces: Sequence[Piece], nbytes: int) -> int:
+def _record_crc(what: str, pieces: Sequence[WrittenPiece], nbytes: int) -> int:
     """CRC of a record, from those of its pieces; gaps are zeros."""
     total, at = 0, 0
     for piece in sorted(pieces, key=lambda piece: piece.byte_offset):

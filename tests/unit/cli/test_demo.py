@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo import command
-from mcore_rlhf.demo.command import DemoReport, Row
+from mcore_rlhf.demo.command import DemoReport, ProofRow
 
 from .conftest import Cli
 
 
 def report(*, equal: int) -> DemoReport:
-    return DemoReport((Row("TP1×PP1", 10, equal, {3: 5.0}, {3: 5.0}, True, None),), 1.0)
+    return DemoReport((ProofRow("TP1×PP1", 10, equal, {3: 5.0}, {3: 5.0}, True, None),), 1.0)
 
 
 @pytest.mark.parametrize(("equal", "code", "word"), [(10, 0, "Proved"), (9, 1, "FAILED")])

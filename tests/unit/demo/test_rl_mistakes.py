@@ -83,7 +83,7 @@ def test_a_step_that_is_not_there_is_left_to_the_manager(tmp_path: Path) -> None
 
 def test_another_schedule_is_explained_by_what_this_trainer_has() -> None:
     """The advice is read off the engine's source: importing it takes Megatron."""
-    source = ast.parse((PACKAGE / "engines" / "megatron" / "prepared.py").read_text())
+    source = ast.parse((PACKAGE / "engines" / "megatron" / "load.py").read_text())
     texts = [node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     (advice,) = [text for text in texts if "opt_param_scheduler" in text]
     what = "actor: learning-rate schedule: class input value 0.1 and checkpoint value 0.002 do not match"

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.commit import Mailbox, Part, Stopped, Transaction
+from mcore_rlhf.manager.run.commit import Mailbox, RankPart, Stopped, Transaction
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 
@@ -124,7 +124,7 @@ def put(transaction: Transaction, name: str, data: bytes) -> dict[str, FileEntry
 
 def test_two_ranks_commit(tmp_path: Path) -> None:
     first, second = opened(tmp_path, 3, "00001")
-    second.deliver(Part(put(second, "critic/b.bin", b"22"), ({"role": "critic", "format": "x", "parallel": "1"},)))
+    second.deliver(RankPart(put(second, "critic/b.bin", b"22"), ({"role": "critic", "format": "x", "parallel": "1"},)))
     parts = first.parts(["00001"])
     assert parts["00001"].roles == ({"role": "critic", "format": "x", "parallel": "1"},)
     files = {**put(first, "actor/a.bin", b"1"), **parts["00001"].files}
@@ -158,7 +158,7 @@ def test_the_coordinator_gives_up(tmp_path: Path) -> None:
     with pytest.raises(Stopped, match="given up"):
         second.await_commit()
     with pytest.raises(CheckpointError):
-        second.deliver(Part({}))
+        second.deliver(RankPart({}))
     aborting.join(10)
     assert os.listdir(tmp_path) == []
 

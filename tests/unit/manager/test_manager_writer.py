@@ -20,7 +20,7 @@ from mcore_rlhf.errors import CheckpointError, CoverageError, Incomplete, Storag
 from mcore_rlhf.manager.run import write as writers
 from mcore_rlhf.manager.run.commit import Mailbox, Stopped
 from mcore_rlhf.manager.run.snapshot import StepFile
-from mcore_rlhf.manager.run.write import Piece, RankWriter, _record_crc, _with_zeros
+from mcore_rlhf.manager.run.write import RankWriter, WrittenPiece, _record_crc, _with_zeros
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -44,7 +44,7 @@ def test_the_crc_of_a_record_from_those_of_its_pieces(
     record: tuple[bytes, list[tuple[int, int]]], random: object
 ) -> None:
     data, cuts = record
-    pieces = [Piece("r", at, length, zlib.crc32(data[at : at + length])) for at, length in cuts]
+    pieces = [WrittenPiece("r", at, length, zlib.crc32(data[at : at + length])) for at, length in cuts]
     random.shuffle(pieces)  # type: ignore[attr-defined]
     assert _record_crc("r", pieces, len(data)) == zlib.crc32(data)
 
@@ -60,7 +60,7 @@ def test_many_zeros() -> None:
 
 @pytest.mark.parametrize("pieces", [[(0, 8), (7, 3)], [(4, 4), (0, 5)], [(0, 8), (0, 8)], [(0, 11)], [(8, 1), (9, 2)]])
 def test_pieces_that_overlap_or_lie_outside(pieces: list[tuple[int, int]]) -> None:
-    made = [Piece("data/0", at, length, 0) for at, length in pieces]
+    made = [WrittenPiece("data/0", at, length, 0) for at, length in pieces]
     with pytest.raises(CoverageError, match="weights"):
         _record_crc("weights", made, 10)
 
