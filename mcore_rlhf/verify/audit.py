@@ -22,6 +22,8 @@ from mcore_rlhf.errors import Corrupt, CoverageError, Problems
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import combine, crc32
 
+Task = Callable[[], None]
+_Progress = Callable[[int], None]
 Span = tuple[int, int, int]
 """Start and stop in bytes from a record's start, and the CRC-32 of what lies between."""
 
@@ -93,9 +95,7 @@ class Ledger:
             seen = self._seen.get((record.file, record.key))
             return seen is None or not seen.covers(byte_offset, byte_offset + nbytes)
 
-    def tasks(
-        self, source: SourceBytes, problems: Problems, progress: Callable[[int], None]
-    ) -> Iterator[Callable[[], None]]:
+    def tasks(self, source: SourceBytes, problems: Problems, progress: _Progress) -> Iterator[Task]:
         """Tasks that read what nobody has read yet, and hold every record against its stored checksum.
 
         Args:
@@ -104,24 +104,15 @@ class Ledger:
             progress: Called with the number of bytes just read.
         """
         for file in self.files:
-            for key, offset, nbytes, expected in file.records:
-                yield lambda f=file.path, k=key, o=offset, n=nbytes, e=expected: self._check(  # type: ignore[misc]
-                    source, problems, progress, f, k, o, n, e
-                )
+            for record in file.records:
+                yield partial(self._check, source, problems, progress, file.path, record)
             if file.whole is not None:
-                yield lambda file=file: self._check_whole(source, problems, progress, file)  # type: ignore[misc]
+                yield partial(self._check_whole, source, problems, progress, file)
 
     def _check(
-        self,
-        source: SourceBytes,
-        problems: Problems,
-        progress: Callable[[int], None],
-        file: str,
-        key: str,
-        offset: int,
-        nbytes: int,
-        expected: int,
+        self, source: SourceBytes, problems: Problems, progress: _Progress, file: str, record: tuple[str, int, int, int]
     ) -> None:
+        key, offset, nbytes, expected = record
         crc, position = 0, 0
         for start, stop, seen in [*self._seen.get((file, key), _Seen()).spans, (nbytes, nbytes, 0)]:
             crc = _read_on(crc, source, progress, file, offset + position, offset + start)
@@ -134,9 +125,7 @@ class Ledger:
                 "Copy the file again from where it was written.",
             )
 
-    def _check_whole(
-        self, source: SourceBytes, problems: Problems, progress: Callable[[int], None], file: StoredFile
-    ) -> None:
+    def _check_whole(self, source: SourceBytes, problems: Problems, progress: _Progress, file: StoredFile) -> None:
         """Hold a file against the checksum of all its bytes: only what lies between records is read, which have their own."""
         crc, position = 0, 0
         for _, offset, nbytes, expected in sorted(file.records, key=lambda record: record[1]):
@@ -152,7 +141,7 @@ class Ledger:
             )
 
 
-def _read_on(crc: int, source: SourceBytes, progress: Callable[[int], None], file: str, start: int, stop: int) -> int:
+def _read_on(crc: int, source: SourceBytes, progress: _Progress, file: str, start: int, stop: int) -> int:
     """The checksum of what was read so far and of a range of a file."""
     for at in range(start, stop, WINDOW_BYTES):
         size = min(WINDOW_BYTES, stop - at)
@@ -164,19 +153,33 @@ def _read_on(crc: int, source: SourceBytes, progress: Callable[[int], None], fil
     return crc
 
 
-def bands(copy: Copy, limit_bytes: int = WINDOW_BYTES) -> Iterator[Copy]:
+def paired(a_bytes: SourceBytes, a: Chunk, b_bytes: SourceBytes, b: Chunk) -> Iterator[tuple[Copy, Words, Words]]:
+    """The elements of two equally shaped chunks as unsigned words, band by band; the arrays are valid until the next one.
+
+    Yields:
+        Which band it is, the first chunk's elements and the second's.
+    """
+    for copy in _bands(coalesced(a.box.shape, a, b)):
+        with (
+            _words(a_bytes, copy.source, copy.source_start, copy.shape, copy.source_strides) as left,
+            _words(b_bytes, copy.target, copy.target_start, copy.shape, copy.target_strides) as right,
+        ):
+            yield copy, left, right
+
+
+def _bands(copy: Copy) -> Iterator[Copy]:
     """Cut a pair of equally shaped pieces along their outer dimension, so that each band spans little of both sides."""
     pitch = max(
         copy.source_strides[0] * copy.source.dtype.itemsize, copy.target_strides[0] * copy.target.dtype.itemsize, 1
     )
-    rows = max(1, limit_bytes // pitch)
+    rows = max(1, WINDOW_BYTES // pitch)
     for row in range(0, copy.shape[0], rows):
         yield rows_of(copy, row, min(row + rows, copy.shape[0]))
 
 
 @contextmanager
-def values(source: SourceBytes, record: Record, start: int, shape: Shape, strides: Shape) -> Iterator[Words]:
-    """The elements of a strided piece of a record as unsigned words; valid inside the context only."""
+def _words(source: SourceBytes, record: Record, start: int, shape: Shape, strides: Shape) -> Iterator[Words]:
+    """The elements of a strided piece of a record; valid inside the context only."""
     itemsize = record.dtype.itemsize
     at = record.byte_offset + start * itemsize
     nbytes = (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
@@ -188,7 +191,6 @@ def values(source: SourceBytes, record: Record, start: int, shape: Shape, stride
         source.release(record.file, at, nbytes)
 
 
-Task = Callable[[], None]
 _DAMAGED = "Either file is damaged or from another step."
 
 
@@ -235,7 +237,7 @@ class Audit:
                 self.problems.add(CoverageError, f"{name}: {wrong}")
             if replicas:
                 for kept, other in entry.replicas():
-                    yield lambda n=name, a=kept, b=other: self._compare_replicas(n, a, b)  # type: ignore[misc]
+                    yield partial(self._compare_replicas, name, kept, other)
             if parity and name.state == MASTER:
                 yield from self._parity_tasks(name, entry)
 
@@ -244,23 +246,19 @@ class Audit:
         stored = params.primary() if params is not None else ()
         by_box = {chunk.box: chunk for chunk in stored}
         for master in masters.primary():
-            exact = by_box.get(master.box)
-            for param in (
-                (exact,) if exact is not None else stored
-            ):  # ZeRO cuts masters where it does not cut parameters
+            exact = by_box.get(master.box)  # else ZeRO cuts masters where it does not cut parameters
+            for param in (exact,) if exact is not None else stored:
                 box = master.box.intersect(param.box) if exact is None else master.box
                 if box is not None:
                     yield partial(self._compare_master, name, master.narrow(box), param.narrow(box))
 
     def _compare_replicas(self, name: TensorName, kept: Chunk, other: Chunk) -> None:
         differing = 0
-        for copy in bands(coalesced(kept.box.shape, kept, other)):
-            with values(self.source, copy.source, copy.source_start, copy.shape, copy.source_strides) as a:
-                self._tell(copy.source, copy.source_start, copy, copy.source_strides, a)
-                with values(self.source, copy.target, copy.target_start, copy.shape, copy.target_strides) as b:
-                    self._tell(copy.target, copy.target_start, copy, copy.target_strides, b)
-                    if not np.array_equal(a, b):
-                        differing += int((a != b).sum())
+        for copy, a, b in paired(self.source, kept, self.source, other):
+            self._tell(copy.source, copy.source_start, copy, copy.source_strides, a)
+            self._tell(copy.target, copy.target_start, copy, copy.target_strides, b)
+            if not np.array_equal(a, b):
+                differing += int((a != b).sum())
         if differing:
             self.problems.add(
                 Corrupt,
@@ -270,12 +268,8 @@ class Audit:
 
     def _compare_master(self, name: TensorName, master: Chunk, param: Chunk) -> None:
         differing = 0
-        for copy in bands(coalesced(master.box.shape, master, param)):
-            with (
-                values(self.source, copy.source, copy.source_start, copy.shape, copy.source_strides) as high,
-                values(self.source, copy.target, copy.target_start, copy.shape, copy.target_strides) as low,
-            ):
-                differing += differing_after_rounding(high, low, copy.source.dtype, copy.target.dtype)
+        for copy, high, low in paired(self.source, master, self.source, param):
+            differing += differing_after_rounding(high, low, copy.source.dtype, copy.target.dtype)
         if differing:
             self.unlike.add(name.param)
             self.problems.add(

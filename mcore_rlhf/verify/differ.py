@@ -14,10 +14,9 @@ from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.core.plan import coalesced
 from mcore_rlhf.families.source import Source
 
-from .audit import bands, values
+from .audit import paired
 
 _Compare: TypeAlias = Callable[[Chunk, Chunk], tuple[int, float]]
 """Elements of two chunks that differ, and by how much at most."""
@@ -171,23 +170,16 @@ class Differ:
 
     def _compare_chunks(self, a: Chunk, b: Chunk) -> tuple[int, float]:
         differing, max_abs = 0, 0.0
-        for copy in bands(coalesced(a.box.shape, a, b)):
-            with (
-                values(self.bytes_a, copy.source, copy.source_start, copy.shape, copy.source_strides) as left,
-                values(self.bytes_b, copy.target, copy.target_start, copy.shape, copy.target_strides) as right,
-            ):
-                self.progress(left.nbytes)
-                if a.record.dtype == b.record.dtype and np.array_equal(left, right):
-                    continue
-                x, y = as_floats(left, a.record.dtype), as_floats(right, b.record.dtype)
-                gap = np.abs(x - y)
-                close = (
-                    left == right
-                    if self.tolerance.exact
-                    else gap <= self.tolerance.atol + self.tolerance.rtol * np.abs(y)
-                )
-                differing += int((~close).sum())
-                max_abs = max(max_abs, float(np.nanmax(gap, initial=0.0)))
+        for _, left, right in paired(self.bytes_a, a, self.bytes_b, b):
+            self.progress(left.nbytes)
+            if a.record.dtype == b.record.dtype and np.array_equal(left, right):
+                continue
+            x, y = as_floats(left, a.record.dtype), as_floats(right, b.record.dtype)
+            gap = np.abs(x - y)
+            tolerance = self.tolerance
+            close = left == right if tolerance.exact else gap <= tolerance.atol + tolerance.rtol * np.abs(y)
+            differing += int((~close).sum())
+            max_abs = max(max_abs, float(np.nanmax(gap, initial=0.0)))
         return differing, max_abs
 
     def _compare_rounded(self, a: Chunk, b: Chunk) -> tuple[int, float]:
@@ -195,13 +187,9 @@ class Differ:
         master, param = (a, b) if a.record.dtype.itemsize >= b.record.dtype.itemsize else (b, a)
         high_bytes, low_bytes = (self.bytes_a, self.bytes_b) if master is a else (self.bytes_b, self.bytes_a)
         differing = 0
-        for copy in bands(coalesced(master.box.shape, master, param)):
-            with (
-                values(high_bytes, copy.source, copy.source_start, copy.shape, copy.source_strides) as high,
-                values(low_bytes, copy.target, copy.target_start, copy.shape, copy.target_strides) as low,
-            ):
-                self.progress(high.nbytes)
-                differing += differing_after_rounding(high, low, copy.source.dtype, copy.target.dtype)
+        for copy, high, low in paired(high_bytes, master, low_bytes, param):
+            self.progress(high.nbytes)
+            differing += differing_after_rounding(high, low, copy.source.dtype, copy.target.dtype)
         return differing, 0.0
 
     def _compare_states(self) -> None:
