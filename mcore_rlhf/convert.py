@@ -11,18 +11,18 @@ from itertools import chain, islice
 from pathlib import Path
 from threading import Event
 
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target, TargetFile
-
 from .core.account import Account, Report
 from .core.catalog import Traced
 from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Unsupported, UsageError
+from .families.options import ConvertOptions as ConvertOptions
+from .families.options import refuse
+from .families.source import Source
 from .formats.accounting import account_of
+from .formats.base import Target, TargetFile
 from .formats.carried import bring_along
 from .formats.merging import bytes_of, seen_by
-from .formats.options import refuse
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.leftovers import carry
@@ -44,33 +44,6 @@ class Progress:
 
     def advance(self, nbytes: int) -> None:
         """So many more bytes are done. Called from many threads, thousands of times a second."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """How a conversion runs.
-
-    Args:
-        to: Name of the target's format.
-        read: How the source is read.
-        write: What the target is to be.
-        workers: Files written at the same time.
-        max_memory: Bytes that buffers and windows may take together.
-        fsync: Whether everything is on the disk before it is published.
-        strict: Whether anything lost is an error.
-        overwrite: Whether an existing checkpoint may be replaced.
-        trust_replicas: Whether copies of the same elements are taken as equal without comparing.
-    """
-
-    to: str = "megatron"
-    read: ReadOptions = field(default_factory=ReadOptions)
-    write: WriteOptions = field(default_factory=WriteOptions)
-    workers: int = 2
-    max_memory: int = 2 << 30
-    fsync: bool = True
-    strict: bool = False
-    overwrite: bool = False
-    trust_replicas: bool = False
 
 
 @dataclass(slots=True)

@@ -20,13 +20,22 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
 from mcore_rlhf.errors import Problems, UsageError, shown
-from mcore_rlhf.formats.options import of_command, placed, refuse, wrong
+from mcore_rlhf.families.options import (
+    ConvertOptions,
+    JobOptions,
+    ReadOptions,
+    WriteOptions,
+    of_command,
+    placed,
+    read_values,
+    refuse,
+)
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.paths import local_path
 
@@ -34,7 +43,6 @@ from .options import default_workers
 from .progress import shown_progress
 
 if TYPE_CHECKING:
-    from mcore_rlhf.convert import ConvertOptions
     from mcore_rlhf.manager.subject import Subject
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -44,24 +52,20 @@ _PATHS = ("source", "target", *(name for name, row in _ROWS.items() if row.kind.
 
 
 @dataclass(frozen=True, slots=True)
-class ConversionJob:
+class ConversionJob(JobOptions):
     """Everything that ``convert`` can be told.
 
     Args:
         options: As the library takes them.
         source, target: The folders; None where nobody named one.
         name, description: What a job file calls it.
-        verify: Whether the target is verified and compared with the source.
-        newest_intact: Whether damaged steps of a root are passed over.
     """
 
-    options: ConvertOptions
+    options: ConvertOptions = field(default_factory=ConvertOptions)
     source: str | None = None
     target: str | None = None
     name: str | None = None
     description: str | None = None
-    verify: bool = False
-    newest_intact: bool = False
 
     def source_folder(self) -> Path:
         """The source.
@@ -99,11 +103,11 @@ class ConversionJob:
         """
         return self._folder("target", "DST")
 
-    def _folder(self, field: str, argument: str) -> Path:
-        value = getattr(self, field)
+    def _folder(self, end: str, argument: str) -> Path:
+        value = getattr(self, end)
         if not value:
             raise UsageError(
-                f"no {field} was given\nGive {argument} on the command line, or '{field}:' in the --config file."
+                f"no {end} was given\nGive {argument} on the command line, or '{end}:' in the --config file."
             )
         return local_path(value).expanduser()
 
@@ -118,47 +122,16 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
     Raises:
         UsageError: Something is unknown, impossible, or of no meaning for the target's format; all of it is named.
     """
-    from mcore_rlhf.convert import ConvertOptions
-    from mcore_rlhf.families.source import ReadOptions, WriteOptions
-
     said = {name: value for name, value in given.items() if value not in (None, [], ())}
     from_file = read_job_file(config) if config is not None else {}
-    values = _read({**from_file, **said}, dict.fromkeys(from_file.keys() - said.keys(), config))
+    values = read_values({**from_file, **said}, {name: config for name in from_file.keys() - said.keys() if config})
     texts = {name: values.pop(name) for name in _TEXTS if name in values}
     at = placed({"workers": default_workers(), **values})
     options = ConvertOptions(read=ReadOptions(**at["read"]), write=WriteOptions(**at["write"]), **at["run"])
     refuse(options.to, read=options.read, write=options.write, run=options)
     if at["job"].get("newest_intact") and options.read.step is not None:
         raise UsageError(f"--newest-intact and --step {options.read.step} contradict each other\nGive one of them.")
-    return ConversionJob(options, **texts, **at["job"])
-
-
-def _read(values: Mapping[str, Any], files: Mapping[str, Path | None]) -> dict[str, Any]:
-    """Values as the library takes them.
-
-    Args:
-        values: By option; None is what is not said.
-        files: The job file, of those options that it says.
-
-    Raises:
-        UsageError: Values that an option cannot have, each by the option, or by file and key.
-    """
-    problems, found = Problems(), dict[str, Any]()
-    for name, value in values.items():
-        try:
-            if value is not None:
-                found[name] = _ROWS[name].kind.read(value) if name in _ROWS else _text(value)
-        except ValueError as error:
-            where = f"{files[name]}: {name}" if name in files else f"--{name.replace('_', '-')}"
-            problems.add(UsageError, wrong(where, error, value))
-    problems.raise_if_any()
-    return found
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str | Path):
-        raise ValueError("should be a text")
-    return str(value)
+    return ConversionJob(**at["job"], options=options, **texts)
 
 
 def read_job_file(path: Path) -> dict[str, Any]:

@@ -1,21 +1,17 @@
-"""The options of all commands: those of the table (:mod:`mcore_rlhf.formats.options`), made for typer, and the few around them."""
+"""The options of all commands: those of the table (:mod:`mcore_rlhf.families.options`), made for typer, and the few around them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from mcore_rlhf.errors import Problems, UsageError
-from mcore_rlhf.formats.options import OPTIONS, Option, of_command, placed, wrong
+from mcore_rlhf.families.options import Option, ReadOptions, of_command, placed, read_values
 
 from .guard import DEBUG, JSON
-
-if TYPE_CHECKING:
-    from mcore_rlhf.families.source import ReadOptions
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -102,28 +98,13 @@ def _parameter(row: Option) -> inspect.Parameter:
     )
 
 
-def values_read(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What options say, as the library takes it; None and an empty list are what was not given.
+def read_options(given: Mapping[str, Any]) -> ReadOptions:
+    """How the commands that only read open a checkpoint.
 
     Raises:
         UsageError: Values that an option cannot have; all of them.
     """
-    problems, values = Problems(), {}
-    for row in OPTIONS:
-        if (value := given.get(row.name)) not in (None, [], ()):
-            try:
-                values[row.name] = row.kind.read(value)
-            except ValueError as error:
-                problems.add(UsageError, wrong(row.flag, error, value))
-    problems.raise_if_any()
-    return values
-
-
-def read_options(given: Mapping[str, Any]) -> ReadOptions:
-    """How the commands that only read open a checkpoint."""
-    from mcore_rlhf.families.source import ReadOptions
-
-    return ReadOptions(**placed(values_read(given))["read"])
+    return ReadOptions(**placed(read_values(given))["read"])
 
 
 def default_workers() -> int:

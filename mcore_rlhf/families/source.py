@@ -11,10 +11,11 @@ from mcore_rlhf.core.account import Item, Report
 from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.computed import Computation
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
-from mcore_rlhf.storage.paths import local_path
+
+from .options import ReadOptions as ReadOptions
+from .options import WriteOptions as WriteOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,101 +133,6 @@ class Source:
     carried: Carried | None = None
     moved: Mapping[Item, Item] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """How a source is to be read.
-
-    Args:
-        role: Whose model to read, where a folder holds several.
-        step: Which iteration, where a root holds several and its tracker does not decide.
-        rules: The user's own rules for parameters.
-        stubs: Further pickled classes that may become inert stubs.
-        vocab_size: True size of the vocabulary, where the files do not say.
-        optimizer: Whether the optimizer is read at all; without it, its files may be missing or damaged.
-        only: Which part of the model is read: a prefix of names such as ``policy``, or a pattern with ``*``.
-        exclude_frozen: Leave out parameters that are not trained.
-    """
-
-    role: str | None = None
-    step: int | None = None
-    rules: Rules = field(default_factory=Rules)
-    stubs: tuple[str, ...] = ()
-    vocab_size: int | None = None
-    optimizer: bool = True
-    only: str | None = None
-    exclude_frozen: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """What a target is to be; None keeps what the source has.
-
-    Args:
-        tp, pp, vpp, ep, etp, dp: Degrees of parallelism.
-        pipeline_layout: Layers per chunk (``3,5,4``) or Megatron's layout string.
-        dtype: Element type of the parameters.
-        optimizer: ``distributed`` or ``plain``.
-        no_optimizer: Leave the optimizer out.
-        rng: ``keep``, ``derive`` or ``drop``; None keeps for an unchanged layout and derives otherwise.
-        vocab_size: True size of the vocabulary.
-        padded_vocab_size: Rows of the written embedding.
-        rules: The user's own rules for parameters.
-        zero_stage: DeepSpeed's ZeRO stage, 0 to 3.
-        reference_config: Folder with the model's Hugging Face ``config.json``, for a conversion between families of formats.
-        transformer_impl: ``local`` or ``transformer_engine``: whose names a Megatron checkpoint has that is made of another
-            family's.
-        unused_patterns: Whether patterns of ``universal_checkpoint_info`` may match no parameter.
-        max_shard_size: Bytes of tensors that one file of a Hugging Face folder holds at most.
-        tokenizer: Folder whose tokenizer files and ``generation_config.json`` go into a Hugging Face folder.
-        generation_config: A ``generation_config.json``, or a folder with one.
-        eos_token_ids: Ids of the tokens that end a text, for ``generation_config.json`` and ``config.json``.
-        masters: Take the parameters from their fp32 masters.
-        with_optimizer: Keep the optimizer beside a format that has no place for it.
-        merge_adapter: Add the adapter to the base weights.
-        base_model: Folder of the model that an adapter belongs to.
-        ignore_fields: Arguments, or fields of ``config.json``, that a conversion between families passes over although the
-            target computes something else without them.
-        dequantize: Make plain weights of fp8 elements and their scales.
-
-    Raises:
-        UsageError: A folder is a URL.
-    """
-
-    tp: int | None = None
-    pp: int | None = None
-    vpp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    dp: int | None = None
-    pipeline_layout: str | None = None
-    dtype: str | None = None
-    optimizer: str | None = None
-    no_optimizer: bool = False
-    rng: str | None = None
-    vocab_size: int | None = None
-    padded_vocab_size: int | None = None
-    rules: Rules = field(default_factory=Rules)
-    zero_stage: int | None = None
-    reference_config: str | None = None
-    transformer_impl: str | None = None
-    unused_patterns: bool = False
-    max_shard_size: int | None = None
-    tokenizer: str | None = None
-    generation_config: str | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    masters: bool = False
-    with_optimizer: bool = False
-    merge_adapter: bool = False
-    base_model: str | None = None
-    ignore_fields: tuple[str, ...] = ()
-    dequantize: bool = False
-
-    def __post_init__(self) -> None:
-        for given in (self.reference_config, self.tokenizer, self.generation_config, self.base_model):
-            if given is not None:
-                local_path(given)  # refuses URLs
 
 
 class Names(Protocol):

@@ -8,7 +8,7 @@ import pytest
 from mcore_rlhf.cli import app
 from mcore_rlhf.cli.job import make_job
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.formats.options import of_command
+from mcore_rlhf.families.options import of_command
 
 
 @pytest.fixture
