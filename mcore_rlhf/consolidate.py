@@ -73,7 +73,7 @@ def parts_of(source: Source, exclude_frozen: bool) -> Parts:
     Raises:
         Incomplete: A parameter is stored nowhere.
     """
-    native = source.native if isinstance(source.native, ModuleState) else ModuleState("")
+    native = ModuleState.of(source) or ModuleState("")
     tensors: list[Part] = []
     found: dict[TensorName, TensorEntry] = {}
     problems = Problems()
@@ -114,7 +114,14 @@ def carry_out(
         StoredFile(f.path, f.nbytes, tuple(r for r in f.records if (f.path, r[0]) in used)) for f in source.files
     )
     narrowed = replace(source, catalog=parts.catalog, files=stored)
-    target = Target("fp32", source.parallel, parts.catalog, files, dict(texts or {}), source.notes)
+    target = Target(
+        format="fp32",
+        parallel=source.parallel,
+        source=parts.catalog,
+        files=files,
+        texts=dict(texts or {}),
+        report=source.notes,
+    )
     how = replace(
         options, write=WriteOptions(no_optimizer=True)
     )  # masters are not compared with parameters that nobody reads

@@ -68,8 +68,8 @@ class ModuleSource:
         Raises:
             Unsupported: The checkpoint is of another family.
         """
-        native = source.native
-        if not isinstance(native, ModuleState):
+        native = ModuleState.of(source)
+        if native is None:
             raise Unsupported(
                 f"{source.root}: from {source.format} into {into}: its tensors have other names\n"
                 "Convert it first: mcore-rlhf convert SRC DST --to dcp --reference-config DIR."

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
 
 from .source import Source, TrainingState
 
@@ -30,25 +29,13 @@ ELEMENTS = Item(Kind.TENSOR, "elements")
 LEFT_OUT = "the optimizer: left out, as --no-optimizer asks"
 
 
-@runtime_checkable
-class Itemized(Protocol):
-    """A format's own view that has items of its own, beside tensors and the :class:`~.source.TrainingState`."""
-
-    def inventory(self) -> Inventory:
-        """They and their values."""
-        ...
-
-
 def inventory_of(source: Source) -> dict[Item, object]:
     """Everything that a source has but for its tensors, which are accounted by the plan.
 
     Args:
         source: An opened checkpoint, or one that is seen under another family's names.
     """
-    items = dict(state_items(source.state))
-    if isinstance(source.native, Itemized):
-        items = {**source.native.inventory(), **items}
-    return items
+    return {**source.family.inventory(), **dict(state_items(source.state))}
 
 
 def state_items(state: TrainingState) -> Iterator[tuple[Item, object]]:

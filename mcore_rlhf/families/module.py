@@ -9,13 +9,15 @@ optimizer step is its field ``step``, named in its ``scalars``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import ClassVar
 
-from mcore_rlhf.core.account import Inventory, Item, Kind
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Said
 
-from .source import Source
+from .inventory import OPAQUE
+from .source import Family, NewNames
 
 LAYOUT_KEYS = frozenset(
     {
@@ -47,8 +49,8 @@ USE_MUON, MOMENTUM = "use_muon", "momentum_buffer"
 
 
 @dataclass(slots=True)
-class ModuleState:
-    """A checkpoint under a module's own names; ``Source.native`` of all formats of this family is one, or extends it.
+class ModuleState(Family):
+    """A checkpoint under a module's own names; ``Source.family`` of all formats of this family is one, or extends it.
 
     Args:
         tag: Name of the checkpoint's folder without ``_uni``: ``global_step1000``.
@@ -64,8 +66,10 @@ class ModuleState:
         config: The model's description, as Hugging Face's ``config.json`` has it; empty where nobody said.
         without_frozen: Whether no frozen parameter is in the checkpoint and the model may have some, so that whoever loads it
             must not look for them.
+        packs_experts: Whether the experts of a layer are one tensor, as transformers has them in memory, or one by one, as on disk.
     """
 
+    names: ClassVar[str] = "module"
     tag: str
     order: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -76,6 +80,7 @@ class ModuleState:
     pipeline: bool = False
     config: Mapping[str, object] = field(default_factory=dict)
     without_frozen: bool = False
+    packs_experts: bool = True
 
     def base(self) -> ModuleState:
         """The same without what one format knows of its own files; :func:`dataclasses.replace` changes it by field."""
@@ -90,17 +95,30 @@ class ModuleState:
             **{Item(Kind.MODEL, name): value for name, value in named.items() if value},
         }
 
+    def homeless(self) -> Mapping[Item, Said]:
+        """What a state dict has under a parameter's name though it is no tensor."""
+        text = "values of the state dict that are no tensors: only DeepSpeed's own files hold them"
+        return {OPAQUE: Said(Fate.LOST, text)}
 
-def module_state_of(source: Source, to: str) -> ModuleState:
-    """What a source keeps besides tensors.
+    def described(self, config: Callable[[], Mapping[str, object]]) -> ModuleState:
+        """The same with a ``config.json``, where it has none."""
+        return self if self.config else replace(self, config=config())
 
-    Args:
-        source: An opened checkpoint.
-        to: Name of the target's format.
+    def renamed(self, names: NewNames) -> ModuleState:
+        """The same without what only its own format's files would say of tensors that are left out."""
+        kept, new = {*names.owners, *names.shared}, names.new()
+        return replace(
+            self.base(),
+            shared=names.shared,
+            order=tuple(name for old in self.order if (name := names.rename(old)) in kept and name is not None),
+            buffers=tuple(name for old in self.buffers for name in new.get(old, ())),
+            keys={name: self.keys[old] for name, old in names.owners.items() if old in self.keys},
+        )
 
-    Raises:
-        Unsupported: The source's names are not a module's own.
-    """
-    if not isinstance(source.native, ModuleState):
-        raise Unsupported(f"from {source.format} to {to}: this pair of formats is not supported yet")
-    return source.native
+    def exclude_frozen(self, root: Path) -> ModuleState:
+        """Whoever loads it must not look for frozen parameters."""
+        return replace(self, without_frozen=True)
+
+    def tied(self, names: NewNames, tied: bool) -> bool:
+        """Where an alias is left."""
+        return bool(names.shared)

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.errors import UsageError
 
-from .module import ModuleState
 from .renaming import renamed
 from .source import ReadOptions, Source
 
@@ -104,11 +102,8 @@ def _is_role(source: Source, only: str) -> bool:
 
 def _only(source: Source, only: str) -> Source:
     chosen = _resolved(source, only)
-    if chosen.attribute and isinstance(source.native, MegatronNative):
-        raise Unsupported(
-            f"--only {only}: {source.root} is Megatron's, whose layers are found by their whole names\n"
-            f"Give patterns, which keep names: --only '{chosen.attribute}.*', or --only '!output_layer.*' to leave a head out."
-        )
+    if chosen.attribute:
+        source.family.check_attribute(source.root, chosen.attribute, only)
     part = renamed(source, chosen.rename)
     gone = Counter(_attribute(spec.name) for spec in source.model.params if chosen.rename(spec.name) is None)
     left_out = ", ".join(f"{name} ({count})" for name, count in gone.most_common(_SHOWN)) or "nothing"
@@ -147,20 +142,15 @@ def _no_such(source: Source, only: str, names: Sequence[str]) -> str:
 
 
 def _without_frozen(source: Source) -> Source:
-    buffers = source.native.buffers if isinstance(source.native, ModuleState) else ()
+    source.family.exclude_frozen(source.root)  # refuses
+    buffers = source.family.buffers
     frozen = [spec.name for spec in source.model.params if not spec.trainable and spec.name not in buffers]
-    if isinstance(source.native, MegatronNative):
-        raise Unsupported(
-            f"--exclude-frozen: {source.root} is Megatron's, which loads no model with parameters missing\n"
-            "Convert it --to hf, dcp, universal or deepspeed, and leave them out there, or leave names out with --only."
-        )
     if not frozen:
         source.notes.add(Fate.NOTE, "--exclude-frozen: no parameter is known to be frozen")
         return source
     gone = frozenset(frozen)
     part = renamed(source, lambda name: None if name in gone else name)
-    if isinstance(part.native, ModuleState):
-        part.native = replace(part.native, without_frozen=True)
+    part.family = part.family.exclude_frozen(source.root)
     part.notes.add(
         Fate.LOST,
         f"--exclude-frozen: {len(frozen)} frozen parameters such as {frozen[0]}; who loads this has them from elsewhere, "
@@ -170,8 +160,7 @@ def _without_frozen(source: Source) -> Source:
 
 
 def _all_names(source: Source) -> list[str]:
-    aliases = source.native.shared if isinstance(source.native, ModuleState) else {}
-    return [*(spec.name for spec in source.model.params), *aliases]
+    return [*(spec.name for spec in source.model.params), *source.family.shared]
 
 
 def _attribute(name: str, depth: int = 1) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, TypeVar
 
-from mcore_rlhf.core.account import Item, Report
+from mcore_rlhf.core.account import Inventory, Item, Report, Said
 from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.computed import Computation
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
 
 from .options import ReadOptions as ReadOptions
 from .options import WriteOptions as WriteOptions
+
+SomeFamily = TypeVar("SomeFamily", bound="Family")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +93,126 @@ class Computed:
 
 
 @dataclass(slots=True)
+class Family:
+    """What a source has besides tensors and its :class:`TrainingState`: each family of names extends it, and so may a format.
+
+    As it stands, it is that of a source of which nothing more is known.
+    """
+
+    names: ClassVar[str] = ""
+    """Whose names they are, as :attr:`Names.family` has it."""
+
+    @classmethod
+    def of(cls: type[SomeFamily], source: Source) -> SomeFamily | None:
+        """That of a source, if it is of this kind: how a writer asks for more of its own format's sources."""
+        return source.family if isinstance(source.family, cls) else None
+
+    @classmethod
+    def needed(cls: type[SomeFamily], source: Source, to: str) -> SomeFamily:
+        """That of a source which is to become a checkpoint of a format.
+
+        Args:
+            source: An opened checkpoint.
+            to: Name of the target's format.
+
+        Raises:
+            Unsupported: It is of another kind.
+        """
+        found = cls.of(source)
+        if found is None:
+            raise Unsupported(f"from {source.format} to {to}: this pair of formats is not supported yet")
+        return found
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The model's description, as ``config.json`` has it; empty where it is not kept here."""
+        return {}
+
+    @property
+    def shared(self) -> Mapping[str, str]:
+        """Second names of tied parameters: ``{alias: owner}``. The catalogue has owners only."""
+        return {}
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of persistent buffers; they are parameters of the model that are not trained."""
+        return ()
+
+    def inventory(self) -> Inventory:
+        """What it has, item by item."""
+        return {}
+
+    def homeless(self) -> Mapping[Item, Said]:
+        """Items that only files of the source's own format have a place for."""
+        return {}
+
+    def described(self, config: Callable[[], Mapping[str, object]]) -> Family:
+        """The same with the model's description, where it has a place for one and has none."""
+        return self
+
+    def renamed(self, names: NewNames) -> Family:
+        """What a source under other names has, or one without some of its tensors."""
+        return self
+
+    def tied(self, names: NewNames, tied: bool) -> bool:
+        """Whether a source under other names still shares its embedding with its output layer, given that it did."""
+        return tied
+
+    def check_attribute(self, root: Path, attribute: str, only: str) -> None:
+        """Refuse to take what lies below an attribute of the model as a model of its own.
+
+        Raises:
+            Unsupported: The family finds tensors by their whole names.
+        """
+
+    def exclude_frozen(self, root: Path) -> Family:
+        """What a source without its frozen parameters has.
+
+        Raises:
+            Unsupported: The family loads no model with parameters missing.
+        """
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class NewNames:
+    """Who is who in a source that is seen under other names.
+
+    Args:
+        rename: The new name of any name of the source; None for what is left out.
+        owners: For every parameter that is left, its old name.
+        shared: Second names of tied parameters that are left, with their owners; both are new names.
+    """
+
+    rename: Callable[[str], str | None]
+    owners: Mapping[str, str]
+    shared: Mapping[str, str]
+
+    def new(self) -> dict[str, list[str]]:
+        """For every old name, what has become of it."""
+        found: dict[str, list[str]] = {}
+        for new, old in self.owners.items():
+            found.setdefault(old, []).append(new)
+        return found
+
+
+@dataclass(slots=True)
 class Source:
     """An opened checkpoint: nothing of its tensors has been read yet.
 
     Args:
         format: Name of the format.
         root: Folder to which all paths are relative.
-        role: Whose model it is.
         model: What the model is.
-        parallel: How it is cut.
         catalog: Where every logical tensor lies.
+        role: Whose model it is.
+        parallel: How it is cut.
         state: What is not a tensor.
         files: All files, for checksums.
         states: Names of the optimizer's tensor states, without the parameter itself: ``master``, ``exp_avg``, …
         optimizer: What kind of optimizer wrote it: ``distributed``, ``plain``, ``zero1`` to ``zero3``, …, or None.
         notes: What a reader should know.
-        native: The format's own view, for a target of the same format.
+        family: What it has besides.
         computed: What of it is stored nowhere, but computed from files; None for an ordinary checkpoint.
         moved: Items of the source that this one was made of, and what they are a part of here; see :mod:`.crossing`.
         distrust: Why parameters and their masters may disagree though no byte is damaged: a fault of the framework that wrote
@@ -117,16 +224,16 @@ class Source:
 
     format: str
     root: Path
-    role: str
     model: ModelSpec
-    parallel: ParallelConfig
     catalog: Catalog
-    state: TrainingState
-    files: tuple[StoredFile, ...]
-    states: tuple[str, ...]
-    optimizer: str | None
-    notes: Report
-    native: object = None
+    role: str = "actor"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    state: TrainingState = field(default_factory=lambda: TrainingState(0))
+    files: tuple[StoredFile, ...] = ()
+    states: tuple[str, ...] = ()
+    optimizer: str | None = None
+    notes: Report = field(default_factory=Report)
+    family: Family = field(default_factory=Family)
     computed: Computed | None = None
     distrust: str = ""
     unread: str = ""
@@ -135,15 +242,19 @@ class Source:
     unplaced: tuple[str, ...] = ()
 
 
-class Names(Protocol):
-    """Under whose names a format has its tensors."""
+class Names:
+    """Under whose names a format has its tensors; :class:`~mcore_rlhf.formats.base.Format` says the rest.
 
-    @property
-    def name(self) -> str:
-        """What the command line calls the format."""
-        ...
+    Args:
+        name: What the command line calls the format.
+        family: ``megatron``, or ``module`` for a torch module's own names, which are Hugging Face's.
+        packs_experts: Whether the experts of a layer are one tensor, as transformers has them in memory, or one by one, as on disk.
+        adapter: Whether it keeps an adapter alone.
+        weights_only: Whether a checkpoint of it holds a model alone, unless it is asked to keep more.
+    """
 
-    @property
-    def family(self) -> str:
-        """``megatron``, or ``module`` for a torch module's own names, which are Hugging Face's."""
-        ...
+    name: str
+    family: str = "module"
+    packs_experts: bool = True
+    adapter: bool = False
+    weights_only: bool = False

@@ -9,8 +9,7 @@ from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Said, Sta
 from mcore_rlhf.core.catalog import Traced
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.families.crossing.reference_config import CONFIG
-from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, OPAQUE, inventory_of
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Leftover
 
@@ -49,13 +48,9 @@ def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, 
     return replace(account, entries={**account.entries, **entries}, unaccounted=(*account.unaccounted, *forgotten))
 
 
-def _homeless(opened: Source, target: Target) -> dict[Item, Said]:
+def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
     """Values that only the files of one format have a place for."""
-    if not isinstance(opened.native, ModuleState) or opened.format == target.format:
-        return {}
-    return {
-        OPAQUE: Said(Fate.LOST, "values of the state dict that are no tensors: only DeepSpeed's own files hold them")
-    }
+    return {} if opened.format == target.format else opened.family.homeless()
 
 
 def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:

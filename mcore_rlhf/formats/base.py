@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from mcore_rlhf.core.account import Inventory, Report
 from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
@@ -67,13 +66,8 @@ class Target:
     carried: dict[str, Path] = field(default_factory=dict)
 
 
-class Format(Names, Protocol):
-    """A checkpoint format."""
-
-    @property
-    def weights_only(self) -> bool:
-        """Whether a checkpoint of it holds a model alone, unless it is asked to keep more."""
-        ...
+class Format(Names):
+    """A checkpoint format: its names, and three functions."""
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load a checkpoint that was written there: an option, or a line of Python.
@@ -85,16 +79,16 @@ class Format(Names, Protocol):
         Returns:
             Nothing where the framework cannot load it as it is.
         """
-        ...
+        return ""
 
     def detect(self, path: Path) -> bool:
         """Whether a folder looks like a checkpoint of this format."""
-        ...
+        raise NotImplementedError
 
     def read(self, path: Path, options: ReadOptions) -> Source:
         """Open a checkpoint."""
-        ...
+        raise NotImplementedError
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe the checkpoint of this format that holds what the source has."""
-        ...
+        raise NotImplementedError

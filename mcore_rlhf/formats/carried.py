@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.families.crossing.reference_config import CONFIG, config_in
-from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.origin import Origin
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
@@ -46,12 +45,10 @@ def with_carried(source: Source) -> Source:
     if source.format in AT_THE_TOP:
         opened = {file.path for file in source.files} - {CONFIG}
         return replace(source, carried=Carried(source.root, leftovers(source.root, opened)))
-    folder, native = _folder_of(source), source.native
+    folder = _folder_of(source)
     carried = _beside_the_tag(source) if folder is None else Carried(folder, leftovers(folder, ()))
-    if isinstance(native, ModuleState) and not native.config:
-        described = {} if carried is None else config_in(carried)
-        native = replace(native, config=described or Origin.of(source).config)
-    return replace(source, carried=carried, native=native)
+    family = source.family.described(lambda: (config_in(carried) if carried else {}) or Origin.of(source).config)
+    return replace(source, carried=carried, family=family)
 
 
 def unopened(source: Source) -> tuple[Leftover, ...]:
@@ -81,7 +78,7 @@ def bring_along(source: Source, target: Target) -> None:
         tell_kept(target.carried, target.report)
     elif target.format not in AT_THE_TOP:
         place = PurePosixPath(_step_folder(file.path for file in target.files), FOLDER)
-        described = source.native.config if isinstance(source.native, ModuleState) else {}
+        described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
         known = Origin.of(source).config if source.carried is None else config_in(source.carried)
         if described and described != known:  # what the user gave, or what the run says now

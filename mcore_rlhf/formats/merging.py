@@ -96,7 +96,7 @@ def merged(opened: Source, read: ReadOptions, write: WriteOptions) -> tuple[Sour
     reading = ReadOptions(rules=read.rules, stubs=read.stubs, optimizer=False)
     base = crossed(open_checkpoint(Path(write.base_model).expanduser(), reading), FORMAT, left)
     if config.values.get("target_parameters"):  # of packed experts
-        base = in_memory(base, module_state(base), module_state(base).config)
+        base = in_memory(base, module_state(base).config)
     _check_base(adapter, base)
     here, there = _side_by_side(adapter, base)
     result = Merge(here, there, write, config).source(base.root)
@@ -157,7 +157,7 @@ def _check_base(adapter: Source, base: Source) -> None:
         return
     found = _fingerprint(base)
     if found != known.fingerprint:  # a running model has its experts packed
-        found = _fingerprint(in_memory(base, module_state(base), module_state(base).config))
+        found = _fingerprint(in_memory(base, module_state(base).config))
     known.check(found, str(base.root))
     adapter.notes.add(
         Fate.NOTE, f"{base.root} is the base on which the adapter was trained: their fingerprints are equal"

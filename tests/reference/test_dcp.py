@@ -163,7 +163,7 @@ def test_a_megatron_run_goes_on_under_fsdp2(runs: Runs, world: int) -> None:
     job = convert(MEGATRON, folder, ConvertOptions(to="dcp", fsync=False, workers=1, write=WriteOptions(dp=4)))
     assert [text for text in job.report.lost if not text.startswith("RNG")] == []
     source = open_checkpoint(folder, ReadOptions())
-    config = {**source.native.config, "dtype": "float32"}  # type: ignore[attr-defined]
+    config = {**source.family.config, "dtype": "float32"}  # type: ignore[attr-defined]
     ranks = runs.pool.run(jobs.load_llama, str(folder / "dcp_checkpoint"), config, world_size=world, timeout=TIMEOUT)
     whole, losses = ranks[0]
     for name in source.catalog:

@@ -366,8 +366,8 @@ class LivePlan:
         self._note(stored.report, restored, plan)
         files = dict.fromkeys(copy.source.file for copy in plan.copies)
         paths = tuple(source.root / file for file in files)
-        assert isinstance(source.native, ModuleState)
-        wrapper = {key: value for key, value in source.native.optimizer.items() if key in WRAPPER}
+        kept = ModuleState.needed(source, "deepspeed").optimizer
+        wrapper = {key: value for key, value in kept.items() if key in WRAPPER}
         return Origin(source.root, paths, plan, source.state, restored, states, wrapper, stored.report), slots
 
     def _states(self, stored: ModuleSource) -> States:

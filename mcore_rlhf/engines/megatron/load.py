@@ -28,7 +28,7 @@ from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
-from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
@@ -101,8 +101,8 @@ class LivePlan:
         plan = self._plan(wanted)
         self._note(plan)
         files = dict.fromkeys(copy.source.file for copy in plan.copies)
-        native = source.native
-        scalars = native.scalars if isinstance(native, MegatronNative) else {}
+        own = MegatronState.of(source)
+        scalars = own.scalars if own else {}
         return Origin(
             source.root, tuple(source.root / file for file in files), plan, source.state, states, source.optimizer,
             self.report, scalars,
@@ -177,8 +177,8 @@ class LivePlan:
         )
 
     def _check_known(self, name: str) -> None:
-        native = self.source.native
-        if isinstance(native, MegatronNative) and name in native.unknown and self.place.parallel.tp > 1:
+        own = MegatronState.of(self.source)
+        if own and name in own.unknown and self.place.parallel.tp > 1:
             self.problems.add(
                 LayoutMismatch,
                 f"{name}: no table says how it is cut, and the checkpoint has one tensor-parallel rank only",
@@ -208,10 +208,8 @@ class LivePlan:
 
 
 def _has_opaque(source: Source) -> bool:
-    native = source.native
-    if not isinstance(native, MegatronNative):
-        return False
-    values = (value for shard in native.shards for part in shard.parts for value in part.opaque.values())
+    own = MegatronState.of(source)
+    values = (value for shard in (own.shards if own else ()) for part in shard.parts for value in part.opaque.values())
     return any(value is not None and not (isinstance(value, StoredTensor) and 0 in value.shape) for value in values)
 
 

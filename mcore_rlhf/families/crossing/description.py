@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.origin import Origin
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.models.huggingface.config import (
@@ -133,12 +132,11 @@ class Described:
         return adapted
 
 
-def known_description(source: Source, native: ModuleState, options: WriteOptions) -> dict[str, object]:
+def known_description(source: Source, options: WriteOptions) -> dict[str, object]:
     """The ``config.json`` of a source under Hugging Face's names: what the user gave, what it has, or what waits in it.
 
     Args:
         source: The source.
-        native: Its own view of it.
         options: What the user asked for: ``reference_config``.
 
     Returns:
@@ -146,16 +144,16 @@ def known_description(source: Source, native: ModuleState, options: WriteOptions
     """
     if options.reference_config is not None:
         return read_config(options.reference_config)
-    return dict(native.config or Origin.of(source).config)
+    return dict(source.family.config or Origin.of(source).config)
 
 
-def description(source: Source, native: ModuleState, options: WriteOptions) -> dict[str, object]:
+def description(source: Source, options: WriteOptions) -> dict[str, object]:
     """The same; without it nobody knows how wide a head is.
 
     Raises:
         UsageError: There is none.
     """
-    found = known_description(source, native, options)
+    found = known_description(source, options)
     if not found:
         raise UsageError(
             f"{source.root}: nothing in it describes the model: how many heads it has, its rotary base, …\n"

@@ -6,10 +6,11 @@ arguments are derived, and the target's format never learns of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Item, Kind, Reason
-from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Names, Source, WriteOptions
 
@@ -19,9 +20,11 @@ from .quantized import refuse_quantized
 from .to_huggingface import to_huggingface
 from .to_megatron import to_megatron
 
-_ON_DISK = "hf"
-"""The format whose tensors are named as transformers writes them; others' are named as it has them in memory."""
-_IN_MEMORY = ("deepspeed", "universal", "dcp")
+_CROSSINGS: dict[tuple[str, str], Callable[[Source, WriteOptions], Source]] = {
+    (MegatronState.names, ModuleState.names): to_huggingface,
+    (ModuleState.names, MegatronState.names): to_megatron,
+}
+"""From one family to another; a third one adds its own."""
 
 
 def crossed(source: Source, to: Names, options: WriteOptions) -> Source:
@@ -35,41 +38,28 @@ def crossed(source: Source, to: Names, options: WriteOptions) -> Source:
     Raises:
         CheckpointError: The model has no names in the other family, or what decides its shapes is not known.
     """
-    native = source.native
-    refuse_quantized(source, to.name, options)
-    if isinstance(native, ModuleState):
-        return _from_module(source, native, to, options)
-    if isinstance(native, MegatronNative) and to.family == "module":
-        return _packed(_released(to_huggingface(source, native, options), to), to)
-    return source
-
-
-def _from_module(source: Source, native: ModuleState, to: Names, options: WriteOptions) -> Source:
-    if to.family == "megatron":
-        return to_megatron(source, native, options)
-    if to.name == _ON_DISK:
-        config = known_description(source, native, options)
-        if config and not native.config:
-            native = replace(native, config=config)
-            source = replace(source, native=native)
-        return on_disk(source, native, config)
-    return _packed(source, to) if source.format == _ON_DISK else source
+    refuse_quantized(source, to, options)
+    cross = _CROSSINGS.get((source.family.names, to.family))
+    if cross is not None:
+        source = _released(cross(source, options), to)
+    module = ModuleState.of(source)
+    if module is None or to.family != module.names or to.adapter:
+        return source
+    if to.packs_experts:
+        return source if module.packs_experts else in_memory(source, module.config)
+    if cross is not None:
+        return source
+    config = known_description(source, options)
+    return on_disk(replace(source, family=module.described(lambda: config)), config)
 
 
 def _released(source: Source, to: Names) -> Source:
     """A release that becomes a folder has no run whose counters and arguments would be lost; its config says all."""
-    if to.name == _ON_DISK and source.state.release:
-        notes = source.notes.copy()
-        notes.leave(Reason.NO_RUN, Item(Kind.ARGUMENT), Item(Kind.SCHEDULER), Item(Kind.VALUE))
-        return replace(source, state=replace(source.state, other={}, scheduler=None), notes=notes)
-    return source
-
-
-def _packed(source: Source, to: Names) -> Source:
-    native = source.native
-    if to.name not in _IN_MEMORY or not isinstance(native, ModuleState):
+    if not source.state.release or to.packs_experts:
         return source
-    return in_memory(source, native, native.config)
+    notes = source.notes.copy()
+    notes.leave(Reason.NO_RUN, Item(Kind.ARGUMENT), Item(Kind.SCHEDULER), Item(Kind.VALUE))
+    return replace(source, state=replace(source.state, other={}, scheduler=None), notes=notes)
 
 
 def alike(a: Source, b: Source) -> tuple[Source, Source]:
@@ -81,22 +71,21 @@ def alike(a: Source, b: Source) -> tuple[Source, Source]:
     Raises:
         CheckpointError: Megatron's model has no names in the other family.
     """
-    if isinstance(a.native, MegatronNative) and isinstance(b.native, ModuleState):
-        seen = to_huggingface(a, a.native, WriteOptions(vocab_size=_words(b)))
-        return seen, _unpacked(b, seen)
-    if isinstance(b.native, MegatronNative) and isinstance(a.native, ModuleState):
-        seen = to_huggingface(b, b.native, WriteOptions(vocab_size=_words(a)))
-        return _unpacked(a, seen), seen
+    if (a.family.names, b.family.names) == (MegatronState.names, ModuleState.names):
+        a = to_huggingface(a, WriteOptions(vocab_size=_words(b)))
+        return a, _unpacked(b, a)
+    if (b.family.names, a.family.names) == (MegatronState.names, ModuleState.names):
+        b = to_huggingface(b, WriteOptions(vocab_size=_words(a)))
+        return _unpacked(a, b), b
     return _unpacked(a, b), _unpacked(b, a)
 
 
 def _unpacked(source: Source, other: Source) -> Source:
     """The source as on disk; the other one may have to say which architecture it is."""
-    if not isinstance(source.native, ModuleState) or not isinstance(other.native, ModuleState):
+    if not source.family.names == other.family.names == ModuleState.names:
         return source
     nothing = WriteOptions()
-    config = known_description(source, source.native, nothing) or known_description(other, other.native, nothing)
-    return on_disk(source, source.native, config)
+    return on_disk(source, known_description(source, nothing) or known_description(other, nothing))
 
 
 def _words(source: Source) -> int | None:

@@ -12,17 +12,16 @@ from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.config import known_architecture
-from mcore_rlhf.models.huggingface.packing import Packing, from_files, from_modules
+from mcore_rlhf.models.huggingface.packing import from_files, from_modules
 from mcore_rlhf.models.huggingface.table import Packed
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec
 
 
-def on_disk(source: Source, native: ModuleState, config: Mapping[str, object]) -> Source:
+def on_disk(source: Source, config: Mapping[str, object]) -> Source:
     """The source with every expert a tensor of its own; itself where there is nothing to unpack.
 
     Args:
         source: Under Hugging Face's names.
-        native: Its own view of it.
         config: The model's description, which says what its packed tensors are.
 
     Raises:
@@ -32,15 +31,14 @@ def on_disk(source: Source, native: ModuleState, config: Mapping[str, object]) -
     packing = from_modules(_shapes(source), table) if table else None
     if packing is None or packing.same:
         return source
-    return _seen(source, native, packing, packing.of_files(), packing.files, "one by one, as on disk")
+    return _seen(source, packing.of_files(), packing.files, "one by one, as on disk", packs_experts=False)
 
 
-def in_memory(source: Source, native: ModuleState, config: Mapping[str, object]) -> Source:
+def in_memory(source: Source, config: Mapping[str, object]) -> Source:
     """The source with the experts of a layer packed; itself where there is nothing to pack.
 
     Args:
         source: Under Hugging Face's names, as on disk.
-        native: Its own view of it.
         config: The model's description.
 
     Raises:
@@ -51,7 +49,7 @@ def in_memory(source: Source, native: ModuleState, config: Mapping[str, object])
     if packing is None or packing.same:
         return source
     text = "packed, as transformers 5 has them in memory"
-    return _seen(source, native, packing, packing.of_modules(), packing.modules, text)
+    return _seen(source, packing.of_modules(), packing.modules, text, packs_experts=True)
 
 
 def _table(config: Mapping[str, object]) -> tuple[Packed, ...]:
@@ -64,11 +62,9 @@ def _shapes(source: Source) -> dict[str, Shape]:
     return {spec.name: spec.global_shape for spec in source.model.params}
 
 
-def _seen(
-    source: Source, native: ModuleState, packing: Packing, shares: Shares, shapes: Mapping[str, Shape], text: str
-) -> Source:
+def _seen(source: Source, shares: Shares, shapes: Mapping[str, Shape], text: str, *, packs_experts: bool) -> Source:
     """The source under the names of one side."""
-    notes = source.notes.copy()
+    family, notes = ModuleState.needed(source, "hf"), source.notes.copy()
     notes.add(Fate.CHANGED, f"experts: {text} ({len(source.model.params)} → {len(shapes)} tensors)", Item(Kind.MODEL))
     names: dict[str, list[str]] = {}
     for new, parts in shares.items():
@@ -76,11 +72,11 @@ def _seen(
             names.setdefault(part.name, []).append(new)
     renamed = {old: tuple(dict.fromkeys(new)) for old, new in names.items()}
     seen = replace(
-        native.base(), order=_each(native.order, renamed), buffers=_each(native.buffers, renamed),
-        keys={name: said for name, said in native.keys.items() if renamed.get(name) == (name,)},
+        family.base(), order=_each(family.order, renamed), buffers=_each(family.buffers, renamed),
+        keys={name: said for name, said in family.keys.items() if renamed.get(name) == (name,)}, packs_experts=packs_experts,
     )  # fmt: skip
     return replace(
-        source, catalog=Recut(source.catalog, source.role, shares, shapes), notes=notes, native=seen,
+        source, catalog=Recut(source.catalog, source.role, shares, shapes), notes=notes, family=seen,
         model=source.model.having(_specs(source, shares, shapes)),
         state=replace(source.state, groups=_groups(source.state.groups, renamed)),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.core.scaled import Scaled
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import Computed, Source, WriteOptions
+from mcore_rlhf.families.source import Computed, Names, Source, WriteOptions
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.leftovers import Carried
 
@@ -68,7 +68,7 @@ def method_of(config: Config) -> str:
     return str(said.get("quant_method") or said.get("format") or "some method") if said else ""
 
 
-def refuse_quantized(source: Source, to: str, options: WriteOptions) -> None:
+def refuse_quantized(source: Source, to: Names, options: WriteOptions) -> None:
     """Refuse to convert quantized weights as if they were plain ones.
 
     Args:
@@ -79,12 +79,12 @@ def refuse_quantized(source: Source, to: str, options: WriteOptions) -> None:
     Raises:
         Unsupported: They are quantized, and would not stay as they are.
     """
-    native = source.native
-    if not isinstance(native, ModuleState):
+    family = ModuleState.of(source)
+    if family is None:
         return
     marked = [spec.name for spec in source.model.params if _is_marked(spec)]
-    method = method_of(native.config) if source.format == "hf" and source.computed is None and to != "peft" else ""
-    stays = to == "hf" and options.dtype is None and not options.masters
+    method = method_of(family.config) if not (family.packs_experts or to.adapter or source.computed) else ""
+    stays = not to.packs_experts and options.dtype is None and not options.masters
     if stays or not (marked or method):
         return
     what = f"{marked[0]} and {len(marked) - 1} more tensors" if marked else f"{CONFIG}"
@@ -118,16 +118,16 @@ def dequantized(source: Source, options: WriteOptions) -> Source:
         Unsupported: Something else than fp8 with scales is among the tensors.
         LayoutMismatch: Weights have no scales, or ones of other shapes.
     """
-    native = source.native
-    if not isinstance(native, ModuleState) or not is_quantized(source.model.params):
+    family = ModuleState.of(source)
+    if family is None or not is_quantized(source.model.params):
         raise UsageError(f"--dequantize: no weight of {source.root} is quantized\nLeave it out.")
-    return _Dequantizing(source, native, _dtype(native.config, options)).source_of_values()
+    return _Dequantizing(source, family, _dtype(family.config, options)).source_of_values()
 
 
 @dataclass
 class _Dequantizing:
     source: Source
-    native: ModuleState
+    family: ModuleState
     dtype: DType
     problems: Problems = field(default_factory=Problems)
 
@@ -150,13 +150,13 @@ class _Dequantizing:
             for name, spec in specs.items()
             if name not in gone
         ]
-        config = without_quantization(self.native.config)
-        native = replace(
-            self.native, config=config, order=tuple(name for name in self.native.order if name not in gone)
+        config = without_quantization(self.family.config)
+        family = replace(
+            self.family, config=config, order=tuple(name for name in self.family.order if name not in gone)
         )
         self._report(list(made), activations)
         return replace(
-            source, model=source.model.having(kept), catalog=self._catalog(made, gone), native=native,
+            source, model=source.model.having(kept), catalog=self._catalog(made, gone), family=family,
             computed=Computed(source.root, {found.record.file: found for found in made.values()}),
             carried=None if source.carried is None else _updated(source.carried, config),
         )  # fmt: skip
@@ -181,7 +181,7 @@ class _Dequantizing:
 
     def _scaled(self, weight: ParamSpec, scale: ParamSpec) -> Scaled | None:
         entries = [self.source.catalog.get(TensorName(self.source.role, spec.name, PARAM)) for spec in (weight, scale)]
-        block = _block(weight.global_shape, scale.global_shape, self.native.config)
+        block = _block(weight.global_shape, scale.global_shape, self.family.config)
         if block is None or scale.dtype.name.startswith(("int", "uint")):
             text = f"{scale.name} is {scale.dtype} {list(scale.global_shape)}, which fits no blocks of {list(weight.global_shape)}"
             self.problems.add(LayoutMismatch, f"{self.source.root}: {text}")

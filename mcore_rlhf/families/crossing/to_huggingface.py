@@ -11,7 +11,7 @@ from mcore_rlhf.core.views import Recut
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, value_items
 from mcore_rlhf.families.megatron.groups import Membership
-from mcore_rlhf.families.megatron.native import OF_RANKS, PER_RANK_KEYS, MegatronNative
+from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.origin import ORIGIN, origin_of, plain
 from mcore_rlhf.families.scaler import scaler_of, static_scaler
@@ -37,42 +37,40 @@ from .reference_config import read_config
 from .travelled import travelled_config
 
 
-def to_huggingface(source: Source, native: MegatronNative, options: WriteOptions) -> Source:
+def to_huggingface(source: Source, options: WriteOptions) -> Source:
     """The source under Hugging Face's names as they are on disk, without the padding of the vocabulary.
 
     Args:
         source: Megatron's.
-        native: Its own view of it.
         options: What the user asked for: ``vocab_size``, ``reference_config``, ``rules``.
 
     Raises:
         CheckpointError: It is a model whose names are not known, or its true vocabulary is not.
     """
-    model = source.model
-    notes = source.notes.copy()
+    family, model, notes = MegatronState.needed(source, "hf"), source.model, source.notes.copy()
     given = options.reference_config
     reference = None if given is None else read_config(given)
     travelled = travelled_config(source, notes) if given is None else None
-    sizes = _sizes(source, native, reference or travelled, options.vocab_size)
+    sizes = _sizes(source, family, reference or travelled, options.vocab_size)
     among = _among(source.state.args, travelled, options) if reference is None else architecture_of(reference)
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     relation = from_megatron(shapes, sizes, among)
     build = build_of(relation, model.tied)
     described = Described(source.state.args, sizes, relation.architecture, build, options, notes)
     config = described.config(reference, travelled)
-    _note(source, native, relation, sizes, notes)
+    _note(source, family, relation, sizes, notes)
     for doubt in doubts(source.state.args):
         notes.add(Fate.LOST, doubt)
-    groups = with_members(source, relation, Membership(native.args, options.rules), native.scalars, notes)
+    groups = with_members(source, relation, Membership(family.args, options.rules), family.scalars, notes)
     shares = relation.of_huggingface()
     return replace(
         source, model=_model(source, relation, sizes, build.tied), parallel=ParallelConfig(dp=source.parallel.world_size),
         catalog=Recut(source.catalog, source.role, shares, relation.huggingface),
         state=_state(source, relation, config, notes, groups), notes=notes,
-        native=ModuleState(
+        family=ModuleState(
             f"global_step{source.state.iteration}", (*relation.huggingface, *([LM_HEAD] if build.tied else [])),
             buffers=tuple(name for name, parts in shares.items() if is_buffer(parts[0].name)),
-            shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config,
+            shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config, packs_experts=False,
         ), moved={**_waiting(source), **arguments_to_config(source.state.args, relation.architecture, config, notes)},
     )  # fmt: skip
 
@@ -95,7 +93,7 @@ def _waiting(source: Source) -> dict[Item, Item]:
 
 
 def _sizes(
-    source: Source, native: MegatronNative, reference: Mapping[str, object] | None, vocab_size: int | None
+    source: Source, family: MegatronState, reference: Mapping[str, object] | None, vocab_size: int | None
 ) -> Sizes:
     """What the reference says, otherwise what the arguments do."""
     if reference is not None:
@@ -107,7 +105,7 @@ def _sizes(
             f"{source.root}: args do not say how many words the vocabulary has, and Hugging Face's tensors have no padding rows\n"
             "Give --vocab-size, or --reference-config with the folder of the model that was trained."
         )
-    return replace(sizes_of_args(native.args.values, words), mtp=source.model.mtp_layers)
+    return replace(sizes_of_args(family.args.values, words), mtp=source.model.mtp_layers)
 
 
 def _model(source: Source, relation: Relation, sizes: Sizes, tied: bool) -> ModelSpec:
@@ -142,9 +140,14 @@ def _state(
     )  # DeepSpeed wants to load a scheduler, even where Megatron stored none
     scheduler: dict[str, object] | None = {"last_batch_iteration": old.iteration - 1} if trained else None
     return TrainingState(
-        old.iteration, old.release, args=_ds_config(source), groups=groups, scheduler=scheduler, grad_scaler=_scaler(source, notes),
+        iteration=old.iteration,
+        release=old.release,
+        args=_ds_config(source),
+        groups=groups,
+        scheduler=scheduler,
+        grad_scaler=_scaler(source, notes),
         other=other,
-    )  # fmt: skip
+    )
 
 
 def _scaler(source: Source, notes: Report) -> object | None:
@@ -184,7 +187,7 @@ def _ds_config(source: Source) -> dict[str, object]:
     return config
 
 
-def _note(source: Source, native: MegatronNative, relation: Relation, sizes: Sizes, notes: Report) -> None:
+def _note(source: Source, family: MegatronState, relation: Relation, sizes: Sizes, notes: Report) -> None:
     known = relation.architecture
     notes.add(
         Fate.CHANGED,
@@ -192,7 +195,7 @@ def _note(source: Source, native: MegatronNative, relation: Relation, sizes: Siz
     )
     rows = source.model.padded_vocab_size
     if rows is not None and rows > sizes.vocabulary:
-        _note_cut(native.args.vocab_size, sizes.vocabulary, rows, notes)
+        _note_cut(family.args.vocab_size, sizes.vocabulary, rows, notes)
     if sizes.mtp:
         notes.add(
             Fate.NOTE,
@@ -208,7 +211,7 @@ def _note(source: Source, native: MegatronNative, relation: Relation, sizes: Siz
     )
     _note_objects(source, notes)
     opaque = [
-        name for s in native.shards for part in s.parts for name, value in part.opaque.items() if value is not None
+        name for s in family.shards for part in s.parts for name, value in part.opaque.items() if value is not None
     ]
     if opaque:
         notes.add(Fate.LOST, f"values that are no parameters, such as {opaque[0]}", OPAQUE)

@@ -12,7 +12,7 @@ from mcore_rlhf.core.views import Recut, Rows
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership
-from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.origin import ORIGIN, Origin
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
@@ -36,28 +36,28 @@ _ENGINE_VALUES = ("skipped_steps", "ds_version")
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
-def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> Source:
+def to_megatron(source: Source, options: WriteOptions) -> Source:
     """The source under Megatron's names, with the arguments that a run of such a model would have stored.
 
     Args:
         source: A source under Hugging Face's names.
-        native: Its own view of it.
         options: What the user asked for: ``reference_config``, ``transformer_impl``, ``rules``.
 
     Raises:
         CheckpointError: It is a model whose names are not known, or nothing describes it.
     """
-    _check(source, native)
+    family = ModuleState.needed(source, "megatron")
+    _check(source, family)
     _refuse_muon(source)
     origin = Origin.of(source)
-    config = description(source, native, options)
+    config = description(source, options)
     among = architecture_of(config)
-    source = on_disk(source, native, config)
+    source = on_disk(source, config)
     notes = source.notes.copy()
     sizes = sizes_of_config(config)
     shapes, sizes = _with_next_layers(_shapes(source), sizes, notes)
     relation = from_huggingface(
-        shapes, sizes, origin.spelling(options.transformer_impl), among, frozenset(native.buffers)
+        shapes, sizes, origin.spelling(options.transformer_impl), among, frozenset(family.buffers)
     )
     tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes
     if tied and config.get("tie_word_embeddings") is False:
@@ -66,7 +66,7 @@ def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> S
         )
     args = Arguments(arguments(source, origin, config, relation, sizes, options.ignore_fields))
     model = _model(source, relation, args, tied, sizes)
-    _note(source, relation, model, notes, native)
+    _note(source, relation, model, notes, family)
     note_ignored(options.ignore_fields, config, notes)
     note_fields(config, relation.architecture, options.ignore_fields, notes)
     for doubt in doubts(args.values):
@@ -78,8 +78,8 @@ def to_megatron(source: Source, native: ModuleState, options: WriteOptions) -> S
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
         state=_state(source, origin, args, groups, notes), notes=notes,
         optimizer=None if source.optimizer is None else "distributed",
-        native=MegatronNative(None, args, [], list(_with_extra_states(relation)), []),
-        moved=config_to_arguments(native.config, relation.architecture, args.values, notes, carried=_goes_along(source)),
+        family=MegatronState(located=None, args=args, shards=[], order=list(_with_extra_states(relation)), unknown=[]),
+        moved=config_to_arguments(family.config, relation.architecture, args.values, notes, carried=_goes_along(source)),
     )  # fmt: skip
 
 
@@ -140,15 +140,15 @@ def _with_extra_states(relation: Relation) -> Iterator[str]:
         yield "output_layer._extra_state"
 
 
-def _check(source: Source, native: ModuleState) -> None:
-    if native.pipeline:
+def _check(source: Source, family: ModuleState) -> None:
+    if family.pipeline:
         raise Unsupported(f"{source.root}: a PipelineModule's names are its layers' numbers, not Hugging Face's")
     if source.model.get(EMBEDDING) is None:
         some = ", ".join(spec.name for spec in source.model.params[:3])
         raise Unsupported(
             f"{source.root}: from {source.format} to megatron needs Hugging Face's names, {EMBEDDING} and so on; found {some}, …"
         )
-    kept = {alias: owner for alias, owner in native.shared.items() if (alias, owner) != (LM_HEAD, EMBEDDING)}
+    kept = {alias: owner for alias, owner in family.shared.items() if (alias, owner) != (LM_HEAD, EMBEDDING)}
     if kept:
         raise Unsupported(f"{source.root}: shared parameters that Megatron has no name for: {kept}")
 
@@ -190,9 +190,13 @@ def _state(
             Item(Kind.SCHEDULER),
         )
     return TrainingState(
-        old.iteration, old.release, args=dict(args.values), groups=groups, scheduler=scheduler,
+        iteration=old.iteration,
+        release=old.release,
+        args=dict(args.values),
+        groups=groups,
+        scheduler=scheduler,
         other={"checkpoint_version": 3.0, "iteration": old.iteration, **_counters(origin, old.iteration)},
-    )  # fmt: skip
+    )
 
 
 def _counters(origin: Origin, iteration: int) -> dict[str, object]:
@@ -200,7 +204,7 @@ def _counters(origin: Origin, iteration: int) -> dict[str, object]:
     return {key: value for key, value in origin.other.items() if key != "iteration"} if same else {}
 
 
-def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, native: ModuleState) -> None:
+def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, family: ModuleState) -> None:
     known, words, rows = relation.architecture, model.vocab_size or 0, model.padded_vocab_size or 0
     notes.add(
         Fate.CHANGED,
@@ -216,7 +220,7 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, n
         notes.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
     notes.add(Fate.DERIVED, "args: those that describe the model; all others are the new run's")
     _account(source, notes)
-    gone = [name for name in native.buffers if name not in relation.huggingface]
+    gone = [name for name in family.buffers if name not in relation.huggingface]
     if gone:
         items = [Item(Kind.TENSOR, name) for name in gone]
         notes.add(Fate.LOST, f"buffers that Megatron does not have: {', '.join(gone[:3])}", *items)

@@ -21,7 +21,7 @@ from mcore_rlhf.core.views import Joined, OfStates, Recut, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.reference_config import read_config
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
-from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.renaming import renamed
 from mcore_rlhf.families.source import Source, WriteOptions
@@ -52,8 +52,7 @@ def with_peft_names(source: Source, options: WriteOptions) -> Source:
     Raises:
         CheckpointError: The model's names are not known, or an adapter does not fit its layer.
     """
-    native = source.native
-    if not isinstance(native, MegatronNative) or not any(_ADAPTER.fullmatch(s.name) for s in source.model.params):
+    if MegatronState.of(source) is None or not any(_ADAPTER.fullmatch(s.name) for s in source.model.params):
         return source
     options = replace(options, reference_config=model_reference(options.reference_config))
     base = _base(source, options)
@@ -85,7 +84,7 @@ def refuse_adapters(source: Source, to: str) -> None:
         Unsupported: The source has adapters.
     """
     names = [spec.name for spec in source.model.params]
-    bridge = [name for name in names if _ADAPTER.fullmatch(name)] if isinstance(source.native, MegatronNative) else []
+    bridge = [name for name in names if _ADAPTER.fullmatch(name)] if MegatronState.of(source) else []
     alone = len(bridge) == len(names)
     if (bridge and (alone or to == "hf")) or (not bridge and any(in_memory(name) is not None for name in names)):
         raise Unsupported(
@@ -99,16 +98,15 @@ def _base(source: Source, options: WriteOptions) -> Source | None:
     if source.model.get(_EMBEDDING) is None:
         return None
     rest = renamed(source, lambda name: None if _ADAPTER.fullmatch(name) else name)
-    assert isinstance(rest.native, MegatronNative)  # renamed keeps the family
     without = replace(rest, states=(), optimizer=None, state=replace(rest.state, groups=()))
-    return to_huggingface(without, rest.native, options)
+    return to_huggingface(without, options)
 
 
 def _description(source: Source, base: Source | None, options: WriteOptions) -> Mapping[str, object]:
     if options.reference_config is not None:
         return read_config(options.reference_config)
-    if base is not None and isinstance(base.native, ModuleState):
-        return base.native.config
+    if base is not None:
+        return base.family.config
     raise UsageError(
         f"{source.root}: has adapters and not their base model, and nothing that describes it: how many heads it has, how they are fused\n"
         "Give --reference-config, the folder with the model's config.json (and with adapter_config.json, for lora_alpha)."
@@ -205,10 +203,11 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
     native = ModuleState("", tuple(spec.name for spec in specs))
     catalog: Catalog = adapter
     notes = replace(source.notes, lines=list((frozen or source).notes.lines))
-    if frozen is not None and isinstance(frozen.native, ModuleState):
+    if frozen is not None:
+        module = ModuleState.needed(frozen, "peft")
         specs = [*(replace(spec, trainable=False) for spec in frozen.model.params), *specs]
         catalog = Joined((OfStates(frozen.catalog, _WEIGHTS), adapter))
-        native = replace(frozen.native, order=(*frozen.native.order, *native.order))
+        native = replace(module, order=(*module.order, *native.order), packs_experts=True)
     notes.add(Fate.CHANGED, f"Megatron-Bridge's adapters become peft's, of {len(relation.adapted)} modules")
     if relation.repeated:
         text = f"{relation.repeated} matrices A are copies: in Megatron one serves all that is fused in a layer"
@@ -219,7 +218,7 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
     state = replace((frozen or source).state, groups=(), scheduler=None, grad_scaler=None)
     return replace(
         source, model=model, parallel=ParallelConfig(), catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
-        native=native,
+        family=native,
     )  # fmt: skip
 
 

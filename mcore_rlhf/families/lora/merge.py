@@ -44,9 +44,10 @@ def module_state(source: Source) -> ModuleState:
     Raises:
         Unsupported: Its names are another family's.
     """
-    if not isinstance(source.native, ModuleState):
+    found = ModuleState.of(source)
+    if found is None:
         raise Unsupported(f"{source.root}: a {source.format} checkpoint has no adapter under a module's names")
-    return source.native
+    return found
 
 
 @dataclass
@@ -242,7 +243,7 @@ class Merge:
         order = dict.fromkeys(name for old in native.order if (name := in_base(old)) in specs or name in shared)
         return replace(
             base, model=model, catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
-            native=replace(
+            family=replace(
                 native.base(), order=tuple(n for n in order if n), buffers=buffers, shared=shared, config=config, optimizer={}, keys={},
             ),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
-from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
+from mcore_rlhf.errors import LayoutMismatch, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, state_items
 from mcore_rlhf.families.source import Source, WriteOptions
 
@@ -22,8 +22,8 @@ from .buffers import OUTPUT
 from .choices import Choices, choose, same_coordinates
 from .folders import FileRank
 from .groups import Membership
-from .native import OF_RANKS, PER_RANK_KEYS, MegatronNative, RankValues
 from .rng import RngMaker, saved_rng
+from .state import OF_RANKS, PER_RANK_KEYS, MegatronState, RankValues
 
 _FULLY = "dist_ckpt_optim_fully_reshardable"
 """How Megatron-core's ``torch_dist`` stores the distributed optimizer; what we write loads at any layout."""
@@ -36,7 +36,7 @@ class NewRun:
 
     Args:
         source: What it is made of.
-        native: Megatron's view of the source.
+        family: Megatron's view of the source.
         choices: The new layout.
         options: What the user asked for.
         report: Told what becomes of everything.
@@ -44,7 +44,7 @@ class NewRun:
     """
 
     source: Source
-    native: MegatronNative
+    family: MegatronState
     choices: Choices
     options: WriteOptions
     report: Report
@@ -63,18 +63,16 @@ class NewRun:
         Raises:
             CheckpointError: It cannot be done.
         """
-        native = source.native
-        if not isinstance(native, MegatronNative):
-            raise Unsupported(f"from {source.format} to {to}: this pair of formats is not supported yet")
+        family = MegatronState.needed(source, to)
         report = source.notes.for_target()
-        choices = _without_ranks(choose(source, native.args, options, report), native, options)
-        if native.unknown and choices.parallel.tp > 1:
+        choices = _without_ranks(choose(source, family.args, options, report), family, options)
+        if family.unknown and choices.parallel.tp > 1:
             raise LayoutMismatch(
-                f"{len(native.unknown)} parameters are in no table, and with one tensor-parallel rank their copies cannot be "
-                f"compared: {', '.join(native.unknown[:5])}\n"
+                f"{len(family.unknown)} parameters are in no table, and with one tensor-parallel rank their copies cannot be "
+                f"compared: {', '.join(family.unknown[:5])}\n"
                 "Say how they are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
             )
-        return cls(source, native, choices, options, report, ckpt_format)
+        return cls(source, family, choices, options, report, ckpt_format)
 
     @property
     def tracker(self) -> str:
@@ -96,12 +94,12 @@ class NewRun:
     @property
     def membership(self) -> Membership:
         """Decides which param group a parameter is in."""
-        return Membership(self.native.args, self.options.rules)
+        return Membership(self.family.args, self.options.rules)
 
     @cached_property
     def same_ranks(self) -> bool:
         """Whether what belongs to a rank can stay with it."""
-        return bool(self.native.shards) and same_coordinates(self.source.parallel, self.choices.parallel)
+        return bool(self.family.shards) and same_coordinates(self.source.parallel, self.choices.parallel)
 
     @property
     def same_world(self) -> bool:
@@ -110,7 +108,7 @@ class NewRun:
 
     def shard_of(self, at: FileRank) -> RankValues:
         """The source's rank that has the same folder."""
-        return next(shard for shard in self.native.shards if shard.at.folder == at.folder)
+        return next(shard for shard in self.family.shards if shard.at.folder == at.folder)
 
     def arguments(self, at: FileRank | None) -> dict[str, object]:
         """The arguments of a rank; for None those that all ranks share."""
@@ -154,13 +152,13 @@ class NewRun:
     @cached_property
     def rng(self) -> RngMaker:
         """Maker of random states."""
-        saved = saved_rng(self.native.shards[0]) if self.native.shards else []
-        seed = self.native.args.integer("seed", 1234)
+        saved = saved_rng(self.family.shards[0]) if self.family.shards else []
+        seed = self.family.args.integer("seed", 1234)
         return RngMaker(saved[0] if saved else None, self.source.state.iteration, seed)
 
     def rng_states(self, at: FileRank) -> RngStates | None:
         """One state, or one per data-parallel rank in a run with ``--data-parallel-random-init``; None to store none."""
-        wanted = self.choices.parallel.dp if self.native.args.flag("data_parallel_random_init") else 1
+        wanted = self.choices.parallel.dp if self.family.args.flag("data_parallel_random_init") else 1
         kept = saved_rng(self.shard_of(at))[:wanted] if self.choices.rng == "keep" else []
         if self.choices.rng == "keep" and not kept:
             return None
@@ -170,7 +168,7 @@ class NewRun:
     def holds(self) -> Inventory:
         """Everything that is carried, with its value."""
         state = replace(self.source.state, args=self.arguments(None))
-        kept = {**self.native.inventory(), **dict(state_items(state))}
+        kept = {**self.family.inventory(), **dict(state_items(state))}
         if self.choices.rng != "keep":
             kept = {item: value for item, value in kept.items() if item.kind is not Kind.RNG}
         return kept
@@ -189,7 +187,7 @@ class NewRun:
                 f"parameters: converted to {self.choices.dtype}"
                 + (" from their fp32 masters, which are kept" if kept else ""),
             )
-        if any(key in shard.top for shard in self.native.shards for key in PER_RANK_KEYS) and not self.same_world:
+        if any(key in shard.top for shard in self.family.shards for key in PER_RANK_KEYS) and not self.same_world:
             self.report.add(
                 Fate.LOST,
                 "rerun_state_machine: belongs to the ranks of the source; Megatron ignores it as well",
@@ -207,7 +205,7 @@ class NewRun:
         changed = [Item(Kind.ARGUMENT, name) for name, value in old.items() if not same(new.get(name), value)]
         self.report.settle(Fate.DERIVED, "as a run at the new layout stores it", *changed)
         if self.choices.optimizer == DISTRIBUTED:
-            scalars = [Item(Kind.OPTIMIZER, name) for name in self.native.scalars]
+            scalars = [Item(Kind.OPTIMIZER, name) for name in self.family.scalars]
             self.report.settle(Fate.DERIVED, "the distributed optimizer counts it in its param groups", *scalars)
 
     def _note_vocabulary(self) -> None:
@@ -232,7 +230,7 @@ class NewRun:
             ),
             "drop": (Fate.LOST, "RNG states: fresh ones from args.seed, as --rng drop asks"),
         }
-        if not self.native.shards:
+        if not self.family.shards:
             fates["drop"] = (
                 Fate.DERIVED,
                 "RNG states: fresh ones from args.seed, since Megatron did not write the source",
@@ -241,7 +239,7 @@ class NewRun:
 
     def _note_batch(self) -> None:
         """Megatron asserts that the global batch divides into micro-batches of all data-parallel ranks."""
-        args = self.native.args
+        args = self.family.args
         micro, batch = args.optional("micro_batch_size"), args.optional("global_batch_size")
         dp = self.choices.parallel.dp
         if micro and batch and batch % (micro * dp):
@@ -252,13 +250,13 @@ class NewRun:
             )
 
 
-def _without_ranks(choices: Choices, native: MegatronNative, options: WriteOptions) -> Choices:
+def _without_ranks(choices: Choices, family: MegatronState, options: WriteOptions) -> Choices:
     """Files that Megatron did not write have no ranks whose RNG could be kept, or derived from.
 
     Raises:
         UsageError: It was to be kept.
     """
-    if native.shards:
+    if family.shards:
         return choices
     if options.rng == "keep":
         raise UsageError(

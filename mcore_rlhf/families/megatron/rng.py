@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .folders import FileRank
-from .native import OLD_RNG_KEYS, RankValues
+from .state import OLD_RNG_KEYS, RankValues
 
 if TYPE_CHECKING:
     import torch

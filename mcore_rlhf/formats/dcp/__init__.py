@@ -8,22 +8,18 @@ bytes are :mod:`mcore_rlhf.storage.dcp`'s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.base import Format, Target
 
 from .folders import RLINF_FOLDER, detect, is_dcp
 
 
-@dataclass(frozen=True, slots=True)
-class DcpFormat:
+class DcpFormat(Format):
     """torch.distributed.checkpoint (DCP) folders of FSDP runs."""
 
-    name: str = "dcp"
-    family: str = "module"
-    weights_only: bool = False
+    name = "dcp"
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How torch is told to load it."""

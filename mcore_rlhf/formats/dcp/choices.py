@@ -8,7 +8,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.families.module import module_state_of
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
 
 from .folders import RLINF_FOLDER
@@ -53,7 +53,7 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         Unsupported: The source is of another family.
         Incomplete: Nobody knows the members of the param groups.
     """
-    native = module_state_of(source, "dcp")
+    native = ModuleState.needed(source, "dcp")
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         _check_groups(source)

@@ -31,7 +31,7 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
         choices: What the target is to be.
         report: Told what was derived.
     """
-    native = source.native
+    native = source.family
     if isinstance(native, DcpState):
         return _with_rng(dict(native.rest), source.state.iteration, choices.rng or "keep", report)
     rest: dict[str, object] = {}

@@ -17,7 +17,7 @@ from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 
 ITEM = "mcore_rlhf"
 _VERSION = 1
-_NATIVE = tuple(field.name for field in fields(ModuleState))
+_NATIVE = tuple(field.name for field in fields(ModuleState) if field.name != "packs_experts")
 _TUPLES = frozenset({"order", "buffers", "per_rank"})
 _STATE = ("iteration", "release", "args", "scheduler", "grad_scaler", "other")
 

@@ -54,10 +54,19 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
     )
     entries = {name: _entry(TensorName(role, name), stored) for name, stored in tensors.items()}
     return Source(
-        "dcp", located.root, role, ModelSpec(tuple(specs), num_layers(tensors), False, vocab_size=options.vocab_size), ParallelConfig(),
-        FixedCatalog({entry.name: entry for entry in entries.values()}), TrainingState(located.step or 0),
-        (stored_file(opened.file, opened.directory),), (), None, notes, native,
-    )  # fmt: skip
+        format="dcp",
+        root=located.root,
+        role=role,
+        model=ModelSpec(tuple(specs), num_layers(tensors), False, vocab_size=options.vocab_size),
+        parallel=ParallelConfig(),
+        catalog=FixedCatalog({entry.name: entry for entry in entries.values()}),
+        state=TrainingState(located.step or 0),
+        files=(stored_file(opened.file, opened.directory),),
+        states=(),
+        optimizer=None,
+        notes=notes,
+        family=native,
+    )
 
 
 def _entry(name: TensorName, stored: StoredTensor) -> TensorEntry:

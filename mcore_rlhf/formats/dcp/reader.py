@@ -111,11 +111,19 @@ class _Reading:
         role = self.options.role or "actor"
         native = self._native(groups, aliases)
         return Source(
-            "dcp", self.located.root, role, model, ParallelConfig(dp=self._ranks()),
-            DcpCatalog(role, model, self.opened, entries), self._training(native, groups),
-            self._files(), states,
-            "dcp" if self._with_optimizer else None, self.notes, native,
-        )  # fmt: skip
+            format="dcp",
+            root=self.located.root,
+            role=role,
+            model=model,
+            parallel=ParallelConfig(dp=self._ranks()),
+            catalog=DcpCatalog(role, model, self.opened, entries),
+            state=self._training(native, groups),
+            files=self._files(),
+            states=states,
+            optimizer="dcp" if self._with_optimizer else None,
+            notes=self.notes,
+            family=native,
+        )
 
     def _files(self) -> tuple[StoredFile, ...]:
         beside = self.beside.files() if self.beside is not None else ()

@@ -87,11 +87,20 @@ class _Reading:
         buffers = [name for name, parts in tensors.items() if name not in members and not self._is_cut(parts)]
         config = model_config(self.located.root)
         return Source(
-            "dcp", self.located.root, role, model, ParallelConfig(dp=len(self.model)), FixedCatalog(entries),
-            self._training(groups), self._files(), tuple(sorted(found, key=lambda state: state != MASTER)),
-            "dcp" if states else None, self.notes, ModuleState("", tuple(tensors), tuple(buffers), config=config),
+            format="dcp",
+            root=self.located.root,
+            role=role,
+            model=model,
+            parallel=ParallelConfig(dp=len(self.model)),
+            catalog=FixedCatalog(entries),
+            state=self._training(groups),
+            files=self._files(),
+            states=tuple(sorted(found, key=lambda state: state != MASTER)),
+            optimizer="dcp" if states else None,
+            notes=self.notes,
+            family=ModuleState("", tuple(tensors), tuple(buffers), config=config),
             unplaced=self.unplaced.names,
-        )  # fmt: skip
+        )
 
     def _dictionary(self, file: RankFile) -> dict[str, Any]:
         if not isinstance(file.tree, dict):

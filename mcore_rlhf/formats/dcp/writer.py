@@ -51,7 +51,7 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     """
     report = source.notes.for_target()
     choices = choose(source, options, report)
-    native = source.native
+    native = source.family
     assert isinstance(native, ModuleState)  # choose() refused everything else
     if isinstance(native, DcpState):
         report.lines = [line for line in report.lines if line[1] not in native.differing]
@@ -106,13 +106,13 @@ class _Writer:
         metadata = dcp_metadata(_shapes(parts), items, _paths(parts))
         texts: dict[str, str | bytes] = {self._path(METADATA_FILE): metadata}
         return Target(
-            "dcp",
-            ParallelConfig(dp=self.choices.dp),
-            self.view,
-            tuple(files),
-            texts,
-            report,
-            _holds(self.source, self.content),
+            format="dcp",
+            parallel=ParallelConfig(dp=self.choices.dp),
+            source=self.view,
+            files=tuple(files),
+            texts=texts,
+            report=report,
+            holds=_holds(self.source, self.content),
         )
 
     def _path(self, name: str) -> str:
@@ -177,7 +177,7 @@ def _paths(parts: Sequence[Part]) -> dict[str, Path_]:
 
 
 def _report(source: Source, choices: Choices, options: WriteOptions, report: Report) -> None:
-    native = source.native
+    native = source.family
     if not isinstance(native, DcpState):
         where = ".".join(map(str, choices.layout.rest))
         report.add(

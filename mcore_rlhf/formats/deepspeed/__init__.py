@@ -1,7 +1,7 @@
 """Native DeepSpeed checkpoints: ``<tag>/…model_states.pt`` and ``…optim_states.pt`` of ZeRO stages 0 to 3, ``latest``.
 
 What a :class:`~mcore_rlhf.families.source.Source` of the DeepSpeed family looks like, whichever format read it
-(:mod:`mcore_rlhf.families.module` says what both keep besides tensors, as ``Source.native``):
+(:mod:`mcore_rlhf.families.module` says what both keep besides tensors, as ``Source.family``):
 
 * Names are the module's own (``model.layers.0.mlp.up_proj.weight``; ``1.mlp.up_proj.weight`` and
   ``tied_modules.embed.…`` in a ``PipelineModule``). A parameter that is tied has one name, its owner's; the others are in
@@ -19,22 +19,18 @@ What a :class:`~mcore_rlhf.families.source.Source` of the DeepSpeed family looks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.base import Format, Target
 
 from .files import is_tag_folder, looks_like_root
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSpeedFormat:
+class DeepSpeedFormat(Format):
     """DeepSpeed's own checkpoints, written by ``engine.save_checkpoint``."""
 
-    name: str = "deepspeed"
-    family: str = "module"
-    weights_only: bool = False
+    name = "deepspeed"
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

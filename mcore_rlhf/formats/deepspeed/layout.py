@@ -155,7 +155,7 @@ def _refuse_stage(source: Source, native: ModuleState, stage: int, tp: int, opti
         )
     if pp > 1 and stage == 0 and optimizer:
         raise Unsupported("stage 0 with pipeline parallelism is not supported\nGive --zero-stage 1.")
-    if tp * pp > 1 and not isinstance(native, DeepSpeedState):
+    if tp * pp > 1 and DeepSpeedState.of(source) is None:
         raise Unsupported(
             f"from {source.format} with {source.parallel}: native files of a model-parallel run can only be made of native ones\n"
             "DeepSpeed itself loads a universal checkpoint into any model-parallel layout; --tp 1 puts tensors together."
@@ -284,7 +284,8 @@ class TagLayout:
     @property
     def modules(self) -> Sequence[StoredModule]:
         """The modules of a native source, by model-parallel rank; none of any other."""
-        return self.native.modules if isinstance(self.native, DeepSpeedState) else ()
+        own = DeepSpeedState.of(self.source)
+        return own.modules if own else ()
 
     @property
     def same_ranks(self) -> bool:
@@ -293,9 +294,9 @@ class TagLayout:
 
     def other_values(self, dp_rank: int, mp_rank: int) -> Mapping[str, object]:
         """Counters and client state: a rank's own, where the same rank wrote them."""
-        native, other = self.native, self.source.state.other
-        if self.same_ranks and isinstance(native, DeepSpeedState) and native.opened is not None:
-            return other_values(native.opened, dp_rank, mp_rank)
+        native, own, other = self.native, DeepSpeedState.of(self.source), self.source.state.other
+        if self.same_ranks and own is not None and own.opened is not None:
+            return other_values(own.opened, dp_rank, mp_rank)
         if self.zero.tp != self.source.parallel.tp:
             return {key: value for key, value in other.items() if key != INFO}
         return native.per_rank[mp_rank] if native.per_rank else other

@@ -104,7 +104,7 @@ def read_deepspeed(path: Path, options: ReadOptions) -> Source:
         states=catalog.states,
         optimizer=f"zero{opened.stage}" if options.optimizer and (optimizer.flat or optimizer.plain) else None,
         notes=notes,
-        native=_module_state(opened, modules, shards),
+        family=_module_state(opened, modules, shards),
         unplaced=unplaced_of(opened, with_optimizer=options.optimizer),
     )
 

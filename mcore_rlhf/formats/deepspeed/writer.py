@@ -12,7 +12,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
-from mcore_rlhf.families.module import MOMENTUM, USE_MUON, module_state_of
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.carried import AT_THE_TOP
@@ -41,7 +41,7 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = module_state_of(source, "deepspeed")
+    native = ModuleState.needed(source, "deepspeed")
     if any(expert_name(spec.name) is not None for spec in source.model.params):
         raise Unsupported(
             f"{source.root}: native files of a model with DeepSpeed's own experts are read, and not written\n"
@@ -64,7 +64,15 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
     _note(tag, report)
     parallel = ParallelConfig(tp=zero.tp, pp=zero.pp, etp=zero.tp, dp=zero.dp)
     files = tuple(_files(tag))
-    return Target("deepspeed", parallel, tag.catalog, files, {LATEST: zero.tag}, report, _holds(tag, report))
+    return Target(
+        format="deepspeed",
+        parallel=parallel,
+        source=tag.catalog,
+        files=files,
+        texts={LATEST: zero.tag},
+        report=report,
+        holds=_holds(tag, report),
+    )
 
 
 def _cast(spec: ParamSpec, dtype: DType | None, buffers: tuple[str, ...]) -> ParamSpec:
@@ -189,7 +197,8 @@ def _note_missing_states(tag: TagLayout, report: Report) -> None:
 
 def _note_ranks(tag: TagLayout, report: Report) -> None:
     """Stage 3 has client state of every rank, which other ranks have no use for."""
-    opened = tag.native.opened if isinstance(tag.native, DeepSpeedState) else None
+    own = DeepSpeedState.of(tag.source)
+    opened = own.opened if own else None
     if opened is None or not opened.sliced or tag.same_ranks:
         return
     differing = differing_keys(opened)

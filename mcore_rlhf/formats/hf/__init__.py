@@ -7,22 +7,20 @@ weights, in the JSON of ``exact_json``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.base import Format, Target
 
 from .series import find_series
 
 
-@dataclass(frozen=True, slots=True)
-class HuggingFaceFormat:
+class HuggingFaceFormat(Format):
     """A folder that ``from_pretrained`` takes."""
 
-    name: str = "hf"
-    family: str = "module"
-    weights_only: bool = True
+    name = "hf"
+    packs_experts = False
+    weights_only = True
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How transformers is told to load it."""

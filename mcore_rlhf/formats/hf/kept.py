@@ -59,7 +59,13 @@ class Kept:
     def training(self) -> TrainingState:
         """The training state."""
         return TrainingState(
-            self.iteration, self.release, self.args, self.groups, self.scheduler, self.grad_scaler, self.other
+            iteration=self.iteration,
+            release=self.release,
+            args=self.args,
+            groups=self.groups,
+            scheduler=self.scheduler,
+            grad_scaler=self.grad_scaler,
+            other=self.other,
         )
 
     def text(self) -> tuple[str, list[str]]:

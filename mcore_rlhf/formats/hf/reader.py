@@ -97,9 +97,19 @@ class _Reading:
         model = self._model(params, shared)
         optimizer = self.kept.optimizer or None if self.kept is not None and self.options.optimizer else None
         return Source(
-            "hf", self.path, role, model, ParallelConfig(), HuggingFaceCatalog(role, self._places(params, twice)),
-            self._training(), tuple(self._files()), tuple(self.states), optimizer, self.notes, self._native(model, shared),
-        )  # fmt: skip
+            format="hf",
+            root=self.path,
+            role=role,
+            model=model,
+            parallel=ParallelConfig(),
+            catalog=HuggingFaceCatalog(role, self._places(params, twice)),
+            state=self._training(),
+            files=tuple(self._files()),
+            states=tuple(self.states),
+            optimizer=optimizer,
+            notes=self.notes,
+            family=replace(self._native(model, shared), packs_experts=False),
+        )
 
     def _shared(self) -> tuple[dict[str, str], dict[str, str]]:
         """Second names of tied tensors, and those of them that are stored a second time: ``{alias: owner}`` each."""

@@ -15,7 +15,7 @@ from mcore_rlhf.errors import Incomplete, Unsupported, UsageError
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, without_quantization
 from mcore_rlhf.families.crossing.reference_config import config_in, read_config
 from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
-from mcore_rlhf.families.module import ModuleState, module_state_of
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import tell_kept
@@ -60,7 +60,7 @@ def hf_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = module_state_of(source, "hf")
+    native = ModuleState.needed(source, "hf")
     _refuse_options(source, options)
     config, where = _config(source, native, options)
     return _Writer(source, native, options, config, where, Weights(source, native, options, bool(config))).target()
@@ -125,7 +125,16 @@ class _Writer:
             files += self._optimizer(texts, report)
         self._report(parts, report)
         view, holds = self.weights.view, self._holds(described)
-        return Target("hf", ParallelConfig(), view, tuple(files), texts, report, holds, beside)
+        return Target(
+            format="hf",
+            parallel=ParallelConfig(),
+            source=view,
+            files=tuple(files),
+            texts=texts,
+            report=report,
+            holds=holds,
+            carried=beside,
+        )
 
     def _holds(self, config: Mapping[str, object]) -> Inventory:
         """Everything that is carried: the config, and with the optimizer all that is kept beside it."""

@@ -7,21 +7,18 @@ Megatron decides by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.families.megatron.folders import is_iteration_folder, looks_like_root
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.base import Format, Target
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronFormat:
+class MegatronFormat(Format):
     """The ``torch`` checkpoint format of Megatron-LM."""
 
-    name: str = "megatron"
-    family: str = "megatron"
-    weights_only: bool = False
+    name = "megatron"
+    family = "megatron"
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

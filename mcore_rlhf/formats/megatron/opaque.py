@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.native import RankValues
 from mcore_rlhf.families.megatron.rank_layout import LocalItem, RankLayout
+from mcore_rlhf.families.megatron.state import RankValues
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert
 

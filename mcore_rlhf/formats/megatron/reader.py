@@ -12,7 +12,7 @@ from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
 from mcore_rlhf.families.megatron.checks import check_against_arguments, check_folders
 from mcore_rlhf.families.megatron.folders import file_ranks, locate, rank_folders
-from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
@@ -70,7 +70,9 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     check_against_arguments(args, args_file, model, chunks, parallel)
     role = options.role or "actor"
     catalog = MegatronCatalog(role, model, parallel, holders, optimizer.states)
-    native = MegatronNative(located, args, shards, order, unknown, optimizer.scalars)
+    family = MegatronState(
+        located=located, args=args, shards=shards, order=order, unknown=unknown, scalars=optimizer.scalars
+    )
     _note_frozen(frozen, notes)
     state = training_state(shards, located, optimizer.groups, notes)
     if optimizer.kind is not None and state.scheduler is None:
@@ -79,10 +81,20 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
             "there is an optimizer, but no scheduler state; Megatron will want --override-opt-param-scheduler",
         )
     return Source(
-        "megatron", located.root, role, model, parallel, catalog, state,
-        tuple(_stored_files(shards)), optimizer.states, optimizer.kind, notes, native,
+        format="megatron",
+        root=located.root,
+        role=role,
+        model=model,
+        parallel=parallel,
+        catalog=catalog,
+        state=state,
+        files=tuple(_stored_files(shards)),
+        states=optimizer.states,
+        optimizer=optimizer.kind,
+        notes=notes,
+        family=family,
         unplaced=unplaced_of(shards, with_optimizer=options.optimizer),
-    )  # fmt: skip
+    )
 
 
 def tied_alias(

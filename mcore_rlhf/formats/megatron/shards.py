@@ -10,7 +10,7 @@ from typing import Any
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import stored_arguments
 from mcore_rlhf.families.megatron.folders import OPTIMIZER_FILE, FileRank, Located, model_file
-from mcore_rlhf.families.megatron.native import ModelPart
+from mcore_rlhf.families.megatron.state import ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt

@@ -11,7 +11,7 @@ from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.megatron.arguments import stored_arguments
 from mcore_rlhf.families.megatron.folders import Located
-from mcore_rlhf.families.megatron.native import COUNTER, OLD_RNG_KEYS, PER_RANK_KEYS, RNG_KEYS, SCHEDULER_KEYS
+from mcore_rlhf.families.megatron.state import COUNTER, OLD_RNG_KEYS, PER_RANK_KEYS, RNG_KEYS, SCHEDULER_KEYS
 from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.storage.ptfile import StoredTensor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
-from mcore_rlhf.families.megatron.native import SCHEDULER_KEYS
+from mcore_rlhf.families.megatron.state import SCHEDULER_KEYS
 from mcore_rlhf.families.unplaced import Unplaced
 from mcore_rlhf.storage.ptfile import PtFile
 

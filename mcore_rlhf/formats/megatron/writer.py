@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.blueprint import Blueprint
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
-from mcore_rlhf.families.megatron.native import COUNTER, PER_RANK_KEYS
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.rank_layout import RankLayout, Records
+from mcore_rlhf.families.megatron.state import COUNTER, PER_RANK_KEYS
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -37,7 +37,13 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     writer.opaque.note(run.report)
     files = [file for at in file_ranks(run.choices.parallel) for file in writer.files(at)]
     return Target(
-        "megatron", run.choices.parallel, run.view, tuple(files), {TRACKER: run.tracker}, run.report, run.holds()
+        format="megatron",
+        parallel=run.choices.parallel,
+        source=run.view,
+        files=tuple(files),
+        texts={TRACKER: run.tracker},
+        report=run.report,
+        holds=run.holds(),
     )
 
 
@@ -51,14 +57,14 @@ class _Writer:
         model, parallel = self.run.source.model, self.run.choices.parallel
         chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, self.run.choices.split, model.mtp_layers)
         return Blueprint(
-            self.run.source.role, model, Arguments(self.run.arguments(None)), self.run.choices, chunks, self.run.native.order,
+            self.run.source.role, model, Arguments(self.run.arguments(None)), self.run.choices, chunks, self.run.family.order,
             self.run.moments, self.run.state_dtypes,
         )  # fmt: skip
 
     @cached_property
     def opaque(self) -> OpaqueValues:
         """Values of keys that are no parameters."""
-        return OpaqueValues(self.run.native.shards, self.run.source.parallel, self.run.choices.parallel)
+        return OpaqueValues(self.run.family.shards, self.run.source.parallel, self.run.choices.parallel)
 
     def files(self, at: FileRank) -> list[TargetFile]:
         """The files of one rank."""
@@ -85,7 +91,7 @@ class _Writer:
         run = self.run
         return TreeMaker(
             rank, run.source.state, run.arguments(rank.at), self.opaque.value_for(rank), run.rng_states(rank.at),
-            self._per_rank(rank.at), run.membership, run.native.scalars,
+            self._per_rank(rank.at), run.membership, run.family.scalars,
         )  # fmt: skip
 
     def _per_rank(self, at: FileRank) -> Mapping[str, object]:

@@ -7,20 +7,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.base import Format, Target
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronDistFormat:
+class MegatronDistFormat(Format):
     """The ``torch_dist`` checkpoint format of Megatron-core."""
 
-    name: str = "megatron-dist"
-    family: str = "megatron"
-    weights_only: bool = False
+    name = "megatron-dist"
+    family = "megatron"
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

@@ -64,8 +64,8 @@ def _optimizer(run: NewRun, args: Arguments) -> Tree:
 def _member(run: NewRun, groups: Sequence[ParamGroup]) -> Tree:
     inner: Tree = {"param_groups": [dict(group.fields) for group in groups]}
     distributed = run.choices.optimizer == DISTRIBUTED
-    if not distributed and run.native.scalars.get("step") is not None:
-        inner["state"] = {"common_step": run.native.scalars["step"]}
+    if not distributed and run.family.scalars.get("step") is not None:
+        inner["state"] = {"common_step": run.family.scalars["step"]}
     if not distributed and not _mixed_precision(run):
         return inner
     tree: Tree = {"optimizer": inner}

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.families.inventory import OPAQUE
-from mcore_rlhf.families.megatron.native import RankValues
 from mcore_rlhf.families.megatron.new_run import NewRun
+from mcore_rlhf.families.megatron.state import RankValues
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.dcp import ObjectItem, saved
 
 from .names import EXPERT_STATES, Experts, Home, Spelling, extents, home_of
 from .opened import ShardKey
 from .ranks import EXTRA, RNG, rng_index, rng_of, rng_ranks
-from .reader import DistNative
+from .reader import DistState
 
 _NOT_STORED = ("output_layer._extra_state", "core_attention._extra_state")
 """Megatron-core leaves these out: ``models/gpt/gpt_model.py``, ``extensions/transformer_engine.py`` (0.16.1)."""
@@ -38,20 +38,25 @@ class Objects:
     num_layers: int
     _saved: dict[object, bytes] = field(default_factory=dict)
 
+    @property
+    def own(self) -> DistState:
+        """What a source of this very format has; nothing of any other's."""
+        nothing = DistState(located=None, args=self.run.family.args, shards=(), order=[], unknown=[])
+        return DistState.of(self.run.source) or nothing
+
     def items(self) -> Iterator[ObjectItem]:
         """All objects."""
         for key, value in self.opaque().items():
             yield ObjectItem(_fqn(key), self._data(value))
         yield from self._rng()
-        native = self.run.native
-        if isinstance(native, DistNative) and self.run.same_world:
-            yield from (ObjectItem(_fqn(key), item.data()) for key, item in native.others.items())
+        if self.run.same_world:
+            yield from (ObjectItem(_fqn(key), item.data()) for key, item in self.own.others.items())
 
     def opaque(self) -> dict[ShardKey, object]:
         """``_extra_state`` of all modules: those that the source has, and those that Megatron-core wants to be there."""
         stored = self._stored()
         found: dict[ShardKey, object] = {}
-        for name in (*self.run.native.order, *self._norms()):
+        for name in (*self.run.family.order, *self._norms()):
             if not name.endswith(EXTRA) or name.endswith(_NOT_STORED):
                 continue
             home = home_of(name, self.spelling)
@@ -71,10 +76,10 @@ class Objects:
         if packed:
             text = f"{len(packed)} opaque values of all experts of a rank, such as {packed[0]}, are set to None: each expert has one here"
             self.run.report.add(Fate.CHANGED, text, OPAQUE)
-        native = self.run.native
-        if isinstance(native, DistNative) and native.others and not self.run.same_world:
-            some = ", ".join(key.key for key in list(native.others)[:3])
-            lost = [Item(Kind.VALUE, key.key) for key in native.others]
+        others = self.own.others
+        if others and not self.run.same_world:
+            some = ", ".join(key.key for key in list(others)[:3])
+            lost = [Item(Kind.VALUE, key.key) for key in others]
             self.run.report.add(Fate.LOST, f"objects that belong to ranks of the source: {some}", *lost)
 
     def _in_one_module(self, name: str) -> bool:
@@ -84,7 +89,7 @@ class Objects:
     def _stored(self) -> dict[str, tuple[RankValues, object]]:
         """Opaque values of the source; of several tensor-parallel ranks the first has what Megatron-core keeps."""
         found: dict[str, tuple[RankValues, object]] = {}
-        for shard in sorted(self.run.native.shards, key=lambda s: (s.at.tp_rank, s.at.etp_rank)):
+        for shard in sorted(self.run.family.shards, key=lambda s: (s.at.tp_rank, s.at.etp_rank)):
             for part in shard.parts:
                 for name, value in part.opaque.items():
                     found.setdefault(name, (shard, value))
@@ -92,7 +97,7 @@ class Objects:
 
     def _norms(self) -> Iterator[str]:
         """Norms of Transformer Engine 2 keep a state of their own: it must be there, and nobody misses it elsewhere."""
-        if self.run.native.shards or self.spelling.separate_norms or not self.run.native.args.transformer_engine:
+        if self.run.family.shards or self.spelling.separate_norms or not self.run.family.args.transformer_engine:
             return
         for spec in self.run.source.model.params:
             if spec.name.endswith(_NORMS):
@@ -120,10 +125,10 @@ class Objects:
 
     def _rng(self) -> Iterator[ObjectItem]:
         """Random states of every rank, kept as they are where the layout is the source's own."""
-        parallel, native = self.run.choices.parallel, self.run.native
+        parallel = self.run.choices.parallel
         for rank, at in rng_ranks(parallel):
             key = ShardKey(RNG, *rng_index(parallel, rank))
-            kept = rng_of(native.rng, parallel, rank) if isinstance(native, DistNative) else None
+            kept = rng_of(self.own.rng, parallel, rank)
             if kept is not None and self.run.choices.rng == "keep":
                 yield ObjectItem(_fqn(key), kept.data())
                 continue

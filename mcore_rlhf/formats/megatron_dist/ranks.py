@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.families.megatron.folders import FileRank, folder_name
-from mcore_rlhf.families.megatron.native import COUNTER, ModelPart
+from mcore_rlhf.families.megatron.state import COUNTER, ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.dcp import DcpObject

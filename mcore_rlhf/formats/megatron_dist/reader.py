@@ -17,7 +17,7 @@ from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
 from mcore_rlhf.families.megatron.checks import check_against_arguments
 from mcore_rlhf.families.megatron.choices import Choices
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
-from mcore_rlhf.families.megatron.native import OF_RANKS, SCHEDULER_KEYS, MegatronNative
+from mcore_rlhf.families.megatron.state import OF_RANKS, SCHEDULER_KEYS, MegatronState
 from mcore_rlhf.families.source import ReadOptions, Source, TrainingState
 from mcore_rlhf.families.unplaced import Unplaced
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -45,7 +45,7 @@ _PLACED = {"args", "optimizer", "rng_state", CONTENT, *SCHEDULER_KEYS}
 
 
 @dataclass(slots=True)
-class DistNative(MegatronNative):
+class DistState(MegatronState):
     """What only a ``torch_dist`` target needs besides what every Megatron target does.
 
     Args:
@@ -61,7 +61,7 @@ class DistNative(MegatronNative):
     def inventory(self) -> Inventory:
         """What its ranks have, item by item, beside what all of them share."""
         return {
-            **MegatronNative.inventory(self),
+            **MegatronState.inventory(self),
             **({OF_RANKS[RNG]: tuple(self.rng.values())} if self.rng else {}),
             **{Item(Kind.VALUE, key.key): item for key, item in self.others.items()},
         }
@@ -116,22 +116,33 @@ class _Reading:
         )  # fmt: skip
         shards = dist_ranks(self.folder, self.parallel, opaque)
         rng = {key: item for key, item in self.folder.objects.items() if key.key == RNG}
-        native = DistNative(
-            self.folder.located,
-            self.args,
-            shards,
-            order,
-            unknown,
-            self.optimizer.scalars,
-            rng,
-            other_objects(self.folder),
-            self.optimizer.sharding,
+        family = DistState(
+            located=self.folder.located,
+            args=self.args,
+            shards=shards,
+            order=order,
+            unknown=unknown,
+            scalars=self.optimizer.scalars,
+            rng=rng,
+            others=other_objects(self.folder),
+            sharding=self.optimizer.sharding,
         )
         return Source(
-            "megatron-dist", self.folder.located.root, role, model, self.parallel, catalog, self._state(),
-            self.folder.files(), self.optimizer.states, self.optimizer.kind, self.notes, native, distrust=self._distrust(),
+            format="megatron-dist",
+            root=self.folder.located.root,
+            role=role,
+            model=model,
+            parallel=self.parallel,
+            catalog=catalog,
+            state=self._state(),
+            files=self.folder.files(),
+            states=self.optimizer.states,
+            optimizer=self.optimizer.kind,
+            notes=self.notes,
+            family=family,
+            distrust=self._distrust(),
             unplaced=self._unplaced(),
-        )  # fmt: skip
+        )
 
     def _unplaced(self) -> tuple[str, ...]:
         found = Unplaced()

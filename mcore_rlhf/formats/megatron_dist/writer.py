@@ -21,7 +21,7 @@ from .names import Spelling, spelling_of_names
 from .objects import Objects
 from .optimizer import FULLY_RESHARDABLE
 from .ranks import rng_ranks
-from .reader import DistNative
+from .reader import DistState
 
 
 def dist_target(source: Source, options: WriteOptions) -> Target:
@@ -35,7 +35,7 @@ def dist_target(source: Source, options: WriteOptions) -> Target:
         CheckpointError: It cannot be done; all problems together.
     """
     run = NewRun.of(source, options, "megatron-dist", BACKEND)
-    spelling = spelling_of_names([spec.name for spec in source.model.params], run.native.args)
+    spelling = spelling_of_names([spec.name for spec in source.model.params], run.family.args)
     return _Writer(run, spelling, source.model.num_layers).target()
 
 
@@ -72,13 +72,13 @@ class _Writer:
             TRACKER: self.run.tracker,
         }
         return Target(
-            "megatron-dist",
-            self.run.choices.parallel,
-            self.run.view,
-            tuple(files),
-            texts,
-            self.run.report,
-            self.run.holds(),
+            format="megatron-dist",
+            parallel=self.run.choices.parallel,
+            source=self.run.view,
+            files=tuple(files),
+            texts=texts,
+            report=self.run.report,
+            holds=self.run.holds(),
         )
 
     def _items(self, number: int) -> list[Item]:
@@ -97,8 +97,8 @@ class _Writer:
 
     def _note_sharding(self) -> None:
         """Say what the optimizer's states become where the source had them otherwise."""
-        native = self.run.native
-        old = native.sharding if isinstance(native, DistNative) else None
+        family = DistState.of(self.run.source)
+        old = family.sharding if family else None
         if self.run.choices.optimizer == DISTRIBUTED and old not in (None, FULLY_RESHARDABLE):
             self.run.report.add(
                 Fate.CHANGED, f"optimizer states: {old} → {FULLY_RESHARDABLE}, which loads on any layout"

@@ -6,21 +6,19 @@ the adapter in a checkpoint of any format; ``reader`` and ``writer`` are made of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.families.lora.names import CONFIG, WEIGHTS
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.base import Format, Target
 
 
-@dataclass(frozen=True, slots=True)
-class PeftFormat:
+class PeftFormat(Format):
     """peft's folder of one adapter."""
 
-    name: str = "peft"
-    family: str = "module"
-    weights_only: bool = True
+    name = "peft"
+    adapter = True
+    weights_only = True
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

@@ -63,10 +63,19 @@ def read_peft(path: Path, options: ReadOptions) -> Source:
     role = options.role or "actor"
     entries = [_entry(TensorName(role, named[name].memory), tensor) for name, tensor in stored.items()]
     return Source(
-        "peft", path, role, ModelSpec(specs, _layers(named.values()), False), ParallelConfig(),
-        FixedCatalog({entry.name: entry for entry in entries}), _state(config, origin), (file,), (), None, _notes(config, path),
-        ModuleState("", tuple(spec.name for spec in specs)),
-    )  # fmt: skip
+        format="peft",
+        root=path,
+        role=role,
+        model=ModelSpec(specs, _layers(named.values()), False),
+        parallel=ParallelConfig(),
+        catalog=FixedCatalog({entry.name: entry for entry in entries}),
+        state=_state(config, origin),
+        files=(file,),
+        states=(),
+        optimizer=None,
+        notes=_notes(config, path),
+        family=ModuleState("", tuple(spec.name for spec in specs)),
+    )
 
 
 def _check_files(path: Path) -> None:

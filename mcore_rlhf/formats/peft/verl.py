@@ -16,7 +16,7 @@ from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.native import MegatronNative
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard, global_shape_of, local_layout
@@ -60,11 +60,21 @@ def read_verl_adapter(path: Path, options: ReadOptions) -> Source:
         Fate.NOTE, f"verl's adapter files: {sum(layers)} layers, counted from the files; they say nothing of lora_alpha"
     )
     return Source(
-        "verl-adapter", path, role, ModelSpec(specs, sum(layers), False), ParallelConfig(tp=1 + max(tp for tp, _ in ranks), pp=len(layers)),
-        FixedCatalog({entry.name: entry for entry in entries}), TrainingState(0, release=True),
-        tuple(_stored_file(pt) for pt in opened.values()), (), None, notes,
-        MegatronNative(None, Arguments({}), [], [spec.name for spec in specs], []),
-    )  # fmt: skip
+        format="verl-adapter",
+        root=path,
+        role=role,
+        model=ModelSpec(specs, sum(layers), False),
+        parallel=ParallelConfig(tp=1 + max(tp for tp, _ in ranks), pp=len(layers)),
+        catalog=FixedCatalog({entry.name: entry for entry in entries}),
+        state=TrainingState(0, release=True),
+        files=tuple(_stored_file(pt) for pt in opened.values()),
+        states=(),
+        optimizer=None,
+        notes=notes,
+        family=MegatronState(
+            located=None, args=Arguments({}), shards=[], order=[spec.name for spec in specs], unknown=[]
+        ),
+    )
 
 
 def _files(path: Path) -> dict[tuple[int, int, int], str]:

@@ -42,7 +42,7 @@ def peft_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: There is no adapter, or nobody says how much it changes.
     """
-    if not isinstance(source.native, ModuleState):
+    if ModuleState.of(source) is None:
         raise Unsupported(f"from {source.format} to peft: its names are not those of a module with an adapter")
     return _Writer(source, options, known_config(source, options.reference_config)).target()
 
@@ -67,7 +67,15 @@ class _Writer:
             texts[ORIGIN] = Origin(self.source.state.iteration, base).text()
         view = self._view({t.file: t.memory for t in adapter.tensors})
         files = (TargetFile(SAFETENSORS, lambda: self._layout(view, adapter)),)
-        return Target("peft", ParallelConfig(), view, files, texts, report, self._holds(report))
+        return Target(
+            format="peft",
+            parallel=ParallelConfig(),
+            source=view,
+            files=files,
+            texts=texts,
+            report=report,
+            holds=self._holds(report),
+        )
 
     def _holds(self, report: Report) -> Inventory:
         """The adapter's configuration and base, and the iteration; of the run around it nothing else."""

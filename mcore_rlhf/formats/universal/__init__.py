@@ -6,22 +6,18 @@ wants to know of a parameter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
-from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.base import Format, Target
 
 from .files import is_universal_folder, is_universal_root
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalFormat:
+class UniversalFormat(Format):
     """DeepSpeed's universal checkpoint."""
 
-    name: str = "universal"
-    family: str = "module"
-    weights_only: bool = False
+    name = "universal"
 
     def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

@@ -259,9 +259,19 @@ class _UniversalReader:
         kind = "universal" if self.zero.optimizer is not None else None
         frozen = any(not spec.trainable and spec.name not in self.states.buffers for spec in specs)
         return Source(
-            "universal", self.located.root, role, model, self.states.parallel, catalog, self._training(groups, others[0], notes),
-            files, names, kind, notes, self._native(others, frozen=frozen),
-        )  # fmt: skip
+            format="universal",
+            root=self.located.root,
+            role=role,
+            model=model,
+            parallel=self.states.parallel,
+            catalog=catalog,
+            state=self._training(groups, others[0], notes),
+            files=files,
+            states=names,
+            optimizer=kind,
+            notes=notes,
+            family=self._native(others, frozen=frozen),
+        )
 
     def _alike(self, trained: list[str], groups: tuple[ParamGroup, ...]) -> list[list[str]]:
         """Parameters that have the same states: those of DeepSpeed's Muon, and all others."""

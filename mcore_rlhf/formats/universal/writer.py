@@ -20,7 +20,7 @@ from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import StateOrder
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
-from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, module_state_of
+from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.models.spec import ParamSpec
@@ -90,7 +90,7 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = module_state_of(source, "universal")
+    native = ModuleState.needed(source, "universal")
     report = source.notes.for_target()
     keys = TensorParallelKeys.of(source.state.other.get(INFO), native)
     optimizer = source.optimizer is not None and not options.no_optimizer

@@ -61,9 +61,18 @@ def choices(job: dict[str, Any], run: Run, model: Model, report: Report) -> Choi
     args = Arguments({**model.args(run.rows[0]), **run.split})
     spec = ModelSpec((), model.layers, model.tied, model.mtp, model.experts, None, run.rows[0])
     source = Source(
-        "megatron", Path(), "actor", spec, run.source, _NoTensors(), TrainingState(1840), (),
-        ("master", "exp_avg", "exp_avg_sq"), "distributed", Report(),
-    )  # fmt: skip
+        format="megatron",
+        root=Path(),
+        role="actor",
+        model=spec,
+        parallel=run.source,
+        catalog=_NoTensors(),
+        state=TrainingState(1840),
+        files=(),
+        states=("master", "exp_avg", "exp_avg_sq"),
+        optimizer="distributed",
+        notes=Report(),
+    )
     options = WriteOptions(**{name: job[name] for name in LAYOUT_OPTIONS if name in job})
     return choose(source, args, options, report)
 

@@ -39,8 +39,8 @@ def opened(**changed: Any) -> Source:
 
 
 def module(source: Source) -> ModuleState:
-    assert isinstance(source.native, ModuleState)
-    return source.native
+    assert isinstance(source.family, ModuleState)
+    return source.family
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "universal", "dcp"])
@@ -79,10 +79,11 @@ def test_what_is_no_name_of_an_expert_stays_when_experts_are_packed(tmp_path: Pa
     native.without_frozen, native.pipeline, native.tag = True, True, "mine"
     native.optimizer, native.per_rank, native.shared = {"clip_grad": 1.0}, ({"a": 1}, {"a": 2}), {"alias": "owner"}
     seen.model = replace(model, unused=frozenset({"extra"}), mtp_layers=3, num_experts=4, _index={})
-    packed = in_memory(seen, native, native.config)
+    packed = in_memory(seen, native.config)
     assert len(packed.model.params) < len(model.params)
-    renamed = {"order", "buffers", "keys", "params", "_index"}
-    for before, after in ((native, packed.native), (seen.model, packed.model)):
+    assert (native.packs_experts, module(packed).packs_experts) == (False, True)
+    renamed = {"order", "buffers", "keys", "params", "_index", "packs_experts"}
+    for before, after in ((native, packed.family), (seen.model, packed.model)):
         names = [field.name for field in fields(before) if field.name not in renamed]
         assert len(names) >= 7
         assert [name for name in names if getattr(before, name) != getattr(after, name)] == []

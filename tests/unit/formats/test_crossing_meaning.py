@@ -30,7 +30,7 @@ def megatron(**args: object) -> Source:
 
 
 def config_of(source: Source, **options: Any) -> dict[str, Any]:
-    native = crossed(source, format_named("hf"), WriteOptions(**options)).native
+    native = crossed(source, format_named("hf"), WriteOptions(**options)).family
     assert isinstance(native, ModuleState)
     return dict(native.config)
 

@@ -154,7 +154,7 @@ def without_padding(tensors: Tensors) -> Tensors:
 
 def keys_of(root: Path) -> list[str]:
     """All keys of the model, as one process would register them."""
-    return list(open_checkpoint(root, ReadOptions()).native.order)  # type: ignore[attr-defined]
+    return list(open_checkpoint(root, ReadOptions()).family.order)  # type: ignore[attr-defined]
 
 
 def test_groups_are_those_that_megatron_had(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_every_kind_of_keys_is_the_same_run(runs: dict[str, tuple[Run, Path]], s
     names = dict(run.model.named_parameters())
     assert {spec.name for spec in source.model.params if spec.trainable} == set(names)
     assert [spec.name for spec in source.model.params] == list(run.model.state_dict())
-    assert not (set(names) & set(source.native.buffers))  # type: ignore[attr-defined]
+    assert not (set(names) & set(source.family.buffers))  # type: ignore[attr-defined]
     assert source.states == (MASTER, "exp_avg", "exp_avg_sq")
     for name, param in names.items():
         state = run.optimizer.state[param]
@@ -114,9 +114,9 @@ def test_without_planner_data_keys_are_understood_all_the_same(
     metadata.planner_data = None
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     one, other = opened(runs[style][1]), opened(folder)
-    assert isinstance(one.native, DcpState)
-    assert isinstance(other.native, DcpState)
-    assert other.native.layout == one.native.layout
+    assert isinstance(one.family, DcpState)
+    assert isinstance(other.family, DcpState)
+    assert other.family.layout == one.family.layout
     assert {*other.catalog} == {*one.catalog}
     if style != "plain":  # in which the order of the model decides
         assert {frozenset(g.params) for g in other.state.groups} == {frozenset(g.params) for g in one.state.groups}
@@ -322,9 +322,9 @@ def test_masters_become_the_parameters_and_come_back(of_zero: tuple[Path, Job], 
 def test_rlinf_finds_every_key_that_it_asks_for(of_zero: tuple[Path, Job]) -> None:
     """Names of the model, tied ones twice; AdamW's settings; a schedule; random states."""
     source, folder = opened(ZERO), of_zero[0] / "dcp_checkpoint"
-    assert isinstance(source.native.shared, dict)  # type: ignore[attr-defined]
+    assert isinstance(source.family.shared, dict)  # type: ignore[attr-defined]
     shapes = {spec.name: spec.global_shape for spec in source.model.params}
-    aliases = source.native.shared  # type: ignore[attr-defined]
+    aliases = source.family.shared  # type: ignore[attr-defined]
     model = {name: torch.zeros(shapes[aliases.get(name, name)]) for name in (*shapes, *aliases)}
     state = {
         name: {"step": torch.tensor(0.0), "exp_avg": torch.zeros(shapes[name]), "exp_avg_sq": torch.zeros(shapes[name])}
@@ -412,7 +412,7 @@ def test_tied_weights_of_a_run_are_found_by_their_bytes(tmp_path: Path) -> None:
         folder = tmp_path / f"dcp{len(aliases)}"
         save({"model": model, "optim": {"state": {"model.embed_tokens.weight": state}, "param_groups": groups}}, folder)
         source = opened(folder)
-        assert source.native.shared == aliases  # type: ignore[attr-defined]
+        assert source.family.shared == aliases  # type: ignore[attr-defined]
         assert source.model.tied == bool(aliases)
         run_to(folder, folder.with_suffix(".new"), dp=2)
         found = load({"model": {k: torch.zeros_like(v) for k, v in model.items()}}, folder.with_suffix(".new"))
@@ -474,4 +474,4 @@ def test_a_config_beside_the_folder_describes_the_model(tmp_path: Path) -> None:
     actor = Path(shutil.copytree(DCP / "fsdp2_ws2" / "actor", tmp_path / "actor"))
     (actor / "huggingface").mkdir()
     (actor / "huggingface" / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    assert opened(actor).native.config == {"hidden_size": 8}  # type: ignore[attr-defined]
+    assert opened(actor).family.config == {"hidden_size": 8}  # type: ignore[attr-defined]

@@ -72,7 +72,7 @@ def test_the_optimizer_has_names() -> None:
     assert source.state.scheduler["last_epoch"] == 2
     assert source.state.iteration == 2
     assert any(fate is Fate.LOST and "of rank 0 only" in text for fate, text in source.notes.lines)
-    assert {"steps", "scale"} == set(source.native.buffers)  # type: ignore[attr-defined]
+    assert {"steps", "scale"} == set(source.family.buffers)  # type: ignore[attr-defined]
     moment = source.catalog.get(TensorName("actor", "value_head.weight", "exp_avg"))
     assert moment is not None
     assert len(moment.chunks) == 1  # two ranks have no row of it
@@ -144,7 +144,7 @@ def test_config_and_step_come_from_around(tmp_path: Path) -> None:
     (actor / "huggingface" / "config.json").write_text(json.dumps({"hidden_size": 8}))
     source = opened(tmp_path / "global_step_90")
     assert source.state.iteration == 90
-    assert source.native.config == {"hidden_size": 8}  # type: ignore[attr-defined]
+    assert source.family.config == {"hidden_size": 8}  # type: ignore[attr-defined]
 
 
 def rewritten(path: Path, tree: Any) -> None:

@@ -47,8 +47,8 @@ def test_groups_hold_the_parameters_that_they_held_in_the_engine(name: str) -> N
 @pytest.mark.parametrize("name", [name for name in WITH_EXPECTATION if not name.startswith("z0")])
 def test_the_module_is_what_a_naive_merge_finds(name: str) -> None:
     merged, source = read_zero(tag(name)), opened(name)
-    assert isinstance(source.native, ModuleState)
-    stored = {n for n in merged.param if n not in source.native.shared}
+    assert isinstance(source.family, ModuleState)
+    stored = {n for n in merged.param if n not in source.family.shared}
     assert stored == {n.param for n in source.catalog if n.state == PARAM}
     for param in stored:
         found = tensor(source, param, PARAM)
@@ -85,8 +85,8 @@ def test_what_it_is(name: str) -> None:
 def test_ties_are_one_parameter() -> None:
     for name in ("z0_bf16_tied_dp2", "z1_fp32_tied_dp2", "z3_fp32_tied_subgroups_dp4"):
         source = opened(name)
-        assert isinstance(source.native, ModuleState)
-        assert dict(source.native.shared) == {"lm_head.weight": "model.embed_tokens.weight"}
+        assert isinstance(source.family, ModuleState)
+        assert dict(source.family.shared) == {"lm_head.weight": "model.embed_tokens.weight"}
         assert source.model.tied
         assert source.model.get("lm_head.weight") is None
     assert not opened("z0_fp32_untied_dp1").model.tied
@@ -95,9 +95,9 @@ def test_ties_are_one_parameter() -> None:
 @pytest.mark.parametrize("name", ["z2_fp32_frozen_dp4", "z3_bf16_frozen_dp2"])
 def test_frozen_parameters_and_buffers_are_not_trained(name: str) -> None:
     source = opened(name)
-    assert isinstance(source.native, ModuleState)
-    assert source.native.buffers == ("model.scale_buf", "model.step_buf")
-    frozen = [s.name for s in source.model.params if not s.trainable and s.name not in source.native.buffers]
+    assert isinstance(source.family, ModuleState)
+    assert source.family.buffers == ("model.scale_buf", "model.step_buf")
+    frozen = [s.name for s in source.model.params if not s.trainable and s.name not in source.family.buffers]
     assert len(frozen) == 15
     assert all("embed_tokens" in n or "layers.0." in n for n in frozen)
     step = tensor(source, "model.step_buf", PARAM)

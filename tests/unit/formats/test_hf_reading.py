@@ -35,8 +35,8 @@ def opened(folder: Path, **read: Any) -> Source:
 
 
 def native(source: Source) -> ModuleState:
-    assert isinstance(source.native, ModuleState)
-    return source.native
+    assert isinstance(source.family, ModuleState)
+    return source.family
 
 
 def unequal(source: Source, expected: Tensors) -> list[str]:

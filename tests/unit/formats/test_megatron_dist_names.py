@@ -112,7 +112,7 @@ def test_halves_with_keys_of_their_own_are_one_parameter() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_registration_order_is_that_of_real_models(name: str, seed: int) -> None:
-    order = open_checkpoint(GOLDENS / name, ReadOptions()).native.order  # type: ignore[attr-defined]
+    order = open_checkpoint(GOLDENS / name, ReadOptions()).family.order  # type: ignore[attr-defined]
     shuffled = list(order)
     random.Random(seed).shuffle(shuffled)
     assert registration_order(shuffled) == order

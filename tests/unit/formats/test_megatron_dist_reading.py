@@ -47,13 +47,13 @@ def test_it_is_the_run_that_the_legacy_format_holds(path: Path) -> None:
         assert getattr(dist, field) == getattr(legacy, field), field
     for field in ("iteration", "release", "groups", "scheduler", "grad_scaler", "other"):
         assert getattr(dist.state, field) == getattr(legacy.state, field), field
-    assert dist.native.order == legacy.native.order  # type: ignore[attr-defined]
+    assert dist.family.order == legacy.family.order  # type: ignore[attr-defined]
     same = {key: value for key, value in legacy.state.args.items() if "ckpt" not in key and key not in ("dump", "save")}
     assert {key: dist.state.args[key] for key in same} == same
 
 
 def test_random_states_are_those_of_the_same_ranks() -> None:
-    dist, legacy = opened(FULLY).native.shards, opened(LEGACY).native.shards  # type: ignore[attr-defined]
+    dist, legacy = opened(FULLY).family.shards, opened(LEGACY).family.shards  # type: ignore[attr-defined]
     assert [shard.at for shard in dist] == [shard.at for shard in legacy]
     for ours, theirs in zip(dist, legacy, strict=True):
         a, b = (shard.materialize(shard.top["rng_state"])[0] for shard in (ours, theirs))

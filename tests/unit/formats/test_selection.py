@@ -48,21 +48,21 @@ def test_an_attribute_is_taken_without_its_name() -> None:
         assert (entry.name, entry.chunks, entry.dtype) == (name, origin.chunks, origin.dtype)
     trained = {spec.name for spec in part.model.params if spec.trainable}
     assert {name for group in part.state.groups for name in group.params} == trained
-    assert isinstance(part.native, ModuleState)
-    assert set(part.native.buffers) == below - trained
+    assert isinstance(part.family, ModuleState)
+    assert set(part.family.buffers) == below - trained
 
 
 def test_a_tied_tensor_keeps_its_owner_under_the_new_name() -> None:
     part = opened(BOTH, "actor")
-    assert isinstance(part.native, ModuleState)
-    assert part.native.shared == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert isinstance(part.family, ModuleState)
+    assert part.family.shared == {"lm_head.weight": "model.embed_tokens.weight"}
     assert part.model.tied
 
 
 def test_a_tied_tensor_whose_owner_is_left_out_becomes_the_owner() -> None:
     part = opened(BOTH, "actor.lm_head.weight,actor.model.norm.*")
-    assert isinstance(part.native, ModuleState)
-    assert part.native.shared == {}
+    assert isinstance(part.family, ModuleState)
+    assert part.family.shared == {}
     assert "actor.lm_head.weight" in names(part)
     name = TensorName("actor", "actor.lm_head.weight", "exp_avg")
     owner = opened(BOTH).catalog.get(name._replace(param="actor.model.embed_tokens.weight"))
@@ -148,9 +148,9 @@ def test_nobody_reads_what_is_left_out(tmp_path: Path) -> None:
 def test_frozen_parameters_are_left_out_and_said() -> None:
     whole, part = opened(FROZEN), opened(FROZEN, exclude_frozen=True)
     frozen = {spec.name for spec in whole.model.params if not spec.trainable}
-    assert isinstance(whole.native, ModuleState)
-    assert frozen - set(whole.native.buffers)
-    assert names(part) == names(whole) - (frozen - set(whole.native.buffers))
+    assert isinstance(whole.family, ModuleState)
+    assert frozen - set(whole.family.buffers)
+    assert names(part) == names(whole) - (frozen - set(whole.family.buffers))
     assert any(fate is Fate.LOST and "frozen" in text for fate, text in part.notes.lines)
     assert not any("frozen" in text for _, text in whole.notes.lines)
 

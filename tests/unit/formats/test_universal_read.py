@@ -54,7 +54,7 @@ def test_param_groups_have_the_members_that_the_optimizer_had(name: str) -> None
 
 def test_the_module_has_weights_buffers_and_aliases_in_its_order() -> None:
     source = _open("z2_bf16_ac_dp2")
-    native = source.native
+    native = source.family
     assert isinstance(native, ModuleState)
     assert native.shared == {"actor.lm_head.weight": "actor.model.embed_tokens.weight"}
     assert "actor.lm_head.weight" not in {
@@ -112,10 +112,10 @@ def test_tensor_parallel_ranks_have_whole_masters() -> None:
 
 def test_pipeline_stages_are_put_together() -> None:
     source = _open("pp2_z1_fp32_dp2")
-    assert isinstance(source.native, ModuleState)
-    assert source.native.pipeline
-    assert len(source.native.per_rank) == 2
-    assert not torch.equal(source.native.per_rank[0]["rng_state"], source.native.per_rank[1]["rng_state"])  # type: ignore[arg-type]
+    assert isinstance(source.family, ModuleState)
+    assert source.family.pipeline
+    assert len(source.family.per_rank) == 2
+    assert not torch.equal(source.family.per_rank[0]["rng_state"], source.family.per_rank[1]["rng_state"])  # type: ignore[arg-type]
     assert [len(group.params) for group in source.state.groups] == [29, 30]  # the tied embedding once
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from mcore_rlhf.core.account import Inventory, Item, Kind
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OPAQUE
+from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .arguments import Arguments
@@ -67,7 +70,7 @@ class RankValues(Protocol):
 
 
 @dataclass(slots=True)
-class MegatronNative:
+class MegatronState(Family):
     """What only a Megatron target needs of a Megatron source.
 
     Args:
@@ -79,6 +82,7 @@ class MegatronNative:
         scalars: Values that the plain optimizer keeps per parameter and that are equal for all.
     """
 
+    names: ClassVar[str] = "megatron"
     located: Located | None
     args: Arguments
     shards: Sequence[RankValues]
@@ -95,3 +99,28 @@ class MegatronNative:
             **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.scalars.items()},
             **({OPAQUE: tuple(opaque)} if opaque else {}),
         }
+
+    def renamed(self, names: NewNames) -> MegatronState:
+        """Names stay: of those that are left out, the opaque values of their modules go along."""
+        there = set(names.owners.values())
+        modules = {name.rpartition(".")[0] for name in there}
+        order = [
+            name
+            for name in self.order
+            if name in there or (name.endswith("._extra_state") and name.rpartition(".")[0] in modules)
+        ]
+        return replace(self, order=order, unknown=[name for name in self.unknown if name in there])
+
+    def check_attribute(self, root: Path, attribute: str, only: str) -> None:
+        """Layers are found by their whole names, which say their place in the pipeline."""
+        raise Unsupported(
+            f"--only {only}: {root} is Megatron's, whose layers are found by their whole names\n"
+            f"Give patterns, which keep names: --only '{attribute}.*', or --only '!output_layer.*' to leave a head out."
+        )
+
+    def exclude_frozen(self, root: Path) -> MegatronState:
+        """Megatron loads no model with parameters missing."""
+        raise Unsupported(
+            f"--exclude-frozen: {root} is Megatron's, which loads no model with parameters missing\n"
+            "Convert it --to hf, dcp, universal or deepspeed, and leave them out there, or leave names out with --only."
+        )
