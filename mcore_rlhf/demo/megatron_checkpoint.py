@@ -59,7 +59,7 @@ def load(trainer: Trainer, root: str | Path, *, rng: bool = True) -> int:
     Args:
         trainer: Receives it; every rank calls.
         root: Megatron's ``--load``.
-        rng: Whether to restore the random states.
+        rng: Whether to restore the RNG states.
 
     Returns:
         The iteration; 0 for a release.
@@ -96,7 +96,7 @@ def rank_folder() -> str:
 
 
 def rng_state() -> dict[str, Any]:
-    """All random states of this rank, under Megatron-LM's names."""
+    """All RNG states of this rank, under Megatron-LM's names."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),

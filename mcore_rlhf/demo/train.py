@@ -1,7 +1,7 @@
 """``torchrun --nproc-per-node 2 -m mcore_rlhf.demo.train --algorithm grpo --tp 2``: a GRPO or PPO run on megatron-core.
 
 The smallest trainer that has everything a checkpoint must keep: sampled rollouts, a frozen reference policy, an adaptive
-KL coefficient, running reward statistics, a prompt sampler, dropout, Adam, a learning-rate schedule, random states of
+KL coefficient, running reward statistics, a prompt sampler, dropout, Adam, a learning-rate schedule, RNG states of
 every rank, and with PPO a critic. Two runs with the same arguments write the same ``--metrics`` byte for byte, also when
 one of them was killed and resumed.
 """

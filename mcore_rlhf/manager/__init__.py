@@ -1,1 +1,1 @@
-"""Saving and resuming a whole RLHF run: every model, the data, the random states, in one commit."""
+"""Saving and resuming a whole RLHF run: every model, the data, the RNG states, in one commit."""

@@ -13,9 +13,8 @@ from .rlhf.controls import (
     LinearSchedule,
     Schedule,
 )
+from .rlhf.pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics, merged
 from .rlhf.state import RlhfState, tensor_file_stems
-from .rlhf.statistics import BestMetric, RunningStatistics, merged
-from .rlhf.tensors import Buffer, InFlightPrompt
 
 __all__ = [
     "KL_CONTROLLERS",

@@ -202,8 +202,14 @@ class Run:
         line = self._line(prompts, result, kl_coef)
         logger.info(
             "rank=%d step=%d event=train reward=%.3f loss=%.5f kl=%.4f kl_coef=%.6f grad_norm=%.3f",
-            dist.get_rank(), self.state.iteration, result.reward, result.loss, result.kl, kl_coef, result.grad_norm,
-        )  # fmt: skip
+            dist.get_rank(),
+            self.state.iteration,
+            result.reward,
+            result.loss,
+            result.kl,
+            kl_coef,
+            result.grad_norm,
+        )
         return line
 
     def _note(self, prompts: Sequence[Prompt], result: StepResult) -> None:

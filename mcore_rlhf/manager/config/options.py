@@ -62,10 +62,15 @@ def prompt_sampler(config: RunConfig, dataset: Indexable) -> PromptSampler:
     """
     data = config.data
     return PromptSampler.for_dataset(
-        dataset, seed=data.seed, group_size=config.algorithm.group_size, shuffle=data.shuffle,
-        epochs=config.runner.max_epochs, batch_size=data.rollout_batch_size, last_batch=data.last_batch,
+        dataset,
+        seed=data.seed,
+        group_size=config.algorithm.group_size,
+        shuffle=data.shuffle,
+        epochs=config.runner.max_epochs,
+        batch_size=data.rollout_batch_size,
+        last_batch=data.last_batch,
         on_dataset_change=data.on_dataset_change,
-    )  # fmt: skip
+    )
 
 
 def kl_controller(config: RunConfig) -> KLController:
@@ -103,9 +108,12 @@ def _retention(keep: KeepSection) -> Retention:
 
 def _export(section: ExportSection) -> Export:
     write = WriteOptions(
-        no_optimizer=True, dtype=section.dtype, reference_config=section.reference_config, tokenizer=section.tokenizer,
+        no_optimizer=True,
+        dtype=section.dtype,
+        reference_config=section.reference_config,
+        tokenizer=section.tokenizer,
         generation_config=section.generation_config,
-    )  # fmt: skip
+    )
     beside = [row.name for row, _ in given(write=write) if section.format not in row.targets]
     if beside:
         raise Unsupported(

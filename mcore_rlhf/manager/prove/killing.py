@@ -93,7 +93,7 @@ class Watch:
         return sorted(found)
 
     def partial(self, after: int = -1) -> Partial | None:
-        """A step beyond ``after`` of which files of a role, of the data or of random states are being written."""
+        """A step beyond ``after`` of which files of a role, of the data or of RNG states are being written."""
         for path in self._folders():
             number = step_of_aside(path) if ".partial-" in path.name else None
             if number is not None and number > after:

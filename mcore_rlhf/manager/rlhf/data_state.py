@@ -77,7 +77,7 @@ def fingerprint(dataset: Dataset, *, all_items_up_to: int = ALL_ITEMS_UP_TO) -> 
 
     Args:
         dataset: A file, by its path, or anything with a length and items by number. Items are text, bytes, numbers,
-            None, arrays or tensors, paths of files (hashed by their content), and nests of these in lists, tuples and
+            None, arrays or tensors, paths of files (hashed by their content), and these nested in lists, tuples and
             dictionaries (whose order does not count).
         all_items_up_to: A longer dataset is sampled at this many positions.
 

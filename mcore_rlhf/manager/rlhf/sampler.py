@@ -431,8 +431,12 @@ class PromptSampler:
         problems.raise_if_any()
         if changed:
             dropped = len(state["in_flight"])
-            _logger.warning("%s; on_dataset_change='restart': the data begin again at epoch 0 of this run's dataset, "
-                            "and %d prompts in flight are dropped", changed, dropped)  # fmt: skip
+            _logger.warning(
+                "%s; on_dataset_change='restart': the data begin again at epoch 0 of this run's dataset, "
+                "and %d prompts in flight are dropped",
+                changed,
+                dropped,
+            )
         self._progress = SamplerProgress() if changed else read_progress(state, self._order, self._epochs)
 
     def install(self, saved: Mapping[str, Any], undo: Undo) -> None:

@@ -14,10 +14,9 @@ from typing import TypeVar
 
 from ...errors import Corrupt, Incomplete, Problems, UsageError
 from .controls import KL_CONTROLLERS, SCHEDULES, Kinds, KLController, Schedule
-from .json_values import dumps, loads, shorten
+from .json_values import cloned, dumps, loads, refill, shorten
+from .pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
 from .state_json import COUNTERS, Document, Files, read, tensor_stems, up_to_date, write
-from .statistics import BestMetric, RunningStatistics
-from .tensors import Buffer, InFlightPrompt, cloned, refill
 
 _NO_FILES: Mapping[str, object] = MappingProxyType({})
 _JSON, _TENSORS = "rlhf_state", "tensors"
@@ -159,7 +158,7 @@ class RlhfState:
         return stored
 
     def state_dict(self) -> dict[str, object]:
-        """All of it as one nest of plain values and the live tensors, which ``weights_only=True`` loads.
+        """All of it as one nested dict of plain values and the live tensors, which ``weights_only=True`` loads.
 
         Meant for those who save it themselves, as DeepSpeed's ``client_state``.
         """

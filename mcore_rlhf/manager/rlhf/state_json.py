@@ -14,9 +14,21 @@ import torch
 
 from ...errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported, UsageError
 from .controls import KL_CONTROLLERS, SCHEDULES, Kinds
-from .json_values import convert, decode, members, read_fields, shorten, under, write_fields
-from .statistics import BestMetric, RunningStatistics
-from .tensors import Buffer, InFlightPrompt, forms, join, pick, references, split
+from .json_values import (
+    convert,
+    decode,
+    forms,
+    join,
+    members,
+    pick,
+    read_fields,
+    references,
+    shorten,
+    split,
+    under,
+    write_fields,
+)
+from .pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
 
 T = TypeVar("T")
 Files = dict[str, dict[str, object]]

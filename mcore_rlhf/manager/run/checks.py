@@ -1,4 +1,4 @@
-"""Checks of files that no manifest vouches for: checksums that they carry themselves, and whether they can be read at all.
+"""Checks of a step's files: by the manifest; where none vouches for them, by the checksums that they carry and by reading them.
 
 Checksums say that a file is what was written; they do not say that it can be read, nor that reading it is safe.
 """
@@ -12,6 +12,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp import DcpFolder
+from mcore_rlhf.storage.manifest import Manifest, crc_of_file
 from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.paths import cannot_open
 from mcore_rlhf.storage.ptfile import read_pt
@@ -19,6 +20,25 @@ from mcore_rlhf.storage.torchzip import read_directory
 
 _WINDOW = 1 << 20
 _ITEMS = ".distcp"
+
+
+def check_file(path: Path, folder: Path, manifest: Manifest | None) -> None:
+    """Verify a file's bytes by the manifest of its step, or without one by the checksums that the file itself carries.
+
+    Args:
+        path: The file; one that the manifest does not list is passed over.
+        folder: The step's folder.
+        manifest: Of the step; None where another trainer wrote it.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    if manifest is None:
+        return check_itself(path)
+    entry = manifest.files.get(path.relative_to(folder).as_posix())
+    if entry is not None and (found := crc_of_file(path)) != entry.crc32:
+        raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
+    return None
 
 
 def check_itself(path: Path) -> None:

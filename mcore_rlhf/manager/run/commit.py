@@ -40,8 +40,8 @@ class Stopped(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class Mailbox:
-    """Named messages in a folder. Each is written once, as a whole.
+class FolderStore:
+    """Named messages in a folder, as ``torch.distributed.FileStore`` has them; each is written once, as a whole.
 
     Args:
         folder: Where; all ranks see it.
@@ -53,7 +53,7 @@ class Mailbox:
     timeout: float
     gone: Callable[[], bool] = field(default=lambda: False)
 
-    def post(self, name: str, data: bytes) -> None:
+    def set(self, name: str, data: bytes) -> None:
         """Write a message.
 
         Raises:
@@ -66,19 +66,19 @@ class Mailbox:
         except OSError as error:
             raise storage_error(error, path, "write") from error
 
-    def post_json(self, name: str, content: object) -> None:
+    def set_json(self, name: str, content: object) -> None:
         """Write a message of plain values."""
-        self.post(name, json.dumps(content).encode())
+        self.set(name, json.dumps(content).encode())
 
     def fail(self, who: str, error: BaseException) -> None:
         """Tell everybody that there will be no commit; never raises."""
         try:
-            self.post(_FAILED + who, f"{type(error).__name__}: {error}".encode())
+            self.set(_FAILED + who, f"{type(error).__name__}: {error}".encode())
         except CheckpointError:
             with suppress(OSError):  # a full disk mostly has room for an empty file; else the others time out
                 (self.folder / f"{_FAILED}{who}").touch()
 
-    def take(self, name: str, sender: str) -> bytes:
+    def get(self, name: str, sender: str) -> bytes:
         """Wait for a message.
 
         Args:
@@ -106,9 +106,9 @@ class Mailbox:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def take_json(self, name: str, sender: str) -> dict[str, object]:
+    def get_json(self, name: str, sender: str) -> dict[str, object]:
         """Wait for a message of plain values."""
-        content: dict[str, object] = json.loads(self.take(name, sender))
+        content: dict[str, object] = json.loads(self.get(name, sender))
         return content
 
     def check(self) -> None:
@@ -132,11 +132,11 @@ class Mailbox:
         return next((self.folder / name for name in names if name.startswith(_FAILED)), None)
 
 
-def why_it_vanished(mailbox: Mailbox, error: BaseException) -> Stopped | None:
+def why_it_vanished(store: FolderStore, error: BaseException) -> Stopped | None:
     """What a rank met whose files vanished while it wrote them: mostly that rank 0 is removing a step that was given up.
 
     Args:
-        mailbox: The step's.
+        store: The step's.
         error: What the rank met.
     """
     cause = error if isinstance(error, OSError) else error.__cause__
@@ -145,7 +145,7 @@ def why_it_vanished(mailbox: Mailbox, error: BaseException) -> Stopped | None:
     end = time.monotonic() + _REMOVAL_S
     while time.monotonic() < end:
         try:
-            mailbox.check()
+            store.check()
         except Stopped as stopped:
             return stopped
         time.sleep(_LONGEST_PAUSE)
@@ -262,9 +262,9 @@ class Transaction:
         return Places(self.target, self.id)
 
     @property
-    def mailbox(self) -> Mailbox:
+    def store(self) -> FolderStore:
         """Where ranks leave messages until the commit."""
-        return Mailbox(self.folder / PARTS, self.timeout, self._ended)
+        return FolderStore(self.folder / PARTS, self.timeout, self._ended)
 
     @property
     def _word(self) -> Path:
@@ -317,7 +317,7 @@ class Transaction:
 
     def deliver(self, part: RankPart) -> None:
         """Say that this rank has written, and synced, everything."""
-        self.mailbox.post_json(f"part-{self.part}.json", part.as_json())
+        self.store.set_json(f"part-{self.part}.json", part.as_json())
 
     def parts(self, expected: Iterable[str]) -> dict[str, RankPart]:
         """Wait for the parts of others.
@@ -325,9 +325,7 @@ class Transaction:
         Raises:
             CheckpointError: One of them failed, or did not come.
         """
-        return {
-            name: RankPart.from_json(self.mailbox.take_json(f"part-{name}.json", f"rank {name}")) for name in expected
-        }
+        return {name: RankPart.from_json(self.store.get_json(f"part-{name}.json", f"rank {name}")) for name in expected}
 
     def commit(self, manifest: Manifest) -> Committed:
         """Publish.
@@ -380,7 +378,7 @@ class Transaction:
         end = time.monotonic() + patience
         while not self._places.is_published(MANIFEST):
             try:
-                self.mailbox.check()
+                self.store.check()
             except Stopped:
                 if self._places.is_published(MANIFEST):  # the folder was renamed between the two looks
                     return

@@ -19,13 +19,13 @@ from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
 from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, StorageError, Unsupported
 from mcore_rlhf.storage import regular
-from mcore_rlhf.storage.manifest import Manifest, check, crc_of_file
+from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.ptfile import read_pt
 
 from ..rlhf.state import tensor_file_stems
 from . import steps
-from .checks import check_itself
+from .checks import check_file
 from .options import LOG, ManagerOptions, Reporter
 from .retention import left_behind
 from .rng import FILE as RNG_FILE
@@ -46,7 +46,7 @@ class StepLoad:
         step: Its number, as far as it is known.
         parts: What the run consists of.
         world: The ranks.
-        rng: What happens to random states where the layout is another one.
+        rng: What happens to RNG states where the layout is another one.
         optimizer: Whether optimizers are restored.
     """
 
@@ -193,20 +193,11 @@ class StepLoad:
         wanted = sorted({str(file) for files in self.world.all_gather([*self._files, *listed]) for file in files})
         problems = Problems()
         for path in wanted[share::shares]:
-            self._collect(problems, partial(self._check_file, Path(path)))
+            self._collect(problems, partial(check_file, Path(path), self.folder, self.manifest))
         problems.raise_if_any()
 
-    def _check_file(self, path: Path) -> None:
-        entry = self.manifest.files.get(path.relative_to(self.folder).as_posix()) if self.manifest else None
-        if entry is None:
-            return check_itself(path) if self.manifest is None else None
-        found = crc_of_file(path)
-        if found != entry.crc32:
-            raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
-        return None
-
     def install(self, undo: Undo) -> None:
-        """Do all that may refuse, of all roles, the data and the random states; no tensor of a model is filled yet.
+        """Do all that may refuse, of all roles, the data and the RNG states; no tensor of a model is filled yet.
 
         Args:
             undo: One for the whole run: told, before anything changes, how it is put back.
@@ -227,7 +218,7 @@ class StepLoad:
             self._keeper().restore(self._rng)
 
     def fill(self) -> None:
-        """What cannot refuse any more: the models' tensors, the RLHF state; and the random states, whoever drew from them.
+        """What cannot refuse any more: the models' tensors, the RLHF state; and the RNG states, whoever drew from them.
 
         Raises:
             CheckpointError: A file that was sound cannot be read any more.
@@ -447,16 +438,19 @@ class Resumer:
             return
         for fate, text in load.report.lines:
             LOG.log(30 if fate is Fate.LOST else 20, "rank=0 step=%d event=load %s: %s", load.step, fate.value, text)
-        self.reporter.say(
-            "load", load.step, f"resumed from {load.folder.name}; next step {load.step + 1}",
-            seconds=seconds, bytes=load.nbytes, gb_per_s=load.nbytes / max(seconds, 1e-9) / 1e9,
-        )  # fmt: skip
+        text, speed = (
+            f"resumed from {load.folder.name}; next step {load.step + 1}",
+            load.nbytes / max(seconds, 1e-9) / 1e9,
+        )
+        self.reporter.say("load", load.step, text, seconds=seconds, bytes=load.nbytes, gb_per_s=speed)
         newer = left_behind(self.root, load.step, ()) if self.root.is_dir() else []
         if newer and load.folder.parent == self.root and not self.options.read_only:
             LOG.warning(
                 "rank=0 step=%d: newer steps are there (%s); the first save of this run puts them in quarantine, so that "
-                "nothing resumes from what it leaves behind", load.step, ", ".join(map(str, newer)),
-            )  # fmt: skip
+                "nothing resumes from what it leaves behind",
+                load.step,
+                ", ".join(map(str, newer)),
+            )
 
 
 def _refuse_newer_release(step: Step) -> None:

@@ -39,7 +39,7 @@ class Resumed:
 
 
 class CheckpointManager:
-    """Saves and resumes a whole run: models with their optimizers, data, RLHF state, random states, in one commit.
+    """Saves and resumes a whole run: models with their optimizers, data, RLHF state, RNG states, in one commit.
 
     Every rank makes one, with the same arguments, and every rank makes the same calls; :meth:`save`, :meth:`maybe_save`,
     :meth:`load`, :meth:`wait` and :meth:`close` are collective. Use it as a context manager, or call :meth:`close`.
@@ -155,7 +155,7 @@ class CheckpointManager:
     ) -> Resumed | None:
         """Restore everything, in place.
 
-        All ranks check what they will read, and agree; then every part (roles, data, random states) takes what it may refuse,
+        All ranks check what they will read, and agree; then every part (roles, data, RNG states) takes what it may refuse,
         with one undo for the whole run; and only when all parts of all ranks have, the first tensor is overwritten.
 
         Args:

@@ -34,7 +34,7 @@ class ManagerOptions:
         on_existing: What the first save does in a root that holds committed steps which this run has neither loaded nor
             written: ``refuse``, or ``continue`` among them.
         fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.
-        rng: On resume at another layout: ``derive`` random states, ``refuse``, or ``ignore`` them.
+        rng: On resume at another layout: ``derive`` RNG states, ``refuse``, or ``ignore`` them.
         check: What is verified before a step is loaded: every byte that is read (``bytes``), or lengths only (``sizes``).
         timeout: Seconds to wait for a rank that does not come.
         catch_signals: Whether SIGTERM and SIGUSR1 save and stop the run at the next step boundary.
@@ -85,9 +85,11 @@ class ManagerOptions:
 
 
 _CHOICES = {
-    "on_busy": ("wait", "refuse"), "on_existing": ("refuse", "continue"), "rng": ("derive", "refuse", "ignore"),
+    "on_busy": ("wait", "refuse"),
+    "on_existing": ("refuse", "continue"),
+    "rng": ("derive", "refuse", "ignore"),
     "check": ("bytes", "sizes"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The random states of every rank: ``rng/rng_state.pt``.
+"""The RNG states of every rank: ``rng/rng_state.pt``.
 
 Megatron's own file keeps one state per (tp, pp) only; here every rank has its own. On an unchanged layout they are put back as
 they were. On another they are derived from those of rank 0, or refused, and either way it is said.
@@ -31,7 +31,7 @@ _FIELDS = ("python", "numpy", "torch", "cuda", "tracker")
 
 
 def captured(framework: HasRng | None = None) -> RngState:
-    """All random states of this rank, as values that load with ``weights_only=True``.
+    """All RNG states of this rank, as values that load with ``weights_only=True``.
 
     Args:
         framework: An engine that keeps states of its own.
@@ -70,7 +70,7 @@ def _tensor(value: object) -> torch.Tensor:
     return value
 
 
-def file_tree(states: Sequence[RngState], layout: str) -> dict[str, object]:
+def file_content(states: Sequence[RngState], layout: str) -> dict[str, object]:
     """The content of the file.
 
     Args:
@@ -82,7 +82,7 @@ def file_tree(states: Sequence[RngState], layout: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class RngKeeper:
-    """Puts saved random states back.
+    """Puts saved RNG states back.
 
     Args:
         rank: This rank.

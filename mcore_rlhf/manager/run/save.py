@@ -73,8 +73,15 @@ class Saver:
         self.reporter.say("save", step, stall_s=stall, copy_s=copying, bytes=snapshot.nbytes, world=self.world.size)
         report = {"metrics": dict(metrics or {}), "stall_seconds": stall, "step_seconds": self.clock.step_seconds}
         job = SaveJob(
-            opened, self.world, self.parts, snapshot, self.reporter, report, self.options.provenance, partial(self._after, step)
-        )  # fmt: skip
+            opened,
+            self.world,
+            self.parts,
+            snapshot,
+            self.reporter,
+            report=report,
+            provenance=self.options.provenance,
+            then=partial(self._after, step),
+        )
         self._background.start(partial(self._run, job))
         if blocking:
             self.wait()

@@ -60,7 +60,7 @@ class Components:
 
     @property
     def rng(self) -> HasRng | None:
-        """The engine whose framework keeps random states of its own; all of one process share them."""
+        """The engine whose framework keeps RNG states of its own; all of one process share them."""
         return next((engine for engine in self.roles.values() if isinstance(engine, HasRng)), None)
 
 
@@ -119,7 +119,7 @@ class Snapshot:
         files: Files that this rank contributes to; their bytes are in host memory, or live where nothing runs meanwhile.
         texts: Small files that this rank writes, by path relative to the step's folder.
         roles: Models that this rank speaks for in the manifest.
-        rng: This rank's random states.
+        rng: This rank's RNG states.
         data: The content of ``data/data.pt``, or this rank's part of it; None where there is no data.
         data_rank: The data-parallel rank that :attr:`data` belongs to, where every one has a loader of its own.
         accounts: By role, the state tensors that this rank holds, counted.

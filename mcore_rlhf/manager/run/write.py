@@ -26,10 +26,10 @@ from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.record_file import RecordFile
 
 from ..rlhf.carried import Carried
-from .commit import Mailbox, RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
+from .commit import FolderStore, RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
 from .options import LOG, Reporter
 from .rng import FILE as RNG_FILE
-from .rng import WORLDS, RngState, file_tree
+from .rng import WORLDS, RngState, file_content
 from .snapshot import DATA_FILE, Components, Snapshot, StepFile, as_bytes, dumps, loads
 from .world import World
 
@@ -70,18 +70,18 @@ class SaveJob:
         try:
             self._run()
         except BaseException as failure:
-            error = self._told(failure)
+            error = self._cause(failure)
             if not isinstance(error, Stopped):
-                self.transaction.mailbox.fail(f"rank {self.world.rank_name}", error)
+                self.transaction.store.fail(f"rank {self.world.rank_name}", error)
             self.transaction.abort(str(error) if self.world.is_one_of_several else "")
             self.reporter.say("failed", self.transaction.step, str(error).partition("\n")[0])
             if error is failure:
                 raise
             raise error from failure
 
-    def _told(self, failure: BaseException) -> BaseException:
-        """What is to be told: a file that vanished because another rank has given up is not the cause."""
-        stopped = why_it_vanished(self.transaction.mailbox, failure)
+    def _cause(self, failure: BaseException) -> BaseException:
+        """What other ranks are to hear: a file that vanished because another rank has given up is not the cause."""
+        stopped = why_it_vanished(self.transaction.store, failure)
         if stopped is not None:
             return stopped
         return StorageError(f"{self.transaction.folder}: {failure}") if isinstance(failure, OSError) else failure
@@ -89,7 +89,7 @@ class SaveJob:
     def _run(self) -> None:
         if self.world.is_one_of_several and not self.world.commits:
             self.transaction.join()
-        writer = RankWriter(self.transaction.folder, self.world.rank, self.transaction.mailbox, self.transaction.fsync)
+        writer = RankWriter(self.transaction.folder, self.world.rank, self.transaction.store, self.transaction.fsync)
         self._post_values()
         writer.write(self.snapshot.files)
         for name, text in self.snapshot.texts.items():
@@ -101,7 +101,7 @@ class SaveJob:
             self.transaction.await_commit()
 
     def _post_values(self) -> None:
-        self.transaction.mailbox.post(f"values-{self.world.rank_name}.pt", dumps(self._own_values()))
+        self.transaction.store.set(f"values-{self.world.rank_name}.pt", dumps(self._own_values()))
 
     def _own_values(self) -> dict[str, object]:
         """Small things of every rank that end up in one file."""
@@ -144,18 +144,18 @@ class SaveJob:
         values = [self._values(name) for name in self.world.rank_names]
         states: list[RngState] = [value["rng"] for value in values]  # type: ignore[misc]
         layout = WORLDS.join(dict.fromkeys(str(value["layout"]) for value in values))
-        writer.save_tree(RNG_FILE, file_tree(states, layout))
+        writer.save_pt(RNG_FILE, file_content(states, layout))
         data = self.parts.data
         if isinstance(data, Carried) and data.scope == "rank":
             by_rank = {value["data_rank"]: value["data"] for value in values if value["data_rank"] is not None}
-            writer.save_tree(DATA_FILE, data.combine([by_rank[rank] for rank in sorted(by_rank)]))  # type: ignore[type-var, misc]
+            writer.save_pt(DATA_FILE, data.combine([by_rank[rank] for rank in sorted(by_rank)]))  # type: ignore[type-var, misc]
         elif data is not None:
-            writer.save_tree(DATA_FILE, self.snapshot.data)
+            writer.save_pt(DATA_FILE, self.snapshot.data)
 
     def _values(self, name: str) -> dict[str, object]:
         if name == self.world.rank_name:
             return self._own_values()
-        values = loads(self.transaction.mailbox.take(f"values-{name}.pt", f"rank {name}"))
+        values = loads(self.transaction.store.get(f"values-{name}.pt", f"rank {name}"))
         assert isinstance(values, dict)
         return values
 
@@ -201,14 +201,14 @@ class RankWriter:
     Args:
         folder: The step's hidden folder.
         rank: This rank.
-        mailbox: Where ranks talk.
+        store: Through which ranks talk.
         fsync: Whether to wait until files are on the disk.
         advance: Hears of bytes just written.
     """
 
     folder: Path
     rank: int
-    mailbox: Mailbox
+    store: FolderStore
     fsync: bool = True
     advance: Callable[[int], None] = lambda nbytes: None
     written: dict[str, FileEntry] = field(default_factory=dict)
@@ -240,14 +240,14 @@ class RankWriter:
     def _owns(self, file: StepFile) -> bool:
         return file.live.writers[0] == self.rank
 
-    def save_tree(self, path: str, tree: object) -> None:
+    def save_pt(self, path: str, content: object) -> None:
         """Write a ``.pt`` file of small values.
 
         Args:
             path: Relative to the step's folder.
-            tree: Containers, plain values and real tensors.
+            content: Nested containers of plain values and real tensors.
         """
-        with Pt.of(tree).create(self._target(path), path) as writer:
+        with Pt.of(content).create(self._target(path), path) as writer:
             self.written[path] = writer.finish({}, fsync=self.fsync)
 
     def save_text(self, path: str, text: Text) -> None:
@@ -290,7 +290,7 @@ class RankWriter:
         if len(live.writers) > 1:
             labels = list(live.labels) or writer.open_records
             offsets = {label: writer.offset(live.labels.get(label, label)) for label in labels}
-            self.mailbox.post_json(f"layout-{_short(file.path)}", offsets)
+            self.store.set_json(f"layout-{_short(file.path)}", offsets)
         return writer
 
     def _fill(self, file: LiveFile, writer: RecordFile) -> list[WrittenPiece]:
@@ -301,7 +301,7 @@ class RankWriter:
 
     def _contribute(self, file: StepFile) -> None:
         """Write this rank's pieces into a file that another rank has laid out."""
-        offsets = self.mailbox.take_json(f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
+        offsets = self.store.get_json(f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
         path = self.folder / file.path
         try:
             fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -320,8 +320,8 @@ class RankWriter:
         finally:
             os.close(fd)
         self.contributed[file.path] = sum(piece.nbytes for piece in pieces)
-        told = [[piece.label, piece.byte_offset, piece.nbytes, piece.crc32] for piece in pieces]
-        self.mailbox.post_json(f"pieces-{_short(file.path)}-{self.rank}", {"pieces": told})
+        written = [[piece.label, piece.byte_offset, piece.nbytes, piece.crc32] for piece in pieces]
+        self.store.set_json(f"pieces-{_short(file.path)}-{self.rank}", {"pieces": written})
 
     def _put(self, segment: Segment, put: Callable[[str, int, memoryview], None]) -> WrittenPiece:
         total, at = 0, 0
@@ -335,9 +335,9 @@ class RankWriter:
 
     def _finish(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> None:
         for rank in file.live.writers[1:]:
-            told = self.mailbox.take_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
-            assert isinstance(told, list)
-            theirs = [WrittenPiece(*piece) for piece in told]
+            written = self.store.get_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
+            assert isinstance(written, list)
+            theirs = [WrittenPiece(*piece) for piece in written]
             pieces += theirs
             taken = self.taken_from_others.get(file.path, 0)
             self.taken_from_others[file.path] = taken + sum(piece.nbytes for piece in theirs)

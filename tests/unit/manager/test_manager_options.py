@@ -19,7 +19,7 @@ from mcore_rlhf.errors import LayoutMismatch, UsageError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.policies import SignalFlag
-from mcore_rlhf.manager.run.rng import file_tree
+from mcore_rlhf.manager.run.rng import file_content
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -109,7 +109,7 @@ def test_which_layouts_have_the_same_ranks(saved: str, live: str, same: bool) ->
     from mcore_rlhf.manager.run.rng import RngKeeper, captured
 
     report = Report()
-    RngKeeper(0, 1, live, None).chosen(file_tree([captured()], saved), "rng", 1, report)
+    RngKeeper(0, 1, live, None).chosen(file_content([captured()], saved), "rng", 1, report)
     assert [fate for fate, _ in report.lines] == [Fate.KEPT if same else Fate.DERIVED]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.commit import Mailbox, RankPart, Stopped, Transaction
+from mcore_rlhf.manager.run.commit import FolderStore, RankPart, Stopped, Transaction
 from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 
@@ -39,22 +39,22 @@ def refusing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(regular, "write_new", write_new)
 
 
-# ---- the mailbox
+# ---- the store
 
 
 def test_messages(tmp_path: Path) -> None:
-    box = Mailbox(tmp_path, 5.0)
-    late(lambda: box.post("late", b"\0\xff"))
-    assert box.take("late", "rank 1") == b"\0\xff"
-    assert box.take("late", "rank 1") == b"\0\xff", "a message stays, for others to take"
-    box.post_json("values", {"a": [1, None, "x"]})
-    assert box.take_json("values", "rank 1") == {"a": [1, None, "x"]}
+    box = FolderStore(tmp_path, 5.0)
+    late(lambda: box.set("late", b"\0\xff"))
+    assert box.get("late", "rank 1") == b"\0\xff"
+    assert box.get("late", "rank 1") == b"\0\xff", "a message stays, for others to take"
+    box.set_json("values", {"a": [1, None, "x"]})
+    assert box.get_json("values", "rank 1") == {"a": [1, None, "x"]}
 
 
 def test_a_message_that_does_not_come(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(Incomplete) as failure:
-        Mailbox(tmp_path, 0.1).take("part-3", "rank 3")
+        FolderStore(tmp_path, 0.1).get("part-3", "rank 3")
     assert 0.1 <= time.monotonic() - started < 30
     assert str(failure.value).startswith("rank 3 did not deliver its part (part-3) within 0.1 s\n")
     assert "look at its log" in str(failure.value)
@@ -70,37 +70,37 @@ def test_a_message_is_never_seen_half(tmp_path: Path, monkeypatch: pytest.Monkey
         real(source, target)
 
     monkeypatch.setattr(os, "rename", rename)
-    Mailbox(tmp_path, 1.0).post("layout", b"x" * 1000)
+    FolderStore(tmp_path, 1.0).set("layout", b"x" * 1000)
     assert all("layout" not in names for names in seen)
     assert (tmp_path / "layout").read_bytes() == b"x" * 1000
 
 
 def test_somebody_fails_while_others_wait(tmp_path: Path) -> None:
-    box = Mailbox(tmp_path, 5.0)
+    box = FolderStore(tmp_path, 5.0)
     late(lambda: box.fail("rank 00002", StorageError("disk on fire")))
     with pytest.raises(Stopped, match="rank 00002 could not save: StorageError: disk on fire"):
-        box.take("part-2", "rank 2")
+        box.get("part-2", "rank 2")
 
 
 def test_on_a_full_disk_the_others_still_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    box = Mailbox(tmp_path, 5.0)
+    box = FolderStore(tmp_path, 5.0)
     refusing(monkeypatch, errno.ENOSPC)
     with pytest.raises(StorageError, match="No space left"):
-        box.post("part-1", b"x")
+        box.set("part-1", b"x")
     box.fail("rank 00001", StorageError("No space left"))
     with pytest.raises(Stopped, match="rank 00001 could not save: its log says why"):
         box.check()
 
 
 def test_telling_of_a_failure_never_fails(tmp_path: Path) -> None:
-    Mailbox(tmp_path / "gone", 1.0).fail("rank 00001", StorageError("x"))
+    FolderStore(tmp_path / "gone", 1.0).fail("rank 00001", StorageError("x"))
 
 
 def test_the_whole_transaction_ends_while_others_wait(tmp_path: Path) -> None:
     ended = threading.Event()
     late(ended.set)
     with pytest.raises(Stopped, match="given up by the coordinating rank"):
-        Mailbox(tmp_path, 5.0, ended.is_set).take("part-2", "rank 2")
+        FolderStore(tmp_path, 5.0, ended.is_set).get("part-2", "rank 2")
 
 
 # ---- the transaction

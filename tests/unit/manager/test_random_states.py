@@ -12,7 +12,7 @@ import torch
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch
-from mcore_rlhf.manager.run.rng import RngKeeper, RngState, captured, derived, file_tree, put_back
+from mcore_rlhf.manager.run.rng import RngKeeper, RngState, captured, derived, file_content, put_back
 
 
 def draws() -> tuple[object, ...]:
@@ -52,7 +52,7 @@ def two_ranks() -> object:
     first = captured()
     random.seed(2)
     torch.manual_seed(2)
-    return through_a_file(file_tree([first, captured()], "actor DP2"))
+    return through_a_file(file_content([first, captured()], "actor DP2"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,10 +1,10 @@
-"""Running statistics of rewards, values and advantages, and the best value that a metric has had."""
+"""The pieces of the RLHF state: running statistics, the best value of a metric, buffers, and prompts in flight."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -148,3 +148,37 @@ class BestMetric:
 
     def _better(self, value: float, than: float) -> bool:
         return value > than if self.mode == "max" else value < than
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A replay or rollout buffer: tensors by name, streamed into a file of its own, and what a person may read.
+
+    Args:
+        tensors: The contents; any shapes and dtypes.
+        meta: What belongs to them: plain values that JSON can hold.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    meta: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class InFlightPrompt:
+    """A prompt that was given out, and whose samples have not all been trained on.
+
+    Args:
+        epoch: The epoch that it was drawn in.
+        prompt_id: Its identity in the data set.
+        samples: Indices, within its group, of the samples that are still out.
+        weight_version: Version of the policy that samples it.
+        attempt: How often it was given out before.
+        tensors: What was sampled so far, by a name of the trainer's choice: tokens, log-probabilities.
+    """
+
+    epoch: int
+    prompt_id: int | str
+    samples: tuple[int, ...]
+    weight_version: int
+    attempt: int = 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
