@@ -14,6 +14,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
+from mcore_rlhf.families.universal_info import INFO
 from mcore_rlhf.layouts.tensor import LocalLayout, whole_layout
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
@@ -27,8 +28,6 @@ from .reader import DeepSpeedState, other_values
 _SUB_GROUP_SIZE = 1_000_000_000
 """Source: deepspeed 0.19.8, ``runtime/zero/config.py`` (``sub_group_size``)."""
 _FUSED_ADAM = ("adam", "adamw")
-INFO = "universal_checkpoint_info"
-"""How AutoTP cut the tensors."""
 
 
 @dataclass(frozen=True, slots=True)

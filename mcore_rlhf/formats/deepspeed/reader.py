@@ -19,6 +19,7 @@ from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
 from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState
 from mcore_rlhf.families.scaler import scaler_of
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
 from mcore_rlhf.families.unplaced import Known, Unplaced, of_torch
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
@@ -30,7 +31,7 @@ from .catalog import DeepSpeedCatalog, MpShard, Partitioned
 from .ds_config import is_round_robin
 from .files import locate
 from .groups import StoredFlatGroup, mappings, param_group_fields, read_groups
-from .modules import StoredModule, TensorCuts, read_module
+from .modules import StoredModule, read_module
 from .stage0 import Stage0Optimizer, read_plain
 from .tag import OpenedTag, open_tag
 
@@ -228,8 +229,7 @@ def _shards(
     opened: OpenedTag, modules: list[StoredModule], optimizer: _StoredOptimizer, options: ReadOptions
 ) -> tuple[dict[str, dict[int, MpShard]], list[ParamSpec]]:
     """For every parameter the parts of it that ranks have, and what it is, in the order of the modules."""
-    info = opened.first.get("universal_checkpoint_info")
-    cuts = TensorCuts(info if isinstance(info, Mapping) else None, opened.tp, options.rules)
+    info = UniversalCheckpointInfo.of(opened.first)
     buffers = {name for module in modules for name in module.buffers}
     shards: dict[str, dict[int, MpShard]] = {}
     specs, problems = list[ParamSpec](), Problems()
@@ -240,7 +240,8 @@ def _shards(
             problems.add(LayoutMismatch, f"{name}: only {len(of_stage)} of {opened.tp} tensor-parallel ranks have it")
             continue
         first = modules[having[0]].tensors[name]
-        cut = cuts.of(name, [modules[rank].tensors[name].shape for rank in of_stage], buffer=name in buffers)
+        shapes = [modules[rank].tensors[name].shape for rank in of_stage]
+        cut = info.cut(name, shapes, options.rules, buffer=name in buffers)
         shards[name] = {}
         for mp_rank in having:
             layout = cut.layouts[mp_rank % opened.tp]

@@ -14,6 +14,7 @@ from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.families.universal_info import INFO
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.carried import AT_THE_TOP
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -21,7 +22,7 @@ from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.pt import Pt
 
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
-from .layout import INFO, NewFile, TagLayout, zero_config
+from .layout import NewFile, TagLayout, zero_config
 from .reader import DeepSpeedState, differing_keys
 from .state_dicts import StateDict, layer_states, model_states, optim_states
 from .tag import expert_name

@@ -1,7 +1,6 @@
 """DeepSpeed's universal checkpoints: ``<tag>_uni/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
 
-``reader`` opens one (``files`` → ``opened``), ``writer`` describes one; ``tp_keys`` says what a loader with tensor parallelism
-wants to know of a parameter.
+``reader`` opens one (``files`` → ``opened``), ``writer`` describes one.
 """
 
 from __future__ import annotations

@@ -27,11 +27,6 @@ STAGE3_MODEL_FILES = "zero_pp_rank_*_mp_rank_*_model_states.pt"
 FP32 = "fp32"
 STEP = "step"
 PARAM_KEY = "param"
-CAT_DIM = "cat_dim"
-VOCAB_TENSOR = "vocab_tensor"
-N_SUB_PARAMS = "param_n_sub_params"
-
-INFO = "universal_checkpoint_info"
 
 _NUMBERS = re.compile(r"(\d+)")
 

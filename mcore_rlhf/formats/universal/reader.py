@@ -18,10 +18,11 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.universal_info import INFO, VOCAB_TENSOR
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .files import FP32, INFO, STEP, VOCAB_TENSOR, ZERO, UniversalFolder, locate, state_key
+from .files import FP32, STEP, ZERO, UniversalFolder, locate, state_key
 from .opened import ModelStates, ParamFiles, ZeroFolder, common_states, read_model_states, read_zero_folder
 
 Fields = dict[str, object]

@@ -22,13 +22,13 @@ from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
+from mcore_rlhf.families.universal_info import VOCAB_TENSOR, UniversalCheckpointInfo
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .files import INFO, LATEST, OPTIMIZER_FILE, PARAM_KEY, STEP, SUFFIX, ZERO, model_file, stage3_model_file, state_key
-from .tp_keys import TensorParallelKeys
+from .files import LATEST, OPTIMIZER_FILE, PARAM_KEY, STEP, SUFFIX, ZERO, model_file, stage3_model_file, state_key
 
 if TYPE_CHECKING:
     import torch
@@ -47,14 +47,14 @@ class UniversalLayout:
         source: What is converted.
         native: What the source has of a module besides tensors.
         optimizer: Whether there is an optimizer to be written.
-        keys: What a file says beside its tensor.
+        info: How the run's tensors were cut.
         vocab_size: Rows that are kept of a padded vocabulary, where the user says it.
     """
 
     source: Source
     native: ModuleState
     optimizer: bool
-    keys: TensorParallelKeys
+    info: UniversalCheckpointInfo
     vocab_size: int | None
 
     @property
@@ -70,6 +70,18 @@ class UniversalLayout:
     def entry(self, spec: ParamSpec, state: str) -> TensorEntry | None:
         """A state of a parameter, as the source has it."""
         return self.source.catalog.get(TensorName(self.source.role, spec.name, state))
+
+    def keys(self, spec: ParamSpec) -> Mapping[str, object]:
+        """What a file of a parameter says beside the tensor: that of a universal source is kept."""
+        known = self.native.keys.get(spec.name)
+        return (self.info.keys(spec.name) if known is None else known) if spec.trainable else {}
+
+    def rows(self, spec: ParamSpec) -> int | None:
+        """Rows that are kept of a vocabulary that is padded for tensor parallelism, or None."""
+        size = self.info.stored.get("original_vocab_size")
+        if not isinstance(size, int) or not self.keys(spec).get(VOCAB_TENSOR):
+            return None
+        return size if self.vocab_size is None else self.vocab_size
 
     def steps(self) -> dict[str, object]:
         """The step of every trained parameter: its group's, or that of all groups where members are not known."""
@@ -92,12 +104,12 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
     """
     native = ModuleState.needed(source, "universal")
     report = source.notes.for_target()
-    keys = TensorParallelKeys.of(source.state.other.get(INFO), native)
+    info = UniversalCheckpointInfo.of(source.state.other)
     optimizer = source.optimizer is not None and not options.no_optimizer
-    new = UniversalLayout(source, native, optimizer, keys, options.vocab_size)
+    new = UniversalLayout(source, native, optimizer, info, options.vocab_size)
     _check_masters(new)
     if not native.keys and not options.unused_patterns:
-        keys.check([spec.name for spec in source.model.params])
+        info.check_patterns([spec.name for spec in source.model.params])
     _note(new, report, options)
     return Target(
         format="universal",
@@ -158,10 +170,7 @@ def _param_files(new: UniversalLayout, spec: ParamSpec, step: object | None) -> 
 
 def _param_layout(new: UniversalLayout, path: str, spec: ParamSpec, state: str) -> FileLayout:
     """One state of a parameter, without the padding of a vocabulary. States keep their type; what has no master becomes one."""
-    rows = new.keys.vocabulary_rows(spec.name) if spec.trainable else None
-    rows = new.vocab_size if rows is not None and new.vocab_size is not None else rows
-    whole = spec.global_shape
-    entry = new.entry(spec, state)
+    rows, whole, entry = new.rows(spec), spec.global_shape, new.entry(spec, state)
     file = _TensorFile(path)
     stored = file.tensor(
         TensorName(new.source.role, spec.name, state),
@@ -169,8 +178,7 @@ def _param_layout(new: UniversalLayout, path: str, spec: ParamSpec, state: str) 
         whole if rows is None else (min(rows, whole[0]), *whole[1:]),
         entry.dtype if entry is not None else FLOAT32,
     )
-    keys = new.keys.of_param(spec.name) if spec.trainable else {}
-    return file.layout({**keys, PARAM_KEY: stored})
+    return file.layout({**new.keys(spec), PARAM_KEY: stored})
 
 
 def _step_layout(step: object) -> FileLayout:

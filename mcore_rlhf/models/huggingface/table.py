@@ -171,7 +171,7 @@ class HfTensor:
 
     Args:
         name: Its name on disk, with ``{i}`` for the layer and ``{e}`` for the expert.
-        shape: What its dimensions count, as names of :class:`~.sizes.Sizes`.
+        shape: What its dimensions count, as names of :class:`Sizes`.
     """
 
     name: str

@@ -9,7 +9,7 @@ import torch
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.formats.deepspeed.modules import CutTensor, TensorCuts
+from mcore_rlhf.families.universal_info import CutTensor, UniversalCheckpointInfo
 from mcore_rlhf.models.rules import Rule, Rules
 from mcore_rlhf.models.spec import GATED, REPLICATED, ROW, VOCABULARY, Partition
 
@@ -32,8 +32,10 @@ def joined(cut: CutTensor, parts: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-def cuts(info: dict[str, Any] | None = None, tp: int = 2, *rules: Rule) -> TensorCuts:
-    return TensorCuts(INFO if info is None else info, tp, Rules(rules))
+def cut_of(
+    name: str, shapes: list[Shape], *rules: Rule, info: dict[str, Any] = INFO, buffer: bool = False
+) -> CutTensor:
+    return UniversalCheckpointInfo(info).cut(name, shapes, Rules(rules), buffer=buffer)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def cuts(info: dict[str, Any] | None = None, tp: int = 2, *rules: Rule) -> Tenso
 def test_patterns_say_along_which_dimension(name: str, partition: Partition, dim: int) -> None:
     whole = torch.arange(48).reshape(8, 6)
     parts = list(whole.chunk(2, dim))
-    cut = cuts().of(name, [tuple(part.shape) for part in parts])
+    cut = cut_of(name, [tuple(part.shape) for part in parts])
     assert cut.partition == partition
     assert torch.equal(joined(cut, parts), whole)
 
@@ -55,25 +57,25 @@ def test_patterns_say_along_which_dimension(name: str, partition: Partition, dim
 def test_fused_halves_are_cut_each() -> None:
     gate, up = torch.arange(24).reshape(4, 6), torch.arange(100, 124).reshape(4, 6)
     parts = [torch.cat([gate[:2], up[:2]]), torch.cat([gate[2:], up[2:]])]
-    cut = cuts().of("3.mlp.dense_h_to_4h.weight", [(4, 6), (4, 6)])
+    cut = cut_of("3.mlp.dense_h_to_4h.weight", [(4, 6), (4, 6)])
     assert cut.partition == GATED
     assert torch.equal(joined(cut, parts), torch.cat([gate, up]))
 
 
 @pytest.mark.parametrize("name", ["3.input_layernorm.weight", "3.router.bias", "3.mlp.dense.bias"])
 def test_replicated_parameters_are_whole_everywhere(name: str) -> None:
-    cut = cuts().of(name, [(6,), (6,)])
+    cut = cut_of(name, [(6,), (6,)])
     assert (cut.partition, cut.global_shape) == (REPLICATED, (6,))
     assert [layout.pieces for layout in cut.layouts] == [cut.layouts[0].pieces] * 2
 
 
 def test_one_rank_has_all_and_buffers_are_not_cut() -> None:
-    assert TensorCuts(None, 1, Rules()).of("anything", [(3, 4)]).global_shape == (3, 4)
-    assert cuts().of("running.dense.weight", [(3, 4), (3, 4)], buffer=True).partition == REPLICATED
+    assert cut_of("anything", [(3, 4)], info={}).global_shape == (3, 4)
+    assert cut_of("running.dense.weight", [(3, 4), (3, 4)], buffer=True).partition == REPLICATED
 
 
 def test_the_users_rules_come_first() -> None:
-    assert cuts(None, 2, Rule("*.dense.weight", REPLICATED)).of("3.dense.weight", [(4, 4)] * 2).partition == REPLICATED
+    assert cut_of("3.dense.weight", [(4, 4)] * 2, Rule("*.dense.weight", REPLICATED)).partition == REPLICATED
 
 
 def _affine(**piece: Any) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def _affine(**piece: Any) -> dict[str, Any]:
 
 def test_an_affine_map_may_cut_unevenly() -> None:
     whole = torch.arange(20).reshape(5, 4)
-    cut = cuts(_affine()).of("w", [(3, 4), (2, 4)])
+    cut = cut_of("w", [(3, 4), (2, 4)], info=_affine())
     assert torch.equal(joined(cut, [whole[:3], whole[3:]]), whole)
     assert cut.partition == Partition(0)
 
@@ -95,7 +97,7 @@ def test_an_affine_map_may_cut_unevenly() -> None:
 @pytest.mark.parametrize("piece", [{"scale": 0.5}, {"source": [0, [1, 5]]}, {"dest": [0, [1, 3]]}])
 def test_affine_pieces_that_are_no_boxes_are_refused(piece: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match="no set of plain boxes"):
-        cuts(_affine(**piece)).of("w", [(3, 4), (2, 4)])
+        cut_of("w", [(3, 4), (2, 4)], info=_affine(**piece))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +117,9 @@ def test_contradictions_are_refused(
     info: dict[str, Any], shapes: list[Shape], kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
-        cuts(info).of("w", shapes)
+        cut_of("w", shapes, info=info)
 
 
 def test_without_any_word_nothing_is_guessed() -> None:
     with pytest.raises(LayoutMismatch, match="--rules"):
-        TensorCuts(None, 2, Rules()).of("w", [(3, 4)] * 2)
+        cut_of("w", [(3, 4)] * 2, info={})

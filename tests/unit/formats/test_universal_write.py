@@ -15,11 +15,10 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.formats.universal import FORMAT
-from mcore_rlhf.formats.universal.tp_keys import TensorParallelKeys
 from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.damage import edited
 from tests.helpers.plain_load import plain_load, same
@@ -111,20 +110,20 @@ def test_patterns_that_match_twice(native: Path, tmp_path: Path, kind: str) -> N
 
 
 def test_layouts_that_cannot_be_written_are_refused() -> None:
-    sub = TensorParallelKeys(
-        {"parameter_with_sub_params": [{"patterns": ["qkv"], "shape": (3, -1), "partition_dim": 0}]}, {}
+    sub = UniversalCheckpointInfo(
+        {"parameter_with_sub_params": [{"patterns": ["qkv"], "shape": (3, -1), "partition_dim": 0}]}
     )
     with pytest.raises(Unsupported, match="sub-parameters"):
-        sub.of_param("qkv.weight")
-    assert sub.of_param("dense.weight") == {"cat_dim": 0}
+        sub.keys("qkv.weight")
+    assert sub.keys("dense.weight") == {"cat_dim": 0}
     with pytest.raises(Unsupported, match="cannot be converted"):
-        TensorParallelKeys({"autotp_unsupported_parameter_patterns": {"conv": "why"}}, {}).of_param("conv.weight")
+        UniversalCheckpointInfo({"autotp_unsupported_parameter_patterns": {"conv": "why"}}).keys("conv.weight")
 
 
 def test_an_affine_map_takes_precedence() -> None:
     info = {"affine_map": {"version": 1, "params": {r"^q\.weight$": {}}}, ROW: [r"q\.weight", r"o\.weight"]}
-    keys = TensorParallelKeys.of(info, ModuleState("step1"))
-    assert (keys.of_param("q.weight"), keys.of_param("o.weight")) == ({}, {"cat_dim": 1})
+    found = UniversalCheckpointInfo.of({"universal_checkpoint_info": info})
+    assert (found.keys("q.weight"), found.keys("o.weight")) == ({}, {"cat_dim": 1})
 
 
 def test_a_universal_sources_keys_are_kept(tmp_path: Path) -> None:
