@@ -15,7 +15,7 @@ from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Ledger
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
@@ -61,7 +61,7 @@ def _read_bytes() -> int:
 class _Counting:
     """The mapped files, and which of their pages were asked for."""
 
-    files: MappedFiles
+    files: OpenFiles
     pages: dict[str, set[int]] = field(default_factory=dict)
 
     def view(self, file: str, byte_offset: int, nbytes: int) -> memoryview:
@@ -82,7 +82,7 @@ def _one_rank(checkpoint: Checkpoint) -> tuple[int, int]:
     """Bytes of all pages that loading one new rank touches, and the bytes of its tensors."""
     job = prepare(checkpoint.root, ConvertOptions(write=WriteOptions(tp=4)))
     needed = 0
-    with MappedFiles(checkpoint.root) as files:
+    with OpenFiles(checkpoint.root) as files:
         counting = _Counting(files)
         for file, plan in job.plans():
             if "mp_rank_00" in file.path:

@@ -20,7 +20,7 @@ from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.storage.paths import parse_size
 
 DEFAULT_CHUNK = "5GiB"
 EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."

@@ -21,7 +21,7 @@ from pathlib import Path
 from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.consolidate import Consolidation, consolidate
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.storage.paths import parse_size
 
 EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
 

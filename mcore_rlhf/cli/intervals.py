@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.manager.run import interval
 from mcore_rlhf.manager.run.interval import Costs, Estimate, Measured, measure
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.storage.paths import parse_size
 
 from .output import Column, Facts, console, count, duration, emit_json, print_table, size
 from .steps import require_root

@@ -36,7 +36,7 @@ from mcore_rlhf.families.options import (
     read_values,
     refuse,
 )
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import local_path
 
 from .options import default_workers
@@ -143,7 +143,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = regular.read_text(path, MAX_NBYTES)
+        text = reading.read_text(path, MAX_NBYTES)
         check_yaml(text)
         document = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -17,8 +17,7 @@ from mcore_rlhf.manager.run.adopt import Adoption
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
 from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.paths import local_path
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.storage.paths import local_path, parse_size
 from mcore_rlhf.verify.checkpoint import Depth
 
 from .output import Column, Facts, console, count, emit_json, print_table, size

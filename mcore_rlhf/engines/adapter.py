@@ -36,6 +36,7 @@ from mcore_rlhf.families.lora.names import (
     without_prefix,
 )
 from mcore_rlhf.formats.peft.origin import Origin
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.safetensors import Safetensors, SafetensorsFile, read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -193,7 +194,7 @@ class _Load:
     stored: SafetensorsFile
     rest: PreparedLoad | None
     report: Report
-    files: Sequence[Path] = field(init=False)
+    files: Sequence[ReadablePath] = field(init=False)
     rng: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mcore_rlhf.core.account import Report
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.record_file import Container
 
 from .stateful import Undo
@@ -130,7 +131,7 @@ class PreparedLoad(Protocol):
     """A load of which everything has been checked on this rank, and nothing has been done."""
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[ReadablePath]:
         """The files that this rank will read; their checksums are verified before :meth:`install`."""
         ...
 

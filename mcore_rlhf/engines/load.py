@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,14 +12,15 @@ import torch
 from mcore_rlhf.core.box import Box, dot, flat_boxes, row_major
 from mcore_rlhf.core.catalog import Chunk, Record
 from mcore_rlhf.layouts.tensor import LocalLayout
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.reading import OpenFiles
 
 SPAN_BYTES = 64 << 20
 """Mapped at a time, so that loading needs no more memory than that."""
 
 
-def fill_named(root: Path, stored: Mapping[str, object], live: Mapping[str, object]) -> None:
+def fill_named(root: ReadablePath, stored: Mapping[str, object], live: Mapping[str, object]) -> None:
     """Copy stored tensors into existing ones of the same names.
 
     Args:
@@ -28,14 +28,14 @@ def fill_named(root: Path, stored: Mapping[str, object], live: Mapping[str, obje
         stored: Name → where it lies; other values are passed over.
         live: Name → live tensor of the same shape, any device.
     """
-    with MappedFiles(root) as files, torch.no_grad():
+    with OpenFiles(root) as files, torch.no_grad():
         for name, place in stored.items():
             target = live.get(name)
             if isinstance(place, StoredTensor) and isinstance(target, torch.Tensor):
                 copy_into(files, place, target)
 
 
-def copy_into(files: MappedFiles, place: StoredTensor, target: torch.Tensor) -> None:
+def copy_into(files: OpenFiles, place: StoredTensor, target: torch.Tensor) -> None:
     """Copy a stored tensor into an existing one.
 
     Args:

@@ -12,8 +12,8 @@ import torch
 from torch import optim
 
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.stored import map_tensors
 
 from .load import copy_into
@@ -452,7 +452,7 @@ class StockLoad:
 
     def fill(self) -> None:
         """Copy the file's bytes into the live tensors that were kept."""
-        with MappedFiles(self.pt.root) as files, torch.no_grad():
+        with OpenFiles(self.pt.root) as files, torch.no_grad():
             for place, target in self._fills:
                 copy_into(files, place, target)
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, UsageError
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
@@ -170,7 +170,7 @@ class _Load:
     parts: Sequence[str]
     report: Report
     optimizer: OptimizerLoad | None
-    files: Sequence[Path] = field(init=False)
+    files: Sequence[ReadablePath] = field(init=False)
     rng: Mapping[str, object] | None = None
     _model: ModelLoad | None = None
 
@@ -210,7 +210,7 @@ class _Load:
 
 
 @contextmanager
-def _saying(part: str, file: Path) -> Iterator[None]:
+def _saying(part: str, file: ReadablePath) -> Iterator[None]:
     """Others' code may raise anything; the user is to hear whose state it was, and that nothing has changed."""
     try:
         yield

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rlhf.core.dtype import FLOATING, dtype_of
 from mcore_rlhf.errors import Problems, UsageError, shown
 from mcore_rlhf.models.rules import Rules, read_rules
-from mcore_rlhf.storage.paths import local_path
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.storage.paths import local_path, parse_size
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

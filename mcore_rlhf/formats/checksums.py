@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems
 from mcore_rlhf.families.source import Source, StoredFile
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
 from mcore_rlhf.storage.manifest import FORMAT, FileEntry, Manifest, check
 from mcore_rlhf.storage.staging import MANIFEST_NAME
@@ -167,7 +167,7 @@ def _read(file: Path) -> Manifest | None:
 def _looks_ours(file: Path) -> bool:
     """Many programs have a ``manifest.json``; a damaged one of ours still has our name in it."""
     try:
-        return FORMAT.encode() in regular.read_bytes(file)
+        return FORMAT.encode() in reading.read_bytes(file)
     except OSError:
         return False
 

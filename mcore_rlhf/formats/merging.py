@@ -31,14 +31,14 @@ from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 
 
 @contextmanager
 def bytes_of(source: Source) -> Iterator[SourceBytes]:
     """Where the bytes of a source's catalogue are: its files, and what is computed of them."""
     computed = source.computed
-    with MappedFiles(source.root if computed is None else computed.root) as files:
+    with OpenFiles(source.root if computed is None else computed.root) as files:
         yield files if computed is None else ComputedBytes(files, computed.computations)
 
 

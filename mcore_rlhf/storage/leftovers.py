@@ -11,16 +11,14 @@ import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from mcore_rlhf.core.account import Reason
 
-from . import regular
 from .checksum import crc32
 from .manifest import FileEntry
 from .paths import storage_error
+from .reading import open_bytes
 from .staging import MANIFEST_NAME
 
 MAX_CARRIED = 64 << 20
@@ -187,15 +185,11 @@ def carry(file: Path, target: Path) -> FileEntry:
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with regular.opened(file) as there, target.open("xb") as here:
-            return _copied(there, here)
+        nbytes, crc = 0, 0
+        with open_bytes(file) as there, target.open("xb") as here:
+            for piece in there.pieces(_PIECE_NBYTES):
+                here.write(piece)
+                nbytes, crc = nbytes + len(piece), crc32(piece, crc)
+        return FileEntry(nbytes, crc)
     except OSError as error:
         raise storage_error(error, target, f"copy {file} to it") from error
-
-
-def _copied(there: FileIO, here: BinaryIO) -> FileEntry:
-    nbytes, crc = 0, 0
-    while piece := there.read(_PIECE_NBYTES):
-        here.write(piece)
-        nbytes, crc = nbytes + len(piece), crc32(memoryview(piece), crc)
-    return FileEntry(nbytes, crc)

@@ -7,20 +7,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
-from . import regular
+from . import reading
 from .checksum import crc32
-from .paths import cannot_open, inside
+from .paths import ReadablePath, cannot_open, inside
 
 FORMAT = "mcore_rlhf"
 VERSION = 1
@@ -105,7 +103,7 @@ class Manifest:
             Corrupt: It is not JSON, it is not what its own checksum says, or it has none and a field has the wrong type.
         """
         try:
-            content = regular.parse_json(text)
+            content = reading.parse_json(text)
             _check_own(content, where)
         except ValueError as error:
             raise Corrupt(f"{where}: the manifest is not valid JSON: {error}.\nUse an older step.") from error
@@ -121,7 +119,7 @@ class Manifest:
             raise kind(f"{where}: a field of the manifest has the wrong form: {error!r}.") from error
 
     @classmethod
-    def read(cls, path: Path) -> Manifest:
+    def read(cls, path: ReadablePath) -> Manifest:
         """Read a manifest file.
 
         Raises:
@@ -130,7 +128,7 @@ class Manifest:
             CheckpointError: See :meth:`from_json`.
         """
         try:
-            text = regular.read_bytes(path)
+            text = reading.read_bytes(path)
         except OSError as error:
             raise cannot_open(error, path) from error
         return cls.from_json(text, str(path))
@@ -150,10 +148,10 @@ def _check_own(content: object, where: str) -> None:
         raise Corrupt(f"{where}: the manifest is damaged: its CRC-32 is {found}, it says {content[CHECKSUM]!r}")
 
 
-def is_newer(path: Path) -> bool:
+def is_newer(path: ReadablePath) -> bool:
     """Whether a manifest is sound, and of a version that this release cannot read."""
     try:
-        content = regular.read_json(path)
+        content = reading.read_json(path)
         _check_own(content, str(path))
     except (OSError, ValueError, Corrupt):
         return False
@@ -222,7 +220,9 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def check(root: Path, manifest: Manifest, *, sizes_only: bool = False, progress: Progress | None = None) -> Problems:
+def check(
+    root: ReadablePath, manifest: Manifest, *, sizes_only: bool = False, progress: Progress | None = None
+) -> Problems:
     """Compare a folder with its manifest.
 
     Args:
@@ -247,7 +247,7 @@ def _ignore(_file: str, _nbytes: int) -> None:
     pass
 
 
-def _check_file(root: Path, name: str, entry: FileEntry, sizes_only: bool, progress: Progress) -> None:
+def _check_file(root: ReadablePath, name: str, entry: FileEntry, sizes_only: bool, progress: Progress) -> None:
     path = inside(root, name, follow_links=False)
     try:
         nbytes = path.stat().st_size
@@ -264,21 +264,16 @@ def _check_file(root: Path, name: str, entry: FileEntry, sizes_only: bool, progr
             raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
 
 
-def crc_of_file(path: Path, progress: Callable[[int], None] = lambda nbytes: None) -> int:
+def crc_of_file(path: ReadablePath, progress: Callable[[int], None] = lambda nbytes: None) -> int:
     """CRC-32 of a whole file, in pieces of 1 MiB.
 
     Raises:
         NotACheckpoint: There is no such file.
         StorageError: It cannot be read.
     """
-    piece, crc = memoryview(bytearray(_PIECE_NBYTES)), 0
-    try:
-        with regular.opened(path) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while count := file.readinto(piece):
-                crc = crc32(piece[:count], crc)
-                progress(count)
-    except OSError as error:
-        raise cannot_open(error, path) from error
+    crc = 0
+    with reading.opened(path) as file:
+        for piece in file.pieces(_PIECE_NBYTES):
+            crc = crc32(piece, crc)
+            progress(len(piece))
     return crc

@@ -1,14 +1,18 @@
-"""Names inside a checkpoint become paths that stay inside it; I/O errors become messages."""
+"""Where files lie: the small path type that formats ask, names that stay inside their checkpoint, I/O errors as messages."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import NotACheckpoint, StorageError, Untrusted, UsageError
-from .regular import NotRegular
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ADVICE = {
     errno.ENOSPC: "Free some space, or choose a target on another disk.",
@@ -24,6 +28,118 @@ _ADVICE = {
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 """A URL, also one that ``Path`` made ``s3:/bucket`` of; a scheme has two letters at least, so ``C:/`` is none."""
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)(B?)", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+
+class HasSize(Protocol):
+    """What is known of a file: its length."""
+
+    @property
+    def st_size(self) -> int:
+        """In bytes."""
+        ...
+
+
+class ReadablePath(Protocol):
+    """A file or folder of a checkpoint: what ``pathlib.Path`` and a store's :class:`StorePath` have in common.
+
+    As ``pathlib.types.ReadablePath`` of Python 3.14, with names of its methods that are older than that.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its last part."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """The ending of its name, with the dot."""
+        ...
+
+    @property
+    def parent(self) -> Self:
+        """The folder that it lies in."""
+        ...
+
+    @property
+    def parents(self) -> Sequence[Self]:
+        """All folders above it, the nearest first."""
+        ...
+
+    def __truediv__(self, name: str, /) -> Self: ...
+
+    def __lt__(self, other: Self, /) -> bool: ...
+
+    def with_name(self, name: str) -> Self:
+        """What lies beside it under another name."""
+        ...
+
+    def relative_to(self, other: Self, /) -> PurePath:
+        """Its path below a folder.
+
+        Raises:
+            ValueError: It does not lie below it.
+        """
+        ...
+
+    def is_relative_to(self, other: Self, /) -> bool:
+        """Whether it lies below a folder, or is it."""
+        ...
+
+    def is_file(self) -> bool:
+        """Whether there is such a file."""
+        ...
+
+    def is_dir(self) -> bool:
+        """Whether there is such a folder."""
+        ...
+
+    def exists(self) -> bool:
+        """Whether there is either."""
+        ...
+
+    def stat(self) -> HasSize:
+        """What is known of it.
+
+        Raises:
+            OSError: There is no such file.
+        """
+        ...
+
+    def iterdir(self) -> Iterator[Self]:
+        """What lies in the folder, in any order."""
+        ...
+
+    def glob(self, pattern: str, /) -> Iterator[Self]:
+        """What lies below it under names like ``*/*.pt``."""
+        ...
+
+    def rglob(self, pattern: str, /) -> Iterator[Self]:
+        """What lies below it at any depth."""
+        ...
+
+
+class NotRegular(OSError):
+    """Something else than a file stands where a file is expected, or far too much of one.
+
+    Args:
+        path: Where.
+        what: What it is: completes "x is …".
+    """
+
+    def __init__(self, path: ReadablePath, what: str) -> None:
+        super().__init__(errno.EINVAL, f"is {what}", str(path))
+
+
+_Path = TypeVar("_Path", bound=ReadablePath)
+
+
+def absolute(path: _Path) -> _Path:
+    """A path that names what it does from everywhere, without ``..``."""
+    return type(path)(os.path.abspath(path)) if isinstance(path, Path) else path
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
@@ -56,7 +172,7 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def inside(root: Path, name: str, *, follow_links: bool = True) -> Path:
+def inside(root: _Path, name: str, *, follow_links: bool = True) -> _Path:
     """The path of a file that a checkpoint names, which may not lie outside the checkpoint.
 
     Symbolic links are followed by default: whoever can place one in the folder has the file system's rights,
@@ -76,8 +192,13 @@ def inside(root: Path, name: str, *, follow_links: bool = True) -> Path:
             f"{root}: the checkpoint names the file {name!r}, which is not a plain path inside its folder.\n"
             "Such a name can reach foreign files; do not use this checkpoint unless you trust its source."
         )
-    path = root.joinpath(*parts)
-    if not follow_links and not real_path(path).is_relative_to(real_path(root)):
+    path = root / "/".join(parts)
+    if (
+        not follow_links
+        and isinstance(path, Path)
+        and isinstance(root, Path)
+        and not real_path(path).is_relative_to(real_path(root))
+    ):
         raise Untrusted(
             f"{root}: {name!r} is a symbolic link that leads out of the checkpoint, to {real_path(path)}.\n"
             "Replace the link by the file itself if you trust it."
@@ -85,7 +206,7 @@ def inside(root: Path, name: str, *, follow_links: bool = True) -> Path:
     return path
 
 
-def storage_error(error: OSError, path: Path, doing: str, detail: str = "") -> StorageError:
+def storage_error(error: OSError, path: ReadablePath, doing: str, detail: str = "") -> StorageError:
     """Say what the file system refused, to which file, and what helps.
 
     Args:
@@ -101,7 +222,7 @@ def storage_error(error: OSError, path: Path, doing: str, detail: str = "") -> S
     return StorageError(f"{text}\n{advice}" if advice else text)
 
 
-def cannot_open(error: OSError, path: Path) -> StorageError | NotACheckpoint:
+def cannot_open(error: OSError, path: ReadablePath) -> StorageError | NotACheckpoint:
     """The error for a file that should be read: missing is one thing, unreadable another."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return NotACheckpoint(f"{path}: there is no such file.")
@@ -118,6 +239,20 @@ def human(nbytes: int) -> str:
             break
         value /= 1000
     return f"{nbytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``2GB`` (decimal), ``2GiB`` or ``2G`` (binary), ``500000`` (bytes).
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"should be a size such as 2GB, 512MiB or 500000000, found {text!r}")
+    number, power, binary, unit = match.groups()
+    base = 1000 if unit and power and not binary else 1024
+    return int(float(number) * base ** _POWERS[power.upper()])
 
 
 def pwrite_all(fd: int, data: memoryview, offset: int) -> None:

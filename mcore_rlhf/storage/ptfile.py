@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Corrupt
-from . import regular
 from .checksum import crc32
-from .paths import cannot_open, inside
+from .paths import ReadablePath, inside
+from .reading import opened
 from .resolve import read_tree
 from .stored import StoredTensor as StoredTensor
 from .stored import map_tensors
@@ -37,7 +34,7 @@ class PtFile:
         directory: The records, with their CRCs.
     """
 
-    root: Path
+    root: ReadablePath
     file: str
     tree: Any
     directory: Directory
@@ -66,11 +63,16 @@ class PtFile:
         itemsize, record = stored.record.dtype.itemsize, stored.record
         start, stop = stored.start * itemsize, stored.stop * itemsize
         if (start, stop) != (0, record.nbytes) and record.nbytes > _CHECKED_NBYTES:
-            return _read(self.directory.path, record.byte_offset + start, stop - start)
+            return self._read(record.byte_offset + start, stop - start)
         member = self.directory.members[record.key]
-        whole = _read(self.directory.path, member.byte_offset, member.nbytes)
+        whole = self._read(member.byte_offset, member.nbytes)
         self.directory.check(member, crc32(whole))
         return whole[start:stop]
+
+    def _read(self, byte_offset: int, nbytes: int) -> bytearray:
+        """A range of the file, in memory of our own."""
+        with opened(self.directory.path) as file:
+            return bytearray(file.read(byte_offset, nbytes))
 
     def materialize(self, subtree: Any) -> Any:
         """A copy of a part of the tree with real tensors in place of stored ones: for RNG states and other
@@ -83,7 +85,7 @@ class PtFile:
         return map_tensors(subtree, self.load)
 
 
-def read_pt(root: Path, file: str, *, stubs: Collection[str] = ()) -> PtFile:
+def read_pt(root: ReadablePath, file: str, *, stubs: Collection[str] = ()) -> PtFile:
     """Open a file that ``torch.save`` wrote. No byte of a tensor is read and no code of the file is run.
 
     Args:
@@ -103,19 +105,3 @@ def read_pt(root: Path, file: str, *, stubs: Collection[str] = ()) -> PtFile:
     path = inside(root, file)
     directory = read_directory(path)
     return PtFile(root, file, read_tree(directory.read("data.pkl"), file, directory, stubs), directory)
-
-
-def _read(path: Path, byte_offset: int, nbytes: int) -> bytearray:
-    """Read a range into memory of our own."""
-    data = bytearray(nbytes)
-    view, at = memoryview(data), 0
-    try:
-        with regular.opened(path) as file:
-            while at < nbytes:
-                count = os.preadv(file.fileno(), [view[at:]], byte_offset + at)
-                if not count:
-                    raise Corrupt(f"{path}: ends at byte {byte_offset + at}; it has been cut off since it was opened.")
-                at += count
-    except OSError as error:
-        raise cannot_open(error, path) from error
-    return data

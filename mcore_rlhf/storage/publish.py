@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import StorageError, UsageError
-from . import regular
 from .manifest import Manifest
 from .paths import human, local_path, real_path, storage_error
 from .staging import MANIFEST_NAME, Lock, Places, new_transaction, recover, settle
@@ -154,6 +153,17 @@ class Publication:
                 folder.rmdir()
 
 
+def write_new(path: Path, data: bytes) -> None:
+    """Write a small file that is not there yet; a link in its place could lead to any file of the user's.
+
+    Raises:
+        FileExistsError: Something is, be it a link that leads nowhere.
+        OSError: It cannot be written.
+    """
+    with path.open("xb") as file:
+        file.write(data)
+
+
 def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:
     """Write a small text file anew: aside, then renamed over what was there.
 
@@ -167,7 +177,7 @@ def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:
     """
     aside = path.with_name(f".{path.name}.tmp-{new_transaction()}")
     try:
-        regular.write_new(aside, text.encode("utf-8"))
+        write_new(aside, text.encode("utf-8"))
         if fsync:
             _sync(aside, os.O_RDONLY)
         os.replace(aside, path)

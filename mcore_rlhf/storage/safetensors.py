@@ -10,19 +10,17 @@ Source: safetensors 0.8.0, ``README.md`` ("Format"), ``safetensors/src/tensor.rs
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import ClassVar
 
 from ..core.box import Shape
 from ..core.catalog import Record
 from ..core.dtype import DType, dtype_of
 from ..errors import Corrupt, Incomplete, Problems, Unsupported
-from . import regular
-from .paths import cannot_open, human, inside
+from .paths import ReadablePath, human, inside
+from .reading import opened, parse_json
 from .record_file import Container, Layout, Piece, end_to_end
 from .stored import StoredTensor
 
@@ -96,7 +94,7 @@ class SafetensorsFile:
     metadata: Mapping[str, str]
 
 
-def read_safetensors(root: Path, file: str) -> SafetensorsFile:
+def read_safetensors(root: ReadablePath, file: str) -> SafetensorsFile:
     """Open a safetensors file. No byte of a tensor is read.
 
     Args:
@@ -118,19 +116,15 @@ def read_safetensors(root: Path, file: str) -> SafetensorsFile:
     return _Reading(path, file, _LENGTH + len(header), nbytes, Problems()).opened(entries, metadata)
 
 
-def _header(path: Path) -> tuple[bytes, int]:
+def _header(path: ReadablePath) -> tuple[bytes, int]:
     """The header's bytes, and the length of the file."""
-    try:
-        with regular.opened(path) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH), "little")
-            _check_length(path, length, nbytes)
-            return file.read(length), nbytes
-    except OSError as error:
-        raise cannot_open(error, path) from error
+    with opened(path) as file:
+        length = int.from_bytes(file.pread(_LENGTH, 0), "little")
+        _check_length(path, length, file.nbytes)
+        return file.read(_LENGTH, length), file.nbytes
 
 
-def _check_length(path: Path, length: int, nbytes: int) -> None:
+def _check_length(path: ReadablePath, length: int, nbytes: int) -> None:
     if nbytes < _LENGTH:
         raise Incomplete(
             f"{path}: has {nbytes} bytes; a safetensors file begins with {_LENGTH} that say how long its header is\n{_AGAIN}"
@@ -146,9 +140,9 @@ def _check_length(path: Path, length: int, nbytes: int) -> None:
         )
 
 
-def _parsed(header: bytes, path: Path) -> dict[str, object]:
+def _parsed(header: bytes, path: ReadablePath) -> dict[str, object]:
     try:
-        entries = regular.parse_json(header, object_pairs_hook=_unique)
+        entries = parse_json(header, object_pairs_hook=_unique)
     except ValueError as error:
         raise Corrupt(f"{path}: the header is not the JSON that it should be: {error}\n{_AGAIN}") from None
     if not isinstance(entries, dict):
@@ -177,7 +171,7 @@ class _Reading:
         problems: Told of everything that is wrong.
     """
 
-    path: Path
+    path: ReadablePath
     file: str
     start: int
     nbytes: int

@@ -5,17 +5,15 @@ Layout: pytorch ``caffe2/serialize/inline_container.cc``; zip itself: PKWARE ``A
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import CheckpointError, Corrupt, Incomplete, Unsupported
-from . import regular
 from . import zipheaders as z
 from .checksum import crc32
-from .paths import cannot_open, storage_error
+from .paths import ReadablePath
+from .reading import ByteSource, opened
 
 _RESAVE = "Load it with torch once and save it again: torch.save(torch.load(path), path)."
 _RESTORE = "Copy the file again from where it came from, or use an older step."
@@ -51,7 +49,7 @@ class Directory:
             (``torch.serialization.set_crc32_options(False)`` stores zeros): then nothing can be checked.
     """
 
-    path: Path
+    path: ReadablePath
     stem: str
     nbytes: int
     members: Mapping[str, Member]
@@ -68,11 +66,8 @@ class Directory:
         member = self.members.get(name)
         if member is None:
             raise Incomplete(f"{self.path}: the record {name!r} is missing.\n{_RESTORE}")
-        try:
-            with regular.opened(self.path) as file:
-                data = _exactly(file.fileno(), self.path, member.byte_offset, member.nbytes)
-        except OSError as error:
-            raise storage_error(error, self.path, "read") from error
+        with opened(self.path) as file:
+            data = file.read(member.byte_offset, member.nbytes)
         self.check(member, crc32(data))
         return data
 
@@ -89,7 +84,7 @@ class Directory:
             )
 
 
-def read_directory(path: Path) -> Directory:
+def read_directory(path: ReadablePath) -> Directory:
     """Read and check the directory of a file that ``torch.save`` wrote.
 
     Raises:
@@ -99,18 +94,21 @@ def read_directory(path: Path) -> Directory:
         Unsupported: It is not a zip of ``torch.save``, or big-endian, compressed or encrypted.
         StorageError: It cannot be read.
     """
-    try:
-        with regular.opened(path) as file:
-            return _Reader(path, file.fileno(), os.fstat(file.fileno()).st_size).directory()
-    except OSError as error:
-        raise cannot_open(error, path) from error
+    with opened(path) as file:
+        return _Reader(file).directory()
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    path: Path
-    fd: int
-    nbytes: int
+    file: ByteSource
+
+    @property
+    def path(self) -> ReadablePath:
+        return self.file.path
+
+    @property
+    def nbytes(self) -> int:
+        return self.file.nbytes
 
     def directory(self) -> Directory:
         entries, directory_offset = self._entries()
@@ -136,7 +134,7 @@ class _Reader:
                 f"its directory should lie at bytes {offset} to {offset + directory_nbytes}, "
                 f"but the file has {self.nbytes}"
             )
-        raw = _exactly(self.fd, self.path, offset, directory_nbytes)
+        raw = self.file.read(offset, directory_nbytes)
         try:
             entries = list(z.parse_entries(raw, count))
         except (struct.error, ValueError) as error:
@@ -146,7 +144,7 @@ class _Reader:
     def _locate(self) -> tuple[int, int, int]:
         """Find the directory: (number of entries, bytes, offset)."""
         tail_nbytes = min(self.nbytes, z.LIMIT16 + z.END.size + z.LOCATOR64.size)
-        tail = _exactly(self.fd, self.path, self.nbytes - tail_nbytes, tail_nbytes)
+        tail = self.file.read(self.nbytes - tail_nbytes, tail_nbytes)
         at = tail.rfind(z.END_SIGNATURE)
         if at < 0 or at + z.END.size > len(tail):
             raise self._not_a_zip()
@@ -161,7 +159,7 @@ class _Reader:
     def _locate64(self, at: int) -> tuple[int, int, int]:
         if at + z.END64.size > self.nbytes:
             raise self._corrupt(f"its zip64 end record should lie at byte {at}, past the end")
-        signature, *_, count, directory_nbytes, offset = z.END64.unpack(_exactly(self.fd, self.path, at, z.END64.size))
+        signature, *_, count, directory_nbytes, offset = z.END64.unpack(self.file.read(at, z.END64.size))
         if signature != z.END64_SIGNATURE:
             raise self._corrupt(f"there is no zip64 end record at byte {at}")
         return count, directory_nbytes, offset
@@ -191,7 +189,7 @@ class _Reader:
             return
         placed = z.Placed("", entry.header_offset, offset, entry.nbytes)
         expected = z.descriptor(placed, entry.crc32)
-        if os.pread(self.fd, len(expected), placed.data_end) != expected:
+        if self.file.pread(len(expected), placed.data_end) != expected:
             raise self._corrupt(
                 f"length or CRC behind member {entry.name!r}, at byte {placed.data_end}, are not those of the "
                 f"directory ({entry.nbytes} bytes, {entry.crc32:08x})"
@@ -200,7 +198,7 @@ class _Reader:
     def _data_offset(self, entry: z.Entry, directory_offset: int) -> int:
         """Where the member's bytes begin: behind its local header, which must agree with the directory."""
         at, head = entry.header_offset, z.LOCAL.size + len(entry.name)
-        raw = _exactly(self.fd, self.path, at, head) if at + head <= directory_offset else b""
+        raw = self.file.read(at, head) if at + head <= directory_offset else b""
         if not raw.startswith(z.LOCAL_SIGNATURE):
             raise self._corrupt(f"member {entry.name!r} should have its header at byte {at}, but there is none")
         _, _, flags, method, _, _, _, _, nbytes, name_nbytes, extra_nbytes = z.LOCAL.unpack_from(raw)
@@ -241,7 +239,7 @@ class _Reader:
     def _not_a_zip(self) -> CheckpointError:
         if not self.nbytes:
             return Incomplete(f"{self.path}: the file is empty.\n{_RESTORE}")
-        head = os.pread(self.fd, 512, 0)
+        head = self.file.pread(512, 0)
         if head.startswith(z.LOCAL_SIGNATURE):
             return Incomplete(
                 f"{self.path}: the file is cut off: the directory that ends every zip is missing "
@@ -254,15 +252,3 @@ class _Reader:
         return Corrupt(
             f"{self.path}: not a file of torch.save: a zip was expected, but it begins with {head[:8]!r}.\n{_RESTORE}"
         )
-
-
-def _exactly(fd: int, path: Path, offset: int, nbytes: int) -> bytes:
-    """Read so many bytes; the system may deliver them in parts."""
-    pieces, at, stop = [], offset, offset + nbytes
-    while at < stop:
-        piece = os.pread(fd, stop - at, at)
-        if not piece:
-            raise Incomplete(f"{path}: ends at byte {at}, but bytes up to {stop} were expected.\n{_RESTORE}")
-        pieces.append(piece)
-        at += len(piece)
-    return b"".join(pieces)

@@ -12,8 +12,8 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem,
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 from mcore_rlhf.storage.torchzip import read_directory
 
@@ -159,7 +159,7 @@ def _check_bytes(
             progress(nbytes)
 
     ledger = Ledger(source.files)
-    with MappedFiles(source.root) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
+    with OpenFiles(source.root) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
         audit = Audit(source.catalog, mapped, ledger, verdict.problems, count, source.distrust)
         deep = depth is Depth.DEEP
         list(pool.map(lambda task: task(), audit.tasks(replicas=deep, parity=deep)))

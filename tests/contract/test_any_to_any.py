@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.formats.registry import FORMATS
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.damage import snapshot
 from tests.helpers.six_formats import MODEL, PAIRS, SIX, Zoo, compared, opened
@@ -47,7 +47,7 @@ def test_what_arrives_is_the_model_with_its_optimizer(pair: tuple[str, str], zoo
 def test_every_format_has_what_megatron_itself_wrote(name: str, zoo: Zoo) -> None:
     """Those of Megatron's family are made of one of these, with rows of padding that are not the golden's."""
     a, b = alike(opened(MODEL), opened(zoo.base(name)))
-    with MappedFiles(a.root) as bytes_a, MappedFiles(b.root) as bytes_b:
+    with OpenFiles(a.root) as bytes_a, OpenFiles(b.root) as bytes_b:
         result = Differ(a, b, bytes_a, bytes_b, states=("param", *sorted(STATES))).compare()
     assert result.equal, result.differences[:5]
     assert result.tensors >= 3 * len(b.model.params)

@@ -18,7 +18,7 @@ from mcore_rlhf.errors import CheckpointError, NotACheckpoint
 from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.registry import FORMATS, detect, format_named, open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.conversions import options
 from tests.helpers.damage import snapshot
@@ -152,7 +152,7 @@ class TestFormat:
 
     def test_what_it_writes_reads_equal(self, golden: Path, rewritten: Path) -> None:
         a, b = (open_checkpoint(path, ReadOptions()) for path in (golden, rewritten))
-        with MappedFiles(a.root) as files_a, MappedFiles(b.root) as files_b:
+        with OpenFiles(a.root) as files_a, OpenFiles(b.root) as files_b:
             result = Differ(a, b, files_a, files_b).compare()
         assert result.equal, result.differences[:3]
         assert result.tensors == len(a.catalog)

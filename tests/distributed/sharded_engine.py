@@ -15,9 +15,9 @@ from mcore_rlhf.engines.base import LiveFile, LiveState, LoadRequest, PreparedLo
 from mcore_rlhf.engines.load import copy_into
 from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import LayoutMismatch
-from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
+from mcore_rlhf.storage.reading import OpenFiles
 
 WEIGHTS, MOMENTS = "weights.pt", "moments.pt"
 
@@ -97,6 +97,6 @@ class _Load:
         """Nothing here may refuse."""
 
     def fill(self) -> None:
-        with MappedFiles(self.folder) as files:
+        with OpenFiles(self.folder) as files:
             for name, place in self.places.items():
                 copy_into(files, place, self.engine.values[name])

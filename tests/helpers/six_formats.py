@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.registry import FORMATS, open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Comparison, Differ
 from tests.helpers.conversions import GOLDENS
 
@@ -74,5 +74,5 @@ def compared(a: Path, b: Path, *, state: bool = True) -> Comparison:
     first, second = opened(a), opened(b)
     if not state:
         second = replace(second, state=first.state)
-    with MappedFiles(first.root) as bytes_a, MappedFiles(second.root) as bytes_b:
+    with OpenFiles(first.root) as bytes_a, OpenFiles(second.root) as bytes_b:
         return Differ(first, second, bytes_a, bytes_b).compare()

@@ -14,7 +14,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import GOLDENS
@@ -78,7 +78,7 @@ def agreed(ranks: list[Looked]) -> Whole:
 
 def assert_same(a: Path, b: Path) -> None:
     one, other = (open_checkpoint(path, ReadOptions()) for path in (a, b))
-    with MappedFiles(one.root) as left, MappedFiles(other.root) as right:
+    with OpenFiles(one.root) as left, OpenFiles(other.root) as right:
         result = Differ(one, other, left, right).compare()
     assert result.equal, result.differences
     assert result.tensors == len(one.catalog)

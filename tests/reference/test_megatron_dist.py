@@ -14,7 +14,7 @@ from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 from tests.reference import dist_jobs
@@ -149,7 +149,7 @@ def opened(path: Path) -> Source:
 
 def assert_equal(a: Source, b: Source) -> None:
     """The same tensors, bit for bit, the same model and the same training state."""
-    with MappedFiles(a.root) as files_a, MappedFiles(b.root) as files_b:
+    with OpenFiles(a.root) as files_a, OpenFiles(b.root) as files_b:
         result = Differ(a, b, files_a, files_b).compare()
     assert result.equal, result.differences[:3]
     assert (a.model, a.parallel, a.states, a.optimizer) == (b.model, b.parallel, b.states, b.optimizer)

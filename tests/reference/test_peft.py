@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from tests.helpers.universal_by_hand import write
 from tests.reference.peft_lab import (
     BASE,
@@ -50,7 +50,7 @@ def test_there_and_back(tmp_path: Path, variant: str) -> None:
     folder = saved(model, tmp_path / "a")
     source = open_checkpoint(folder, ReadOptions())
     live = model.state_dict()
-    with MappedFiles(source.root) as files:
+    with OpenFiles(source.root) as files:
         for spec in source.model.params:
             entry = source.catalog.get(TensorName("actor", spec.name))
             assert entry is not None

@@ -23,7 +23,8 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.formats.deepspeed.catalog import Partitioned, chunks_of
 from mcore_rlhf.layouts.tensor import whole_layout
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.stubs import Stub
 
@@ -158,7 +159,7 @@ class Origin:
     """
 
     root: Path
-    files: tuple[Path, ...]
+    files: tuple[ReadablePath, ...]
     plan: FilePlan
     state: TrainingState
     optimizer: bool
@@ -194,7 +195,7 @@ class PreparedDeepSpeedLoad:
     _groups: list[ParamGroup] = field(default_factory=list)
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[ReadablePath]:
         """The files that this rank will read."""
         return self.origin.files
 
@@ -272,7 +273,7 @@ class PreparedDeepSpeedLoad:
         """Copy all tensors, one window at a time."""
         tensors = live_tensors(self.slots, self.live)
         memory = LiveMemory(tensors)
-        with MappedFiles(self.origin.root) as source:
+        with OpenFiles(self.origin.root) as source:
             records = [slot.record for slot in self.slots]
             FileRun(self.origin.plan, records, source, memory, Unchecked(), WINDOW_BYTES).run()
         memory.finish()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -24,7 +23,8 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.dcp.native import DcpState
 from mcore_rlhf.formats.dcp.rest import SCHEDULER, SCHEDULERS, VERSION
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.reading import OpenFiles
 
 from ..load import LiveMemory, Unchecked
 from ..module_source import LiveParam, ModuleSource, matched_groups
@@ -81,7 +81,7 @@ class Planned:
     source: Source
     slots: list[Slot]
     plan: FilePlan
-    files: tuple[Path, ...]
+    files: tuple[ReadablePath, ...]
     stored_as: dict[str, str]
     optimizer: bool
     report: Report
@@ -215,10 +215,10 @@ class PreparedFsdpLoad:
     optimizer: ShardedOptimizerLoad | None
     handed: Sequence[tuple[Stateful, dict[str, object]]]
     extra: Sequence[tuple[torch.nn.Module, object]]
-    more: Sequence[Path]
+    more: Sequence[ReadablePath]
     done: Callable[[], None]
     rng: Mapping[str, object] | None = None
-    files: Sequence[Path] = field(init=False)
+    files: Sequence[ReadablePath] = field(init=False)
 
     def __post_init__(self) -> None:
         self.files = tuple(dict.fromkeys((*self.more, *self.planned.files)))
@@ -260,7 +260,7 @@ class PreparedFsdpLoad:
         states = self.optimizer.memory if self.optimizer is not None else {}
         wanted = [slot for slot in slots if slot.record.numel and (slot.state == "param" or slot.record.key in states)]
         memory = LiveMemory(memory_of(wanted, states))
-        with MappedFiles(self.planned.source.root) as files, torch.no_grad():
+        with OpenFiles(self.planned.source.root) as files, torch.no_grad():
             records = [slot.record for slot in wanted]
             FileRun(self.planned.plan, records, files, memory, Unchecked(), WINDOW_BYTES).run()
         memory.finish()

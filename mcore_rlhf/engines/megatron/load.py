@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,8 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.stored import StoredTensor
 
 from ..load import LiveMemory, Unchecked, range_chunks
@@ -224,7 +224,7 @@ _STATES = {EXP_AVG, EXP_AVG_SQ}
 class _Filling:
     """Fills slots from the mapped files."""
 
-    source: MappedFiles
+    source: OpenFiles
     copies: Mapping[str, Sequence[Copy]]
 
     def fill(self, chosen: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -269,7 +269,7 @@ class PreparedMegatronLoad:
     _fields: list[dict[str, object]] = field(default_factory=list)
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[ReadablePath]:
         """The files that this rank will read."""
         return self.origin.files
 
@@ -339,7 +339,7 @@ class PreparedMegatronLoad:
         by_slot: dict[str, list[Copy]] = {}
         for one in self.origin.plan.copies:
             by_slot.setdefault(one.target.key, []).append(one)
-        with MappedFiles(self.origin.root) as source:
+        with OpenFiles(self.origin.root) as source:
             run = _Filling(source, by_slot)
             plain = [slot for slot in self.slots if slot.member is None or not slot.member.converts]
             run.fill(plain, live_tensors(self.model, plain))

@@ -16,6 +16,7 @@ from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.source import TrainingState
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .model import LiveModel
 from .optimizers import Member, Owned
@@ -125,7 +126,7 @@ class Origin:
     """
 
     root: Path
-    files: tuple[Path, ...]
+    files: tuple[ReadablePath, ...]
     plan: FilePlan
     state: TrainingState
     states: tuple[str, ...]

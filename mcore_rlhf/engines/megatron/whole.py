@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.groups import inner_state
 from mcore_rlhf.formats.megatron.plain_state import masters_of
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.reading import OpenFiles
 
 from ..load import copy_into
 from ..optimizers import OptimizerLoad, OwnLoad, SavedOptimizer, StockLoad, is_stock, matched
@@ -53,7 +53,7 @@ class WholeOptimizer:
     scalers: list[object] = field(default_factory=list)
 
     @property
-    def file(self) -> Path:
+    def file(self) -> ReadablePath:
         """The file that is read."""
         return self.pt.root / self.pt.file
 
@@ -159,7 +159,7 @@ class WholeOptimizer:
         """Copy states and masters into the live tensors."""
         for load in self.loads:
             load.fill()
-        with MappedFiles(self.pt.root) as files, torch.no_grad():
+        with OpenFiles(self.pt.root) as files, torch.no_grad():
             for place, target in self.masters:
                 copy_into(files, place, target)
 

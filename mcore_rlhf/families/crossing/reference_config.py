@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import Carried
 
 CONFIG = "config.json"
@@ -20,7 +20,7 @@ def read_config(folder: str) -> dict[str, object]:
     path = Path(folder).expanduser()
     path = path / CONFIG if path.is_dir() else path
     try:
-        config = regular.read_json(path)
+        config = reading.read_json(path)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot read the model's config: {error.strerror}\nGive --reference-config the folder of a Hugging Face model."
@@ -36,7 +36,7 @@ def config_in(carried: Carried) -> dict[str, object]:
     """The model's description among the files; empty where there is none, or where it is none."""
     path, text = carried.files.get(CONFIG), carried.texts.get(CONFIG)
     try:
-        found = regular.parse_json(text or (regular.read_bytes(path) if path is not None else "{}"))
+        found = reading.parse_json(text or (reading.read_bytes(path) if path is not None else "{}"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

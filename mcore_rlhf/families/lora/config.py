@@ -13,7 +13,7 @@ from math import sqrt
 from pathlib import Path
 
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 
 from .names import CONFIG
 
@@ -117,7 +117,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     """
     path = path / CONFIG if path.is_dir() else path
     try:
-        values = regular.read_json(path)
+        values = reading.read_json(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot read the adapter's configuration: {error.strerror}") from None
     except ValueError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_rlhf.errors import LayoutMismatch, NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -155,7 +155,7 @@ def looks_like_root(path: Path, is_checkpoint: Callable[[Path], bool] = is_itera
 def _tracked(root: Path) -> tuple[int | None, ...]:
     """The iteration that the tracker names, None for a release; nothing where it says nothing that can be read."""
     try:
-        text = regular.read_line(root / TRACKER)
+        text = reading.read_line(root / TRACKER)
     except OSError:
         return ()
     if text == "release":
@@ -218,7 +218,7 @@ def _wanted(path: Path, step: int | None, found: dict[int | None, Path]) -> int 
         raise UsageError(
             f"{path}: there is no {TRACKER} to say which checkpoint is meant; found {candidates}\nGive --step N."
         )
-    text = regular.read_line(tracker)
+    text = reading.read_line(tracker)
     if text != "release" and not _ITERATION.fullmatch(text):
         raise LayoutMismatch(f"{tracker}: expected an iteration or 'release', found {text[:40]!r}\nGive --step N.")
     return None if text == "release" else int(text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .keys import PARAMS
 
@@ -39,7 +39,7 @@ class Collected:
     def _ordered(self) -> list[dict[str, object]]:
         return [self.fields[number] for number in sorted(self.fields)]
 
-    def groups(self, folder: Path, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
+    def groups(self, folder: ReadablePath, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
         """The groups.
 
         Args:
@@ -103,7 +103,7 @@ def _params(fields: Mapping[str, object]) -> list[object]:
 
 
 def name_numbers(
-    collected: Collected, shapes: Mapping[str, Shape], states: Mapping[str, Shape], folder: Path, notes: Report
+    collected: Collected, shapes: Mapping[str, Shape], states: Mapping[str, Shape], folder: ReadablePath, notes: Report
 ) -> dict[str, str]:
     """Names for the numbers that a plain ``optimizer.state_dict()`` has instead.
 

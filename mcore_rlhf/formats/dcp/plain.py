@@ -16,7 +16,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
 from mcore_rlhf.storage.torchzip import Directory
 
@@ -89,7 +89,7 @@ def model_config(root: Path) -> dict[str, object]:
     """The model's ``config.json`` where the run put one: in the checkpoint, or in ``huggingface`` in it; else empty."""
     for path in (root / "config.json", root / "huggingface" / "config.json"):
         try:
-            config = regular.read_json(path)
+            config = reading.read_json(path)
         except (OSError, ValueError):
             continue
         if isinstance(config, dict):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
@@ -39,7 +39,7 @@ def _world(root: Path) -> int:
     """Ranks that wrote: as ``fsdp_config.json`` says, or as all names do."""
     worlds = {int(m[2]) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))}
     try:
-        said = regular.read_json(root / "fsdp_config.json").get("world_size")
+        said = reading.read_json(root / "fsdp_config.json").get("world_size")
     except (OSError, ValueError, AttributeError):
         said = None
     if isinstance(said, int) and said in worlds:

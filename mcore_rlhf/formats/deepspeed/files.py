@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 
 LATEST = "latest"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -130,7 +130,7 @@ def _what_latest_says(root: Path) -> str:
 
 def _read_latest(root: Path) -> str | None:
     path = root / LATEST
-    return regular.read_line(path)[:200] if path.is_file() else None
+    return reading.read_line(path)[:200] if path.is_file() else None
 
 
 def _latest(root: Path, tags: list[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.source import StoredFile
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import cannot_open, inside
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 from mcore_rlhf.storage.safetensors import read_safetensors
@@ -84,7 +84,7 @@ def read_json(root: Path, file: str) -> dict[str, object]:
     """
     path = inside(root, file)
     try:
-        found = regular.read_json(path)
+        found = reading.read_json(path)
     except OSError as error:
         raise cannot_open(error, path) from error
     except ValueError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import LayoutMismatch, UsageError
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import cannot_open
 
 from .config import with_eos
@@ -123,7 +123,7 @@ def _ids(name: str, content: bytes) -> Iterator[int]:
 
 def _parsed(name: str, content: bytes) -> dict[str, object]:
     try:
-        tree = regular.parse_json(content)
+        tree = reading.parse_json(content)
     except ValueError as error:
         raise LayoutMismatch(
             f"{name}: is no JSON: {error}\nTake the tokenizer's files from where the model was published."
@@ -148,6 +148,6 @@ def _names_code(folder: Path) -> bool:
 
 def _content(path: Path) -> bytes:
     try:
-        return regular.read_bytes(path)
+        return reading.read_bytes(path)
     except OSError as error:
         raise cannot_open(error, path) from error

@@ -20,7 +20,7 @@ from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import tell_kept
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 
 from .config import (
     EMBEDDING,
@@ -209,7 +209,7 @@ class _Writer:
         """The description; byte for byte the source's own where nothing in it changes."""
         carried = self.source.carried
         if carried is not None and CONFIG in carried.files and config_in(carried) == config:
-            return regular.read_bytes(carried.files[CONFIG])
+            return reading.read_bytes(carried.files[CONFIG])
         return json.dumps(config, indent=2) + "\n"
 
     def _report(self, parts: list[Part], report: Report) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.folders import Located, locate
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 
 CONFIG = "metadata.json"
@@ -89,7 +89,7 @@ def _config(path: Path) -> dict[str, object]:
     """What ``metadata.json`` says; empty where there is none that can be read."""
     file = path / CONFIG
     try:
-        config = regular.read_json(file) if file.is_file() else {}
+        config = reading.read_json(file) if file.is_file() else {}
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from mcore_rlhf.errors import Corrupt, Unsupported, shown
 from mcore_rlhf.families.lora.base_model import BaseModel
 from mcore_rlhf.families.lora.names import ORIGIN
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import cannot_open
 
 _VERSION = 1
@@ -47,7 +47,7 @@ class Origin:
         """
         path = folder / ORIGIN
         try:
-            values = regular.read_json(path)
+            values = reading.read_json(path)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, UsageError
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import inside
 
 LATEST = "latest_universal"
@@ -107,7 +107,7 @@ def locate(path: Path, step: int | None) -> UniversalFolder:
     tracker = path / LATEST
     if not tracker.is_file():
         raise NotACheckpoint(f"{path}: expected a folder with zero/ in it, or {LATEST}, found neither")
-    name = regular.read_line(tracker)
+    name = reading.read_line(tracker)
     if not name or not is_universal_folder(inside(path, name)):
         raise Incomplete(
             f"{tracker}: names {name!r}, but {path / name if name else path} is not a universal checkpoint{_others(path)}\n"

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
 from mcore_rlhf.errors import Problems, UsageError, shown
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import storage_error
 
 from .sections import AlgorithmSection, CheckpointSection, DataSection, RunnerSection, Section, TrainerSection, path
@@ -191,7 +191,7 @@ def _opened(source: Path | Mapping[str, Any]) -> tuple[DictConfig, ConfigOrigin]
         return _created(dict(source), "the configuration"), ConfigOrigin("the configuration")
     name = str(source)
     try:
-        document = regular.read_text(source, MAX_NBYTES)
+        document = reading.read_text(source, MAX_NBYTES)
     except OSError as error:
         raise storage_error(error, source, "read", "the run's configuration") from error
     except UnicodeDecodeError:

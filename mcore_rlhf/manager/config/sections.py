@@ -11,8 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.storage.paths import local_path
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.storage.paths import local_path, parse_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self

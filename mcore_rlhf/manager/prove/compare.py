@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -18,10 +17,10 @@ import numpy as np
 
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import check
-from mcore_rlhf.storage.mapped import MappedFile
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
+from mcore_rlhf.storage.reading import ByteSource, MappedFile, opened
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.stubs import NAMESPACES, Stub
 
@@ -252,7 +251,7 @@ class StoredBytes:
     """
 
     pt: PtFile
-    mapped: MappedFile
+    mapped: ByteSource
 
     def windows(self, tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
         """The tensor's elements in logical order, as flat arrays of bytes; a window is valid until the next one."""
@@ -386,7 +385,7 @@ class StepComparer:
 
     def _compare_pt(self, file: str, a: Path, b: Path, tally: Tally) -> None:
         first, second = (read_pt(folder, file, stubs=self.stubs) for folder in (a, b))
-        with closing(MappedFile(a / file)) as bytes_a, closing(MappedFile(b / file)) as bytes_b:
+        with opened(a / file, MappedFile) as bytes_a, opened(b / file, MappedFile) as bytes_b:
             differ = TensorDiffer(StoredBytes(first, bytes_a), StoredBytes(second, bytes_b))
             self._leaves(file, differ, tally).compare(first.tree, second.tree)
 
@@ -401,7 +400,7 @@ def _no_tensors(a: object, b: object) -> str | None:
 def _json(path: Path) -> object:
     """Numbers as they are written: two different texts are two different values."""
     try:
-        value: object = regular.parse_json(regular.read_bytes(path), parse_float=_Number, parse_constant=_Number)
+        value: object = reading.parse_json(reading.read_bytes(path), parse_float=_Number, parse_constant=_Number)
     except ValueError as error:
         raise Corrupt(f"{path}: is not JSON: {error}") from None
     return value

@@ -24,6 +24,7 @@ from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 from mcore_rlhf.storage.publish import replace_text
+from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.storage.record_file import RecordFile
 
 from .command import metrics_of
@@ -150,10 +151,9 @@ def _rewrite(folder: Path, broken: Broken, stubs: tuple[str, ...]) -> None:
 def _copy(pt: PtFile, writer: RecordFile, key: str, broken: Record) -> int:
     """Copy a record, or its broken form; returns its CRC-32."""
     member, crc = pt.directory.members[key], 0
-    with pt.directory.path.open("rb") as file:
+    with opened(pt.directory.path) as file:
         for at in range(0, member.nbytes, _PIECE_NBYTES):
-            file.seek(member.byte_offset + at)
-            data = file.read(min(_PIECE_NBYTES, member.nbytes - at))
+            data = file.read(member.byte_offset + at, min(_PIECE_NBYTES, member.nbytes - at))
             if key == broken.key:
                 data = flipped(data, broken.dtype.itemsize)
             writer.write(key, at, data)

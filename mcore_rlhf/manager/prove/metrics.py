@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import cannot_open
 
 from .compare import Finding, Ignored, Tally, shown
@@ -59,7 +59,7 @@ def read_lines(path: Path) -> list[Line]:
         CheckpointError: The file is missing or cannot be read, or a line says nothing of its step.
     """
     try:
-        text = regular.read_text(path, _MAX_LOG, "replace")
+        text = reading.read_text(path, _MAX_LOG, "replace")
     except OSError as error:
         raise cannot_open(error, path) from error
     pieces = text.split("\n")
@@ -78,7 +78,7 @@ def _parsed(piece: str) -> dict[str, object] | None:
     at = piece.find("{")
     while at >= 0:
         try:
-            value = regular.parse_json(piece[at:], parse_float=str, parse_constant=str)
+            value = reading.parse_json(piece[at:], parse_float=str, parse_constant=str)
         except ValueError:
             value = None
         if isinstance(value, dict) and (at == 0 or any(name in value for name in STEP_NAMES)):

@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp import DcpFolder
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
-from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.paths import cannot_open
 from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.torchzip import read_directory
 
 _WINDOW = 1 << 20
@@ -62,7 +62,7 @@ def check_records(path: Path) -> None:
     directory = read_directory(path)
     if not directory.checksummed:
         return
-    with MappedFiles(path.parent) as files:
+    with OpenFiles(path.parent) as files:
         for member in directory.members.values():
             directory.check(member, _crc(files, path.name, member.byte_offset, member.nbytes))
 
@@ -78,7 +78,7 @@ def check_items(path: Path) -> None:
     records: Iterable[tuple[str, int, int, int]] = next(
         (file.records for file in folder.files() if file.path == path.name), ()
     )
-    with MappedFiles(path.parent) as files:
+    with OpenFiles(path.parent) as files:
         damaged = [key for key, at, nbytes, crc in records if _crc(files, path.name, at, nbytes) != crc]
     if damaged:
         raise Corrupt(
@@ -87,7 +87,7 @@ def check_items(path: Path) -> None:
         )
 
 
-def _crc(files: MappedFiles, name: str, at: int, nbytes: int) -> int:
+def _crc(files: OpenFiles, name: str, at: int, nbytes: int) -> int:
     crc = 0
     for start in range(at, at + nbytes, _WINDOW):
         count = min(_WINDOW, at + nbytes - start)
@@ -143,7 +143,7 @@ def _check_value(folder: Path, name: str, stubs: Collection[str], records: bool)
 
 def _check_json(path: Path) -> None:
     try:
-        regular.read_json(path)
+        reading.read_json(path)
     except OSError as error:
         raise cannot_open(error, path) from error
     except ValueError as error:

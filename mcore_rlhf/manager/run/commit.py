@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import Publication, replace_text
+from mcore_rlhf.storage.publish import Publication, replace_text, write_new
 from mcore_rlhf.storage.staging import Places, new_transaction
 
 from .steps import MANIFEST, step_folder
@@ -61,7 +61,7 @@ class FolderStore:
         """
         path, aside = self.folder / name, self.folder / f".{name}.{os.getpid()}-{new_transaction()}"
         try:
-            regular.write_new(aside, data)
+            write_new(aside, data)
             os.rename(aside, path)
         except OSError as error:
             raise storage_error(error, path, "write") from error
@@ -92,7 +92,7 @@ class FolderStore:
         end, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
         while True:
             try:
-                return regular.read_bytes(self.folder / name)
+                return reading.read_bytes(self.folder / name)
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -308,7 +308,7 @@ class Transaction:
         end = time.monotonic() + self.timeout
         while not (self.folder / PARTS).is_dir():
             if self._word.exists():
-                raise Stopped(f"the save was given up by the coordinating rank: {regular.read_text(self._word)}")
+                raise Stopped(f"the save was given up by the coordinating rank: {reading.read_text(self._word)}")
             if time.monotonic() > end:
                 raise Incomplete(
                     f"{self.folder}: the coordinating rank did not start the save within {self.timeout:g} s"

@@ -18,9 +18,9 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
 from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, StorageError, Unsupported
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.paths import ReadablePath, local_path
 from mcore_rlhf.storage.ptfile import read_pt
 
 from ..rlhf.state import tensor_file_stems
@@ -59,7 +59,7 @@ class StepLoad:
     report: Report = field(default_factory=Report)
     manifest: Manifest | None = None
     _models: dict[str, PreparedLoad] = field(default_factory=dict)
-    _files: list[Path] = field(default_factory=list)
+    _files: list[ReadablePath] = field(default_factory=list)
     _rng: RngState | None = None
     _data: dict[str, object] | None = None
     _state: tuple[str, dict[str, object]] | None = None
@@ -129,7 +129,7 @@ class StepLoad:
             )
             return
         try:
-            text = regular.read_text(path)
+            text = reading.read_text(path)
         except UnicodeDecodeError as error:
             raise Corrupt(f"{path}: is damaged: not UTF-8 text: {error}") from error
         tensors = {}

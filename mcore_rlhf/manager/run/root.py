@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, StorageError
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.publish import write_new
 from mcore_rlhf.storage.staging import new_transaction
 
 from .world import World
@@ -147,7 +148,7 @@ def _stillborn_locks(root: Path) -> list[Path]:
     found = []
     for path in root.glob(".global_step_*.lock-*"):
         with suppress(OSError):
-            text = regular.read_bytes(path, regular.MAX_LINE)
+            text = reading.read_bytes(path, reading.MAX_LINE)
             if text != host and host.startswith(text):
                 found.append(path)
     return found
@@ -182,7 +183,7 @@ def open_root(root: Path, world: World) -> None:
 def _touch(root: Path, name: str) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
-        regular.write_new(root / name, b"")
+        write_new(root / name, b"")
     except OSError as error:
         raise storage_error(error, root / name, "write") from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
-from mcore_rlhf.storage import regular
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
 from mcore_rlhf.storage.paths import local_path, storage_error
 from mcore_rlhf.storage.publish import replace_text
@@ -40,7 +40,7 @@ def tracker_text(tracker: Path) -> str:
     Raises:
         OSError: It is missing, is no file, or cannot be read.
     """
-    return regular.read_line(tracker)
+    return reading.read_line(tracker)
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -118,7 +118,7 @@ def reason_of(folder: Path) -> str:
     if not os.path.lexists(note):
         return ""
     try:
-        return str(regular.read_json(note)["reason"]) or _NO_REASON
+        return str(reading.read_json(note)["reason"]) or _NO_REASON
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{NOTE} cannot be read: {type(error).__name__}"
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from .. import zipheaders as z
 from ..checksum import crc32
 from ..pt import SERIALIZATION_ID
+from ..reading import ByteSource
 from ..stored import StoredTensor
 from ..torchzip import Directory, Member
-from .items import Item, OpenFile, open_item, stored_tensor
+from .items import Item, open_item, stored_tensor
 
 DATA = "data/0"
 """The one record of a tensor's zip."""
@@ -87,7 +88,7 @@ class Kinds:
     _kinds: dict[tuple[int, bool], tuple[_Kind, ...]] = field(default_factory=dict)
     _stored: dict[tuple[bytes, int], StoredTensor] = field(default_factory=dict)
 
-    def ends(self, file: OpenFile, key: str, offset: int, length: int, *, is_tensor: bool) -> Ends:
+    def ends(self, file: ByteSource, key: str, offset: int, length: int, *, is_tensor: bool) -> Ends:
         """Read and check the two ends of an item.
 
         Args:

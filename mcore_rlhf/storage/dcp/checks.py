@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from pathlib import Path
 
 from mcore_rlhf.core.box import Box
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
 
-from ..paths import cannot_open, inside
+from ..paths import ReadablePath, cannot_open, inside
 from .metadata import FILE, RESTORE, DcpMetadata, Place, Shape, TensorMeta
 from .overlap import overlap
 
@@ -24,7 +23,7 @@ def boxes(tensor: TensorMeta) -> Iterator[Box]:
     return (Box(offsets, sizes) for offsets, sizes in tensor.chunks if 0 not in sizes)
 
 
-def check(folder: Path, metadata: DcpMetadata, *, tiled: bool) -> dict[str, int]:
+def check(folder: ReadablePath, metadata: DcpMetadata, *, tiled: bool) -> dict[str, int]:
     """Check a folder against its ``.metadata``.
 
     Args:
@@ -52,7 +51,7 @@ def check(folder: Path, metadata: DcpMetadata, *, tiled: bool) -> dict[str, int]
     return sizes
 
 
-def _sizes(folder: Path, metadata: DcpMetadata, problems: Problems) -> dict[str, int]:
+def _sizes(folder: ReadablePath, metadata: DcpMetadata, problems: Problems) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name in sorted({place.file for place in metadata.places.values()}):
         try:
@@ -66,7 +65,7 @@ def _sizes(folder: Path, metadata: DcpMetadata, problems: Problems) -> dict[str,
     return sizes
 
 
-def _check_items(folder: Path, metadata: DcpMetadata, sizes: Mapping[str, int], problems: Problems) -> None:
+def _check_items(folder: ReadablePath, metadata: DcpMetadata, sizes: Mapping[str, int], problems: Problems) -> None:
     """Items lie in their files, one behind the other."""
     ends: dict[str, int] = {}
     for (fqn, offset), place in sorted(metadata.places.items(), key=_position):
@@ -92,7 +91,7 @@ def _position(item: tuple[tuple[str, Shape | None], Place]) -> tuple[str, int]:
 
 
 def _check_chunks(
-    folder: Path, metadata: DcpMetadata, fqn: str, tensor: TensorMeta, problems: Problems, *, tiled: bool
+    folder: ReadablePath, metadata: DcpMetadata, fqn: str, tensor: TensorMeta, problems: Problems, *, tiled: bool
 ) -> None:
     shape, held = tensor.global_shape, sorted(boxes(tensor), key=lambda box: box.offset)
     for box in held:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.box import Box, Shape
@@ -15,11 +14,13 @@ from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
 
+from ..paths import ReadablePath
+from ..reading import ByteSource, opened
 from ..torchzip import Directory
 from .alike import Ends, Kinds
 from .checks import boxes, check, item_key
 from .files import DcpFile, FileRecords, StoredRecord
-from .items import OpenFile, item_directory, load_tree
+from .items import item_directory, load_tree
 from .metadata import FILE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
 
 _OPEN_FILES = 64
@@ -125,14 +126,14 @@ class DcpFolder:
         stubs: Names of classes that may become inert stubs.
     """
 
-    folder: Path
-    root: Path
+    folder: ReadablePath
+    root: ReadablePath
     metadata: DcpMetadata
     sizes: Mapping[str, int]
     stubs: tuple[str, ...] = ()
     tensors: Mapping[str, DcpTensor] = field(init=False)
     objects: Mapping[str, DcpObject] = field(init=False)
-    _open: dict[str, OpenFile] = field(default_factory=dict, init=False)
+    _open: dict[str, ByteSource] = field(default_factory=dict, init=False)
     _kinds: Kinds = field(default_factory=Kinds, init=False)
     _found: dict[At, Ends] = field(default_factory=dict, init=False)
     _by_file: dict[str, list[tuple[At, Place]]] = field(default_factory=dict, init=False)
@@ -146,7 +147,9 @@ class DcpFolder:
         self.objects = {fqn: DcpObject(fqn, places[fqn, None], self) for fqn in self.metadata.objects}
 
     @classmethod
-    def open(cls, folder: Path, root: Path, stubs: Collection[str] = (), *, tiled: bool = True) -> DcpFolder:
+    def open(
+        cls, folder: ReadablePath, root: ReadablePath, stubs: Collection[str] = (), *, tiled: bool = True
+    ) -> DcpFolder:
         """Open a folder.
 
         Args:
@@ -260,19 +263,19 @@ class DcpFolder:
         at = (tensor.fqn, box.offset)
         return next((crc for *_, crc in self._ends(at, self.metadata.places[at]).records), 0)
 
-    def _item(self, key: str, place: Place) -> tuple[OpenFile, Directory]:
+    def _item(self, key: str, place: Place) -> tuple[ByteSource, Directory]:
         file = self._file(place.file)
         return file, item_directory(file, key, place.offset, place.length)
 
-    def _file(self, name: str) -> OpenFile:
+    def _file(self, name: str) -> ByteSource:
         with self._lock:
-            file = self._open.pop(name, None) or OpenFile(self.folder / name)
+            file = self._open.pop(name, None) or opened(self.folder / name)
             self._open[name] = file  # at the end: used last
             if len(self._open) > _OPEN_FILES:
                 del self._open[next(iter(self._open))]
             return file
 
-    def item(self, fqn: str) -> tuple[OpenFile, Directory]:
+    def item(self, fqn: str) -> tuple[ByteSource, Directory]:
         """The file that an object lies in, and the members of its zip.
 
         Raises:

@@ -8,19 +8,16 @@ an item's two ends are read, in one go each, and everything is checked in them.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported
 
 from .. import zipheaders as z
-from ..paths import cannot_open
 from ..ptfile import PtFile
-from ..regular import open_regular
+from ..reading import ByteSource
 from ..resolve import read_tree
 from ..stored import StoredTensor
 from ..torchzip import Directory, Member
@@ -30,52 +27,7 @@ _END_NBYTES = 1024
 """Both ends of an item of one tensor fit: torch 2.13 writes 700 bytes before the data and 900 behind them."""
 
 
-class OpenFile:
-    """A ``.distcp`` that is open for reading, until nobody holds this object any more. For several threads.
-
-    Args:
-        path: The file.
-
-    Raises:
-        NotACheckpoint: There is no such file.
-        StorageError: It cannot be read.
-    """
-
-    __slots__ = ("fd", "nbytes", "path")
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.fd = path, -1
-        try:
-            self.fd = open_regular(path)
-            self.nbytes = os.fstat(self.fd).st_size
-        except OSError as error:
-            raise cannot_open(error, path) from error
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the file.
-
-        Raises:
-            Incomplete: It ends before.
-            StorageError: They cannot be read.
-        """
-        pieces, at, stop = [], offset, offset + nbytes
-        while at < stop:
-            try:
-                piece = os.pread(self.fd, stop - at, at)
-            except OSError as error:
-                raise cannot_open(error, self.path) from error
-            if not piece:
-                raise Incomplete(f"{self.path}: ends at byte {at}, but bytes up to {stop} were expected.\n{RESTORE}")
-            pieces.append(piece)
-            at += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def item_directory(file: OpenFile, key: str, offset: int, length: int) -> Directory:
+def item_directory(file: ByteSource, key: str, offset: int, length: int) -> Directory:
     """The members of one item; their offsets count from the start of the file.
 
     Args:
@@ -91,7 +43,7 @@ def item_directory(file: OpenFile, key: str, offset: int, length: int) -> Direct
     return open_item(file, key, offset, length).directory()
 
 
-def open_item(file: OpenFile, key: str, offset: int, length: int) -> Item:
+def open_item(file: ByteSource, key: str, offset: int, length: int) -> Item:
     """Read the two ends of an item; see :func:`item_directory`.
 
     Raises:
@@ -105,7 +57,7 @@ def open_item(file: OpenFile, key: str, offset: int, length: int) -> Item:
     return Item(file, key, offset, length, *_ends(file, offset, length))
 
 
-def _ends(file: OpenFile, offset: int, length: int) -> tuple[bytes, bytes]:
+def _ends(file: ByteSource, offset: int, length: int) -> tuple[bytes, bytes]:
     if length <= 2 * _END_NBYTES:
         whole = file.read(offset, length)
         return whole, whole
@@ -123,7 +75,7 @@ class Item:
         head, tail: The two ends; each the whole item where that is short.
     """
 
-    file: OpenFile
+    file: ByteSource
     key: str
     offset: int
     length: int
@@ -215,7 +167,7 @@ class Item:
         return Corrupt(f"{self.file.path}: {self.key}, at byte {self.offset}: {what}.\n{RESTORE}")
 
 
-def load_tree(file: OpenFile, directory: Directory, stubs: Collection[str]) -> PtFile:
+def load_tree(file: ByteSource, directory: Directory, stubs: Collection[str]) -> PtFile:
     """What an item holds: its structure, with stored tensors; nothing of it is run.
 
     Args:
@@ -230,7 +182,7 @@ def load_tree(file: OpenFile, directory: Directory, stubs: Collection[str]) -> P
     return PtFile(file.path.parent, file.path.name, tree, directory)
 
 
-def stored_tensor(file: OpenFile, key: str, directory: Directory) -> StoredTensor:
+def stored_tensor(file: ByteSource, key: str, directory: Directory) -> StoredTensor:
     """How an item stores its one tensor.
 
     Args:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported, shown
 
-from .. import regular
-from ..paths import cannot_open
+from .. import reading
+from ..paths import ReadablePath, cannot_open
 from ..stubs import StubType
 from ..unpickle import MAX_NBYTES, Vocabulary, unpickle
 from . import classes
@@ -72,7 +71,7 @@ class DcpMetadata:
     planner_data: Mapping[str, Path_] = field(default_factory=dict)
 
 
-def read_metadata(folder: Path, stubs: Collection[str] = ()) -> DcpMetadata:
+def read_metadata(folder: ReadablePath, stubs: Collection[str] = ()) -> DcpMetadata:
     """Read ``.metadata`` without running anything of it.
 
     Args:
@@ -90,9 +89,9 @@ def read_metadata(folder: Path, stubs: Collection[str] = ()) -> DcpMetadata:
     return _Checked(path, unpickle(_bytes(path), str(path), stubs, _VOCABULARY)).metadata()
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: ReadablePath) -> bytes:
     try:
-        return regular.read_bytes(path, MAX_NBYTES)
+        return reading.read_bytes(path, MAX_NBYTES)
     except OSError as error:
         failure = cannot_open(error, path)
         if isinstance(failure, NotACheckpoint):
@@ -110,7 +109,7 @@ _VOCABULARY = Vocabulary(classes.READ, lambda name: name in _KNOWN)
 class _Checked:
     """What was unpickled, taken over value by value: a pickle can hold anything anywhere."""
 
-    path: Path
+    path: ReadablePath
     value: Any
 
     def metadata(self) -> DcpMetadata:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import Corrupt, Unsupported, shown
 
 from ..meanings import Unfit, shape_of
-from ..paths import inside
+from ..paths import ReadablePath, inside
 from ..resolve import Resolver, read_tree
 from ..stored import StoredTensor
 from ..stubs import Stub
@@ -46,7 +45,7 @@ class RankFile:
     """An opened file.
 
     Args:
-        file: Path relative to the checkpoint's root.
+        file: ReadablePath relative to the checkpoint's root.
         tree: What was saved; tensors are :class:`~..stored.StoredTensor`, DTensors :class:`Local`.
         directory: The records, with their CRCs.
     """
@@ -56,12 +55,12 @@ class RankFile:
     directory: Directory
 
 
-def read_rank_file(root: Path, file: str, stubs: Collection[str] = ()) -> RankFile:
+def read_rank_file(root: ReadablePath, file: str, stubs: Collection[str] = ()) -> RankFile:
     """Open a file of one rank. No byte of a tensor is read, and nothing of it is run.
 
     Args:
         root: The checkpoint's folder.
-        file: Path relative to it.
+        file: ReadablePath relative to it.
         stubs: Names that the user allows as inert stubs.
 
     Raises:

@@ -9,8 +9,9 @@ from mcore_rlhf.core.catalog import Chunk
 from mcore_rlhf.errors import Corrupt, Unsupported
 
 from ..checksum import crc32
+from ..reading import opened
 from .folder import DcpFolder, DcpTensor
-from .items import OpenFile, item_directory, load_tree
+from .items import item_directory, load_tree
 from .metadata import RESTORE
 from .writer import saved
 
@@ -51,7 +52,7 @@ def _loaded(tensor: DcpTensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor
     import torch
 
     record, expected = chunk.record, tensor.folder.checksum(tensor, chunk.box)
-    file = OpenFile(tensor.folder.root / record.file)
+    file = opened(tensor.folder.root / record.file)
     data = bytearray(file.read(record.byte_offset, record.nbytes))
     if expected and (found := crc32(data)) != expected:
         raise Corrupt(

@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rlhf.cli import progress
 from mcore_rlhf.cli.output import count, duration, plain, rate, size
-from mcore_rlhf.storage.sizes import parse_size
+from mcore_rlhf.storage.paths import parse_size
 
 
 @pytest.mark.parametrize(

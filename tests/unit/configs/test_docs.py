@@ -18,7 +18,7 @@ from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.megatron import FORMAT as MEGATRON
 from mcore_rlhf.models.rules import read_rules
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 
@@ -137,7 +137,7 @@ def test_the_format_of_the_documentation_works(flat: ModuleType, tmp_path: Path)
     assert verify(tmp_path / "flat", ReadOptions(), Depth.FULL).intact
     a, b = registry.open_checkpoint(GOLDEN, ReadOptions()), registry.open_checkpoint(tmp_path / "flat", ReadOptions())
     assert (b.format, b.state.iteration, b.states) == ("flat", 2, ("master", "exp_avg", "exp_avg_sq"))
-    with MappedFiles(a.root) as bytes_a, MappedFiles(b.root) as bytes_b:
+    with OpenFiles(a.root) as bytes_a, OpenFiles(b.root) as bytes_b:
         comparison = Differ(a, b, bytes_a, bytes_b, states=("param", *b.states)).compare()
     assert comparison.equal, comparison.differences
     assert comparison.tensors == 4 * 27

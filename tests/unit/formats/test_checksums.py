@@ -16,7 +16,7 @@ from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Ledger
 from mcore_rlhf.verify.checkpoint import verify
 from tests.fuzz.mutators.zips import records
@@ -93,7 +93,7 @@ def test_a_file_that_was_written_anew_is_found_although_its_own_checksums_are_ri
 
 def _held_against_checksums(folder: Path) -> list[str]:
     problems, source = Problems(), open_checkpoint(folder, ReadOptions())
-    with MappedFiles(source.root) as mapped:
+    with OpenFiles(source.root) as mapped:
         for task in Ledger(source.files).tasks(mapped, problems, lambda nbytes: None):
             task()
     return [problem.message for problem in problems.found]

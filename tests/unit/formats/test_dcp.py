@@ -31,7 +31,7 @@ from mcore_rlhf.formats.dcp.nest import leaves, nest
 from mcore_rlhf.formats.dcp.writer import cut
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import DcpFolder
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import options
@@ -58,7 +58,7 @@ def lines(job: Job, fate: Fate) -> list[str]:
 def assert_same(a: Path, b: Path) -> None:
     """Every tensor and all values; rounded copies of masters are not in a DCP folder."""
     one, other = opened(a), opened(b)
-    with MappedFiles(one.root) as left, MappedFiles(other.root) as right:
+    with OpenFiles(one.root) as left, OpenFiles(other.root) as right:
         result = Differ(one, other, left, right).compare()
     assert result.equal, result.differences[:5]
     kept = {name for name in one.catalog if name.state != PARAM or name._replace(state=MASTER) not in set(one.catalog)}

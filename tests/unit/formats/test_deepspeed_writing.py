@@ -210,12 +210,12 @@ def test_tensor_parallel_parts_can_be_put_together(stage: int, dp: int, tmp_path
 
 
 def test_diff_sees_through_stages(tmp_path: Path) -> None:
-    from mcore_rlhf.storage.mapped import MappedFiles
+    from mcore_rlhf.storage.reading import OpenFiles
     from mcore_rlhf.verify.differ import Differ
 
     root = written("z2_bf16_ac_dp2", tmp_path, zero_stage=3, dp=3)
     a, b = opened("z2_bf16_ac_dp2"), FORMAT.read(root, ReadOptions())
-    with MappedFiles(a.root) as files_a, MappedFiles(b.root) as files_b:
+    with OpenFiles(a.root) as files_a, OpenFiles(b.root) as files_b:
         result = Differ(a, b, files_a, files_b).compare()
     assert result.equal, result.differences
     assert result.tensors == len(a.catalog)

@@ -16,7 +16,7 @@ from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.megatron_dist.folders import CONFIG_TEXT
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.dcp import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records, saved
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.catalog_values import tensor_of
@@ -34,7 +34,7 @@ def opened(path: Path, **options: Any) -> Source:
 
 
 def differences(a: Source, b: Source) -> list[Any]:
-    with MappedFiles(a.root) as files_a, MappedFiles(b.root) as files_b:
+    with OpenFiles(a.root) as files_a, OpenFiles(b.root) as files_b:
         return Differ(a, b, files_a, files_b).compare().differences
 
 

@@ -19,7 +19,7 @@ from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.merging import bytes_of
 from mcore_rlhf.formats.peft.origin import Origin
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from tests.helpers import lora_by_hand as lora
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "peft"
@@ -203,7 +203,7 @@ def test_of_another_model(tmp_path: Path, adapter: Path) -> None:
 
 def with_fingerprint(adapter: Path, base: Path) -> None:
     source = open_checkpoint(base, ReadOptions(optimizer=False))
-    with MappedFiles(source.root) as files:
+    with OpenFiles(source.root) as files:
         found = fingerprint(sampled(source.catalog, source.role, [spec.name for spec in source.model.params], files))
     (adapter / "mcore_rlhf_adapter.json").write_text(Origin(5, BaseModel("where/it/was", found)).text())
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
-from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run import commit, steps
 from mcore_rlhf.manager.run.commit import FolderStore, RankPart, Stopped, Transaction
-from mcore_rlhf.storage import regular
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 
 
@@ -36,7 +35,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         path.touch()
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(regular, "write_new", write_new)
+    monkeypatch.setattr(commit, "write_new", write_new)
 
 
 # ---- the store

@@ -12,9 +12,9 @@ import torch
 
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
-from mcore_rlhf.storage.mapped import MappedFiles
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.zipheaders import archive
 
 
@@ -59,7 +59,7 @@ def copy_pt(source: PtFile, path: Path, tree: Any = None) -> FileEntry:
     crcs = {}
     tree = source.tree if tree is None else tree
     with (
-        MappedFiles(source.root) as files,
+        OpenFiles(source.root) as files,
         Pt.of(tree).create(path, source.file) as writer,
     ):
         for name, item in source.directory.members.items():

@@ -29,8 +29,8 @@ from mcore_rlhf.storage.dcp import (
 )
 from mcore_rlhf.storage.dcp.alike import Kinds
 from mcore_rlhf.storage.dcp.items import Item as OpenItem
-from mcore_rlhf.storage.dcp.items import OpenFile
 from mcore_rlhf.storage.dcp.overlap import overlap
+from mcore_rlhf.storage.reading import LocalFile, opened
 
 FLOAT = dtype_of("float32")
 FILE = "__0_0.distcp"
@@ -111,7 +111,7 @@ def test_boxes_of_a_stack_of_layers_and_experts_are_not_compared_each_with_each(
 
 def test_nothing_is_read_before_checksums_are_asked_for(tmp_path: Path) -> None:
     folder = written(tmp_path)
-    with patch.object(OpenFile, "read", side_effect=AssertionError("read")):
+    with patch.object(LocalFile, "read", side_effect=AssertionError("read")):
         files = DcpFolder.open(folder, folder).files()
         assert [(file.path, file.nbytes) for file in files][1] == (FILE, (folder / FILE).stat().st_size)
     records = files[1].records
@@ -166,7 +166,7 @@ def is_found_alone(path: Path, good: bytes, at: int, offset: int, length: int) -
     """Whether taking the item apart by itself notices it."""
     path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
     try:
-        Kinds().ends(OpenFile(path), "w", offset, length, is_tensor=True)
+        Kinds().ends(opened(path), "w", offset, length, is_tensor=True)
     except CheckpointError:
         return True
     return False

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, Untrusted
-from mcore_rlhf.storage import mapped
-from mcore_rlhf.storage.mapped import MappedFile, MappedFiles
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.reading import MappedFile, OpenFiles, opened
 
 PAGE = mmap.PAGESIZE
 
@@ -80,14 +80,14 @@ def test_a_failing_disk_is_an_error_not_a_signal(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = MappedFile(tmp_path / "x.pt")
-    monkeypatch.setattr(mapped, "_libc", _FailingMadvise(errno.EFAULT))
+    monkeypatch.setattr(reading, "_libc", _FailingMadvise(errno.EFAULT))
     with pytest.raises(StorageError, match=r"cannot read: Input/output error \(bytes 10 to 30\)"):
         file.view(10, 20)
     file.release(10, 20)
 
 
 def test_an_old_kernel_just_reads_later(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "_libc", _FailingMadvise(errno.EINVAL))
+    monkeypatch.setattr(reading, "_libc", _FailingMadvise(errno.EINVAL))
     assert MappedFile(tmp_path / "x.pt").view(10, 20) == content[10:30]
 
 
@@ -95,15 +95,15 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert MappedFile(tmp_path / "empty").view(0, 0) == b""
     with pytest.raises(NotACheckpoint):
-        MappedFile(tmp_path / "none")
+        opened(tmp_path / "none", MappedFile)
 
 
 def test_files_of_a_checkpoint_are_opened_once_even_by_many_threads(tmp_path: Path, content: bytes) -> None:
-    with MappedFiles(tmp_path) as files:
+    with OpenFiles(tmp_path) as files:
         with ThreadPoolExecutor(8) as pool:
-            opened = set(pool.map(lambda _: id(files.open("x.pt")), range(100)))
+            found = set(pool.map(lambda _: id(files.open("x.pt")), range(100)))
             views = list(pool.map(lambda at: bytes(files.view("x.pt", at, 100)), range(0, 80_000, 999)))
-        assert len(opened) == 1
+        assert len(found) == 1
         assert views == [content[at : at + 100] for at in range(0, 80_000, 999)]
         files.release("x.pt", 0, 100)
         kept = files.view("x.pt", 0, 10)
@@ -112,7 +112,7 @@ def test_files_of_a_checkpoint_are_opened_once_even_by_many_threads(tmp_path: Pa
 
 def test_paths_cannot_leave_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(Untrusted):
-        MappedFiles(tmp_path / "root").view("../x.pt", 0, 1)
+        OpenFiles(tmp_path / "root").view("../x.pt", 0, 1)
 
 
 def test_more_files_than_may_be_open(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.pt").write_bytes(bytes([number]) * PAGE)
     before = len(os.listdir("/proc/self/fd"))
-    with MappedFiles(tmp_path, limit=4) as files:
+    with OpenFiles(tmp_path, limit=4) as files:
         held = files.view("0.pt", 0, PAGE)
         for number in range(1, 40):
             assert files.view(f"{number}.pt", 5, 1) == bytes([number])
@@ -133,7 +133,7 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
 
 
 def test_a_view_that_fails_does_not_keep_its_file_open(tmp_path: Path, content: bytes) -> None:
-    with MappedFiles(tmp_path, limit=0) as files:
+    with OpenFiles(tmp_path, limit=0) as files:
         with pytest.raises(StorageError):
             files.view("x.pt", len(content), 1)
         files.view("x.pt", 0, 1)

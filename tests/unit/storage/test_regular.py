@@ -17,12 +17,11 @@ import pytest
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage import regular
-from mcore_rlhf.storage.dcp.items import OpenFile
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
-from mcore_rlhf.storage.mapped import MappedFile
 from mcore_rlhf.storage.paths import cannot_open
 from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.reading import MappedFile, opened
 from mcore_rlhf.storage.safetensors import read_safetensors
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -53,20 +52,20 @@ ODD = [pipe, plug, zeros]
 @pytest.mark.parametrize(
     "read",
     [
-        regular.read_bytes, regular.read_line, regular.read_json, Manifest.read, MappedFile, OpenFile, crc_of_file,
+        reading.read_bytes, reading.read_line, reading.read_json, Manifest.read, MappedFile, opened, crc_of_file,
         lambda path: read_pt(path.parent, path.name), lambda path: read_safetensors(path.parent, path.name),
     ],
 )  # fmt: skip
 def test_nobody_reads_what_is_no_file(tmp_path: Path, odd: object, read: object) -> None:
     odd(tmp_path / "x")  # type: ignore[operator]
-    with pytest.raises((regular.NotRegular, StorageError), match="a regular file was expected"):
+    with pytest.raises((reading.NotRegular, StorageError), match="a regular file was expected"):
         read(tmp_path / "x")  # type: ignore[operator]
 
 
 def test_folders_and_missing_files_are_told_apart(tmp_path: Path) -> None:
     for path, kind in ((tmp_path, "is a folder"), (tmp_path / "no", "no such file")):
         with pytest.raises(OSError) as raised:  # noqa: PT011
-            regular.read_bytes(path)
+            reading.read_bytes(path)
         error = cannot_open(raised.value, path)
         assert isinstance(error, NotACheckpoint)
         assert kind in str(error)
@@ -75,21 +74,21 @@ def test_folders_and_missing_files_are_told_apart(tmp_path: Path) -> None:
 def test_small_files_have_a_size(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
-    assert regular.read_bytes(path, 5) == b"12345"
-    with pytest.raises(regular.NotRegular, match="larger than 4 bytes"):
-        regular.read_bytes(path, 4)
+    assert reading.read_bytes(path, 5) == b"12345"
+    with pytest.raises(reading.NotRegular, match="larger than 4 bytes"):
+        reading.read_bytes(path, 4)
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(regular.NotRegular, match="too much"):
-        regular.read_line(path)
+    with pytest.raises(reading.NotRegular, match="too much"):
+        reading.read_line(path)
 
 
 def test_what_is_too_large_is_not_read_first(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     os.truncate(tmp_path / "x", 1 << 36)  # none of it is on the disk
     tracemalloc.start()
-    with pytest.raises(regular.NotRegular, match="larger than"):
-        regular.read_bytes(tmp_path / "x", 1 << 30)
+    with pytest.raises(reading.NotRegular, match="larger than"):
+        reading.read_bytes(tmp_path / "x", 1 << 30)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
@@ -98,12 +97,12 @@ def test_what_is_too_large_is_not_read_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300, "\ud800"])
 def test_json_that_is_nested_for_ever(text: str) -> None:
     with pytest.raises(ValueError, match=r"nested|surrogates|JSON|Expecting"):
-        regular.parse_json(text)
+        reading.parse_json(text)
 
 
 def test_honest_json_is_what_it_was() -> None:
     value = {"a": [1, {"b": [[2.5, None, "x"]]}], "c": {}}
-    assert regular.parse_json(json.dumps(value)) == value
+    assert reading.parse_json(json.dumps(value)) == value
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:

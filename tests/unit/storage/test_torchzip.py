@@ -175,6 +175,6 @@ def test_reading_a_directory_imports_no_torch() -> None:
 
     program = (
         "import sys, mcore_rlhf.storage.torchzip, mcore_rlhf.storage.ptfile, mcore_rlhf.storage.pt, "
-        "mcore_rlhf.storage.mapped, mcore_rlhf.storage.publish; sys.exit('torch' in sys.modules)"
+        "mcore_rlhf.storage.reading, mcore_rlhf.storage.publish; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -11,7 +11,7 @@ from mcore_rlhf.convert import convert
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Comparison, Differ
 from tests.helpers.conversions import options
 
@@ -28,7 +28,7 @@ def masters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compared(a: Path, b: Path) -> Comparison:
     first, second = (open_checkpoint(path, ReadOptions()) for path in (a, b))
-    with MappedFiles(first.root) as bytes_a, MappedFiles(second.root) as bytes_b:
+    with OpenFiles(first.root) as bytes_a, OpenFiles(second.root) as bytes_b:
         return Differ(first, second, bytes_a, bytes_b, states=(PARAM,)).compare()
 
 

@@ -11,7 +11,7 @@ import pytest
 from mcore_rlhf.errors import NotACheckpoint, Problems
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.mapped import MappedFiles
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Audit, Ledger
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
@@ -65,7 +65,7 @@ def test_an_audit_can_leave_out_replicas_and_parity(tmp_path: Path) -> None:
     opened = open_checkpoint(source, ReadOptions())
     for parity in (False, True):
         problems = Problems()
-        with MappedFiles(opened.root) as files:
+        with OpenFiles(opened.root) as files:
             for task in Audit(opened.catalog, files, Ledger(opened.files), problems).tasks(
                 replicas=False, parity=parity
             ):
@@ -75,7 +75,7 @@ def test_an_audit_can_leave_out_replicas_and_parity(tmp_path: Path) -> None:
 
 def compare(a: Path, b: Path, tolerance: Tolerance | None = None, states: list[str] | None = None) -> Comparison:
     left, right = open_checkpoint(a, ReadOptions()), open_checkpoint(b, ReadOptions())
-    with MappedFiles(left.root) as files_a, MappedFiles(right.root) as files_b:
+    with OpenFiles(left.root) as files_a, OpenFiles(right.root) as files_b:
         return Differ(left, right, files_a, files_b, tolerance or Tolerance(), states).compare()
 
 

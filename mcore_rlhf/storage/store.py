@@ -1,0 +1,163 @@
+"""Checkpoints that lie in no file system: whoever answers three questions has a :class:`Store`, and every format reads from it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import PurePath, PurePosixPath
+from typing import Protocol
+
+from .reading import ByteSource
+
+
+class Store(Protocol):
+    """Files that are no file system's: those of an object store, an archive, a test. For several threads."""
+
+    def __str__(self) -> str:
+        """What paths begin with in messages: ``s3://bucket/``."""
+        ...
+
+    def listed(self, folder: str) -> Mapping[str, int | None]:
+        """What lies in a folder, by name: the length of a file, None for a folder; nothing where there is no such folder.
+
+        Args:
+            folder: Its path, with ``/``; empty for the whole.
+        """
+        ...
+
+    def pread(self, file: str, nbytes: int, offset: int) -> bytes:
+        """Up to so many bytes of a file; none behind its end.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StorePath:
+    """A file or folder of a store; see :class:`~.paths.ReadablePath`.
+
+    Args:
+        store: The store.
+        path: Where in it, from its top.
+    """
+
+    store: Store
+    path: PurePosixPath = field(default_factory=PurePosixPath)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def suffix(self) -> str:
+        return self.path.suffix
+
+    @property
+    def parent(self) -> StorePath:
+        return StorePath(self.store, self.path.parent)
+
+    @property
+    def parents(self) -> Sequence[StorePath]:
+        return [StorePath(self.store, parent) for parent in self.path.parents]
+
+    def __truediv__(self, name: str, /) -> StorePath:
+        return StorePath(self.store, self.path / name)
+
+    def __lt__(self, other: StorePath, /) -> bool:
+        return self.path < other.path
+
+    def __str__(self) -> str:
+        return f"{self.store}{self.path}"
+
+    def with_name(self, name: str) -> StorePath:
+        return StorePath(self.store, self.path.with_name(name))
+
+    def relative_to(self, other: StorePath, /) -> PurePath:
+        return self.path.relative_to(other.path)
+
+    def is_relative_to(self, other: StorePath, /) -> bool:
+        return self.store is other.store and self.path.is_relative_to(other.path)
+
+    def _size(self) -> int | None:
+        """The length of the file that it is, None for a folder.
+
+        Raises:
+            FileNotFoundError: It is neither.
+        """
+        if self.path == PurePosixPath():
+            return None
+        beside = self.store.listed(_key(self.path.parent))
+        if self.name not in beside:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return beside[self.name]
+
+    def is_file(self) -> bool:
+        try:
+            return self._size() is not None
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self) -> bool:
+        try:
+            return self._size() is None
+        except FileNotFoundError:
+            return False
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def open_bytes(self) -> ByteSource:
+        """Open it; see :func:`.reading.open_bytes`."""
+        return StoreFile(self)
+
+    def stat(self) -> StoreStat:
+        return StoreStat(self._size() or 0)
+
+    def iterdir(self) -> Iterator[StorePath]:
+        return (self / name for name in self.store.listed(_key(self.path)))
+
+    def glob(self, pattern: str, /) -> Iterator[StorePath]:
+        first, _, rest = pattern.partition("/")
+        for child in self.iterdir():
+            if fnmatchcase(child.name, first):
+                yield from child.glob(rest) if rest else (child,)
+
+    def rglob(self, pattern: str, /) -> Iterator[StorePath]:
+        yield from self.glob(pattern)
+        for child in self.iterdir():
+            if child.is_dir():
+                yield from child.rglob(pattern)
+
+
+def _key(path: PurePosixPath) -> str:
+    return "" if path == PurePosixPath() else str(path)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """What a store knows of a file."""
+
+    st_size: int
+
+
+class StoreFile(ByteSource):
+    """A file of a store.
+
+    Raises:
+        OSError: It is a folder, or is missing.
+    """
+
+    def __init__(self, path: StorePath) -> None:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        super().__init__(path, path.stat().st_size)
+        self._store, self._file = path.store, str(path.path)
+
+    def pread(self, nbytes: int, offset: int) -> bytes:
+        """See :meth:`ByteSource.pread`."""
+        return self._store.pread(self._file, min(nbytes, self.nbytes - offset), offset) if offset < self.nbytes else b""
