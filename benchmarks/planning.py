@@ -17,11 +17,10 @@ from mcore_rlhf.core.dtype import BFLOAT16
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.blueprint import Blueprint
-from mcore_rlhf.families.megatron.choices import Choices
 from mcore_rlhf.families.megatron.folders import file_ranks
-from mcore_rlhf.families.megatron.rank_layout import RankLayout, Records
-from mcore_rlhf.formats.megatron.catalog import Holder, MegatronCatalog
+from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout, Records
+from mcore_rlhf.families.megatron.new_run import Choices
+from mcore_rlhf.formats.megatron.parameters import Holder, MegatronCatalog
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, ParamSpec, Partition

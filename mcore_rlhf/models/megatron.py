@@ -13,6 +13,9 @@ from functools import cache
 
 from .spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition
 
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:

@@ -15,8 +15,7 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import Corrupt, Incomplete
-from mcore_rlhf.families.module import LAYOUT_KEYS
-from mcore_rlhf.families.scaler import scaler_of
+from mcore_rlhf.families.module import LAYOUT_KEYS, scaler_of
 from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.formats.deepspeed.files import TagFiles
 from mcore_rlhf.layouts.zero import FlatGroup

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.families.scaler import is_dynamic, loose_values
+from mcore_rlhf.families.module import is_dynamic, loose_values
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stubs import Stub
 

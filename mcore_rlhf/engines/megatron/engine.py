@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
-from mcore_rlhf.families.megatron.rng import NAMES, RngMaker, RngState
+from mcore_rlhf.families.megatron.state import NAMES, RngMaker, RngState
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.megatron import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint

@@ -26,11 +26,10 @@ from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
-from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
-from mcore_rlhf.models.megatron import is_routed_expert
+from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.reading import OpenFiles

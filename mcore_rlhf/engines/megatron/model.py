@@ -10,8 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from mcore_rlhf.errors import LayoutMismatch, Problem, UsageError
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.buffers import OUTPUT
-from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
+from mcore_rlhf.models.megatron import OUTPUT, expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.models.spec import ModelSpec
 
 from .parallel_state import Place

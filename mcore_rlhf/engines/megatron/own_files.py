@@ -17,11 +17,11 @@ from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import CheckpointError, Incomplete
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
-from mcore_rlhf.families.megatron.rng import NAMES
+from mcore_rlhf.families.megatron.state import NAMES
 from mcore_rlhf.families.source import TrainingState
 from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
+from mcore_rlhf.formats.megatron.reader import training_state
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
-from mcore_rlhf.formats.megatron.state import training_state
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.rules import Rules

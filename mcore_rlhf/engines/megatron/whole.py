@@ -17,7 +17,7 @@ import torch
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.groups import inner_state
-from mcore_rlhf.formats.megatron.plain_state import masters_of
+from mcore_rlhf.formats.megatron.optimizer import masters_of
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 from mcore_rlhf.storage.reading import OpenFiles

@@ -12,9 +12,8 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, value_items
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.module import ModuleState, scaler_of, static_scaler
 from mcore_rlhf.families.origin import ORIGIN, origin_of, plain
-from mcore_rlhf.families.scaler import scaler_of, static_scaler
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES

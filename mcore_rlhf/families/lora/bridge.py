@@ -23,7 +23,7 @@ from mcore_rlhf.families.crossing.reference_config import read_config
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.renaming import renamed
+from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.families.renaming import renamed
+from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.source import Source
 
 from .config import AdapterConfig, given_config

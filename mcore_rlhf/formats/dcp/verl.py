@@ -16,10 +16,9 @@ from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.families.inventory import state_dict_of
+from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
-from mcore_rlhf.families.unplaced import Unplaced
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file

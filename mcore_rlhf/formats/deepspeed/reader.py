@@ -15,12 +15,10 @@ from typing import Any
 from mcore_rlhf.core.account import Fate, Inventory, Report, same
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
-from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState
-from mcore_rlhf.families.scaler import scaler_of
+from mcore_rlhf.families.inventory import OPAQUE, Known, Unplaced, of_torch, state_dict_of
+from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState, scaler_of
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
-from mcore_rlhf.families.unplaced import Known, Unplaced, of_torch
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec

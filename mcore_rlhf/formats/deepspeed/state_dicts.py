@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.families.scaler import is_dynamic, loose_values, static_scaler
+from mcore_rlhf.families.module import is_dynamic, loose_values, static_scaler
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.storage.ptfile import StoredTensor

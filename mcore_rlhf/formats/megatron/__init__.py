@@ -1,8 +1,7 @@
 """Legacy Megatron checkpoints: ``iter_XXXXXXX/mp_rank_…/{model_optim_rng.pt,distrib_optim.pt}``.
 
-``reader`` opens one (``folders`` → ``arguments`` → ``shards`` → ``optimizer`` → ``partitions`` → ``catalog``), ``writer``
-describes one (``choices`` → ``blueprint`` → ``rank_layout`` → ``trees``). Both ask ``buffers`` and ``groups`` for what
-Megatron decides by itself.
+``reader`` opens one (``shards`` → ``optimizer`` → ``parameters``), ``writer`` describes one. Both ask :mod:`mcore_rlhf.families.megatron`
+for what Megatron decides by itself: folders, arguments, buffers, groups, the layout of a new run.
 """
 
 from __future__ import annotations

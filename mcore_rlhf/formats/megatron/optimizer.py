@@ -1,25 +1,36 @@
-"""Reading the optimizer of a checkpoint, whatever kind wrote it: where the states of every parameter lie."""
+"""Reading the optimizer of a checkpoint, whatever kind wrote it: where the states of every parameter lie.
+
+``distrib_optim.pt`` alone does not say where a parameter lies, so two ways must agree: places are computed from registration order
+and args; where the model file still has its parameters as views of one flat buffer, their storage offsets must be the same places.
+That the values agree is checked when they are read. A plain optimizer's states lie in ``model_optim_rng.pt``, numbered through the
+param groups, each group in registration order over all model chunks; fp32 copies stand in a list of lists of their own.
+
+Source: megatron-core 0.16.1, ``optimizer/distrib_optimizer.py`` (``get_parameter_state_dp_zero``,
+``load_parameter_state_from_dp_zero_legacy`` for files from before February 2024), ``optimizer/optimizer.py``
+(``Float16OptimizerWithFloat16Params.state_dict``, ``FP32Optimizer.state_dict``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from mcore_rlhf.core.dtype import FLOATING
+from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
-from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Lossy, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
-from mcore_rlhf.families.megatron.buffers import LocalParam, Member, buffers, is_shared_embedding, members
 from mcore_rlhf.families.megatron.groups import Membership, inner_state, merged_groups
+from mcore_rlhf.families.megatron.layout import LocalBuffer, LocalParam, Member, buffers, is_shared_embedding, members
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.layouts.flat import Place
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .flat_state import States, flat_states, member_contents
-from .plain_state import has_plain_state, plain_states
 from .shards import RankShard
 
 
@@ -210,3 +221,229 @@ def _local_params(shard: RankShard, run: _Run) -> tuple[list[LocalParam], dict[t
             params.append(LocalParam(name, part.vpp_rank, tensor.shape, tensor.record.dtype, shared))
             stored[part.vpp_rank, name] = tensor
     return params, stored
+
+
+States = dict[str, StoredTensor]
+Layout = Callable[[Sequence[LocalParam]], list[LocalBuffer]]
+
+
+def member_contents(tree: object, file: str, chained: tuple[Member, ...]) -> list[Mapping[object, object] | None]:
+    """What the file has for each chained optimizer; None where another rank's file has it.
+
+    Raises:
+        Unsupported: The file is not built like a distributed optimizer's.
+    """
+    contents: list[Mapping[object, object] | None] = tree if isinstance(tree, list) else [tree]  # type: ignore[list-item]
+    if len(contents) != len(chained):
+        raise Unsupported(f"{file}: expected the state of {len(chained)} chained optimizers, found {len(contents)}")
+    for content in contents:
+        if content is not None and not isinstance(content, dict):
+            raise Unsupported(f"{file}: expected dictionaries of buffers, found {type(content).__name__}")
+    return contents
+
+
+def flat_states(
+    content: Mapping[object, object],
+    file: str,
+    params: Sequence[LocalParam],
+    stored: Mapping[tuple[int, str], StoredTensor],
+    layout: Layout,
+) -> dict[tuple[int, str], States]:
+    """Where the states of one member's parameters lie.
+
+    Args:
+        content: The member's part of the file.
+        file: The file, for messages.
+        params: The member's trainable parameters on this rank, in registration order.
+        stored: Where each parameter itself lies, by (chunk, name).
+        layout: Lays out parameters in buffers.
+
+    Returns:
+        By (chunk, name): state name → where it lies.
+
+    Raises:
+        LayoutMismatch: The sizes, or the storage offsets, contradict the computed places.
+    """
+    candidates = [params, _views_of_buffers(params, stored)]
+    reason = ""
+    for candidate in candidates:
+        buffers = layout(candidate)
+        reason = _contradiction(buffers, content, stored)
+        if not reason:
+            return _located(buffers, content, candidate, file)
+    raise LayoutMismatch(
+        f"{file}: {reason}\nThe bucket or padding options in args may not be those of the run, or some parameters were "
+        "frozen: mark those with 'trainable: false' in --rules."
+    )
+
+
+def _views_of_buffers(params: Sequence[LocalParam], stored: Mapping[tuple[int, str], StoredTensor]) -> list[LocalParam]:
+    """Only the parameters that are views of a storage larger than themselves: frozen ones are not in any buffer."""
+    return [p for p in params if stored[p.vpp_rank, p.name].record.numel > p.numel]
+
+
+def _contradiction(
+    buffers: Sequence[LocalBuffer], content: Mapping[object, object], stored: Mapping[tuple[int, str], StoredTensor]
+) -> str:
+    """What the file, or the model file's storage offsets, say against a layout; empty when nothing."""
+    indices = [key for key in content if isinstance(key, int)]
+    if len(indices) != len(buffers):
+        return f"{len(indices)} buffers stored, {len(buffers)} expected"
+    for index, buffer in enumerate(buffers):
+        states = _buffer_states(content, index)
+        found = {name: sum(t.shape[0] for t in tensors) for name, tensors in states.items()}
+        wrong = {name: numel for name, numel in found.items() if numel != buffer.flat.numel_unpadded}
+        if wrong or not found:
+            return (
+                f"buffer {index} should have {buffer.flat.numel_unpadded} elements, computed from the model's parameters; "
+                f"found {wrong or 'none'}"
+            )
+        if moved := _moved(buffer, stored):
+            return f"buffer {index}: {moved}"
+    return ""
+
+
+def _moved(buffer: LocalBuffer, stored: Mapping[tuple[int, str], StoredTensor]) -> str:
+    """A parameter whose storage offset in the model file is not its computed place, where the file still has views."""
+    for place in buffer.flat.places:
+        tensor = stored[buffer.vpp_rank, place.name]
+        is_view = tensor.record.numel == buffer.flat.numel
+        if is_view and tensor.start != place.buffer_start:
+            return f"{place.name} is at {tensor.start} of the model's flat storage, computed {place.buffer_start}"
+    return ""
+
+
+def _buffer_states(content: Mapping[object, object], index: int) -> dict[str, list[StoredTensor]]:
+    """State name → its tensors (one, or one per bucket in old files)."""
+    by_dtype = content.get(index)
+    if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
+        raise Unsupported(
+            f"distributed optimizer: buffer {index} should have one entry per dtype pair, found {by_dtype!r:.80}"
+        )
+    (states,) = by_dtype.values()
+    result: dict[str, list[StoredTensor]] = {}
+    for name, value in states.items():
+        if is_flat(value):
+            result[MASTER if name == "param" else str(name)] = value if isinstance(value, list) else [value]
+    return result
+
+
+def is_flat(value: object) -> bool:
+    """Whether a value of a buffer is a state of its parameters: one flat tensor, or one per bucket in old files."""
+    tensors = value if isinstance(value, list) else [value]
+    return all(isinstance(tensor, StoredTensor) and len(tensor.shape) == 1 for tensor in tensors)
+
+
+def _located(
+    buffers: Sequence[LocalBuffer], content: Mapping[object, object], params: Sequence[LocalParam], file: str
+) -> dict[tuple[int, str], States]:
+    shapes = {(p.vpp_rank, p.name): p.shape for p in params}
+    located: dict[tuple[int, str], States] = {}
+    for index, buffer in enumerate(buffers):
+        for state, tensors in _buffer_states(content, index).items():
+            ends = list(accumulate(t.shape[0] for t in tensors))
+            for place in buffer.flat.places:
+                tensor, start = _bucket_of(place, tensors, ends, file)
+                shape = shapes[buffer.vpp_rank, place.name]
+                at = StoredTensor(tensor.record, tensor.start + start, shape, row_major(shape))
+                located.setdefault((buffer.vpp_rank, place.name), {})[state] = at
+    return located
+
+
+def _bucket_of(
+    place: Place, tensors: Sequence[StoredTensor], ends: Sequence[int], file: str
+) -> tuple[StoredTensor, int]:
+    """The stored tensor that holds a parameter's state, and where in it that begins."""
+    for tensor, end in zip(tensors, ends, strict=True):
+        start = place.file_start - (end - tensor.shape[0])
+        if start >= 0 and place.file_start + place.numel <= end:
+            return tensor, start
+    raise Unsupported(
+        f"{file}: {place.name} lies across two buckets of an old file; save it once with a newer Megatron"
+    )
+
+
+Scalars = dict[str, object]
+
+
+def masters_of(member: Mapping[str, object]) -> Sequence[Sequence[StoredTensor]] | None:
+    """The fp32 copies by group, or None in an fp32 run."""
+    value = member.get("fp32_from_fp16_params", member.get("fp32_from_fp16"))
+    return value if isinstance(value, list) else None
+
+
+def has_plain_state(member: Mapping[str, object]) -> bool:
+    """Whether a member of the optimizer holds tensors of its own."""
+    return bool(inner_state(member).get("state"))
+
+
+def plain_states(
+    member: Mapping[str, object],
+    pt: PtFile,
+    params: Sequence[LocalParam],
+    groups: Sequence[ParamGroup],
+    membership: Membership,
+) -> tuple[dict[tuple[int, str], States], Scalars]:
+    """Where the states of one member's parameters lie.
+
+    Args:
+        member: The member's dictionary.
+        pt: The file.
+        params: The member's trainable parameters on this rank, in registration order.
+        groups: Its param groups, in the stored order.
+        membership: Decides which group a parameter is in.
+
+    Returns:
+        By (chunk, name): state name → where it lies; and values that all parameters share, such as ``step``.
+
+    Raises:
+        Unsupported: Groups, states and parameters do not fit together as they do in the optimizers that are known.
+    """
+    file, inner = pt.file, inner_state(member)
+    states = inner.get("state")
+    stored_groups = inner.get("param_groups")
+    if not isinstance(states, dict) or not isinstance(stored_groups, list):
+        raise Unsupported(f"{file}: the optimizer has no 'state' and 'param_groups'")
+    dealt: list[list[LocalParam]] = [[] for _ in groups]
+    for param in params:
+        dealt[membership.index(param.name, len(param.shape), groups)].append(param)
+    found: dict[tuple[int, str], States] = {}
+    scalars: Scalars = {}
+    for number, (inside, stored) in enumerate(zip(dealt, stored_groups, strict=True)):
+        indices = stored.get("params", [])
+        if len(indices) != len(inside):
+            raise Unsupported(
+                f"{file}: param group {number} has {len(indices)} parameters, {len(inside)} expected from the names and shapes "
+                f"({', '.join(p.name for p in inside[:3])}, …)\nSay which group parameters belong to with --rules (wd_mult)."
+            )
+        for index, param in zip(indices, inside, strict=True):
+            found[param.vpp_rank, param.name] = _tensors(states.get(index, {}), scalars, param, pt)
+    for inside, masters in zip(dealt, masters_of(member) or [], strict=False):
+        half = [param for param in inside if param.dtype != FLOAT32]
+        for param, master in zip(half, masters, strict=True):
+            found[param.vpp_rank, param.name][MASTER] = _same_shape(master, param, file, MASTER)
+    return found, scalars
+
+
+def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, pt: PtFile) -> States:
+    tensors: States = {}
+    for name, value in state.items():
+        if isinstance(value, StoredTensor) and value.shape:
+            tensors[name] = _same_shape(value, param, pt.file, name)
+            continue
+        scalar = pt.materialize(value)
+        if scalars.setdefault(name, scalar) != scalar:
+            raise Lossy(
+                f"{pt.file}: {param.name}: {name} is {scalar}, but {scalars[name]} for other parameters; one {name} for all is "
+                "what a Megatron checkpoint of another layout can hold"
+            )
+    return tensors
+
+
+def _same_shape(value: StoredTensor, param: LocalParam, file: str, state: str) -> StoredTensor:
+    if value.shape != param.shape:
+        raise Unsupported(
+            f"{file}: {state} of {param.name} has shape {value.shape}, its parameter {param.shape}; only states shaped like "
+            "their parameter can be reshaped\nIf the parameter is in another param group, say so with --rules (wd_mult)."
+        )
+    return value

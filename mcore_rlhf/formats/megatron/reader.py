@@ -1,32 +1,40 @@
-"""Opening a legacy Megatron checkpoint: folders, arguments, shards and optimizer become one Source."""
+"""Opening a legacy Megatron checkpoint: folders, arguments, shards and optimizer become one Source.
+
+Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``generate_state_dict``, ``load_checkpoint``);
+megatron-core 0.16.1, ``optimizer/optimizer.py``, ``optimizer/distrib_optimizer.py`` (``state_dict``,
+``get_parameter_state_dp_zero``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
-from mcore_rlhf.families.megatron.checks import check_against_arguments, check_folders
-from mcore_rlhf.families.megatron.folders import file_ranks, locate, rank_folders
-from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
+from mcore_rlhf.families.inventory import Unplaced, state_dict_of
+from mcore_rlhf.families.megatron.arguments import Arguments, check_against_arguments, check_folders, stored_arguments
+from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, rank_folders
+from mcore_rlhf.families.megatron.groups import look_at_optimizer
+from mcore_rlhf.families.megatron.state import (
+    COUNTER,
+    OLD_RNG_KEYS,
+    PER_RANK_KEYS,
+    RNG_KEYS,
+    SCHEDULER_KEYS,
+    MegatronState,
+)
+from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
-from mcore_rlhf.models.megatron import in_registration_order
+from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
-from mcore_rlhf.storage.ptfile import PtFile
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
-from .catalog import Holder, MegatronCatalog
-from .consistency import check_keys, check_ranks
-from .optimizer import OptimizerReading, read_optimizer
-from .partitions import PartitionFinder
-from .shards import RankFiles, RankShard, globalize
-from .state import training_state
-from .unplaced import unplaced_of
+from .optimizer import OptimizerReading, is_flat, read_optimizer
+from .parameters import Holder, MegatronCatalog, PartitionFinder
+from .shards import MODEL_KEY, RankFiles, RankShard, check_keys, check_ranks, globalize
 
 
 def read_megatron(path: Path, options: ReadOptions) -> Source:
@@ -197,3 +205,106 @@ def _stored_file(pt: PtFile) -> StoredFile:
         (m.name, m.byte_offset, m.nbytes, m.crc32) for m in pt.directory.members.values() if pt.directory.checksummed
     )
     return StoredFile(pt.file, pt.directory.nbytes, records)
+
+
+_SMALL = 16 << 20
+"""Unknown values are carried along up to this size; they are read at once."""
+
+_KNOWN = {"args", "optimizer", *SCHEDULER_KEYS, *RNG_KEYS, *OLD_RNG_KEYS, *PER_RANK_KEYS}
+
+
+def training_state(
+    shards: Sequence[RankShard], located: Located, groups: tuple[ParamGroup, ...], notes: Report
+) -> TrainingState:
+    """The state that all ranks share, taken from the first.
+
+    Values under keys that are not known are kept where all ranks agree, and otherwise said to be lost.
+    """
+    first = shards[0].top
+    iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
+    key = next((key for key in SCHEDULER_KEYS if first.get(key) is not None), SCHEDULER_KEYS[0])
+    scheduler = state_dict_of(first.get(key), key, notes)
+    return TrainingState(
+        iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
+        release=located.release,
+        args=stored_arguments(first),
+        groups=groups,
+        scheduler=shards[0].pt.materialize(scheduler) if scheduler is not None else None,
+        grad_scaler=shards[0].pt.materialize(_grad_scaler(first.get("optimizer"))),
+        other=_other(shards, notes),
+    )
+
+
+def _grad_scaler(optimizer: object) -> object | None:
+    members = optimizer if isinstance(optimizer, list) else [optimizer]
+    return next((m["grad_scaler"] for m in members if isinstance(m, dict) and "grad_scaler" in m), None)
+
+
+def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
+    kept: dict[str, object] = {}
+    for key, value in {key: value for shard in reversed(shards) for key, value in shard.top.items()}.items():
+        if key in _KNOWN or MODEL_KEY.fullmatch(str(key)):
+            continue
+        if key == COUNTER:
+            kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself
+        elif _tensor_bytes(value) > _SMALL or not all(_equal_content(shards[0], shard, key) for shard in shards[1:]):
+            notes.add(
+                Fate.LOST,
+                f"{key}: not a key of Megatron's, and not equal on all ranks, or made of large tensors",
+                Item(Kind.VALUE, str(key)),
+            )
+        else:
+            kept[key] = shards[0].pt.materialize(value)
+    return kept
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0
+
+
+def _equal_content(a: RankShard, b: RankShard, key: str) -> bool:
+    return same(a.pt.materialize(a.top.get(key)), b.pt.materialize(b.top.get(key)))
+
+
+def _tensor_bytes(value: object) -> int:
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_tensor_bytes, value))
+    return value.record.nbytes if isinstance(value, StoredTensor) else 0
+
+
+_OF_BUFFERS = ("buckets_coalesced", "per_bucket_numel", "per_bucket_numel_unpadded", "numel_unpadded")
+"""Sizes and marks, which follow from the parameters."""
+
+
+def unplaced_of(shards: Sequence[RankShard], *, with_optimizer: bool) -> tuple[str, ...]:
+    """What is found in the files of all ranks.
+
+    Args:
+        shards: The ranks.
+        with_optimizer: Whether the optimizer is read at all.
+    """
+    found, first = Unplaced(), _scheduler(shards[0])
+    for shard in shards:
+        found.compare(shard.pt.file, _scheduler(shard), first)
+        if with_optimizer:
+            look_at_optimizer(found, shard.pt.file, shard.top.get("optimizer"))
+        if with_optimizer and shard.distrib is not None:
+            _look_flat(found, shard.distrib)
+    return found.names
+
+
+def _scheduler(shard: RankShard) -> dict[str, object]:
+    return {key: shard.materialize(shard.top[key]) for key in SCHEDULER_KEYS if key in shard.top}
+
+
+def _look_flat(found: Unplaced, distrib: PtFile) -> None:
+    """Members with buffers by number, each of them by pair of dtypes; a state is one flat tensor, or one per bucket."""
+    for member in distrib.tree if isinstance(distrib.tree, list) else [distrib.tree]:
+        buffers = {number: of for number, of in (member or {}).items() if isinstance(number, int)}
+        found.look(distrib.file, member, dict.fromkeys((*_OF_BUFFERS, *map(str, buffers))))
+        for number, by_dtype in buffers.items():
+            for states in by_dtype.values():
+                flat = [str(state) for state, value in states.items() if is_flat(value)]
+                found.look(distrib.file, states, dict.fromkeys((*_OF_BUFFERS, *flat)), f"buffer {number}")

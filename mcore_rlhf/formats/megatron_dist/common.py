@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
-from mcore_rlhf.families.megatron.buffers import members
 from mcore_rlhf.families.megatron.folders import FileRank
 from mcore_rlhf.families.megatron.groups import groups_for
+from mcore_rlhf.families.megatron.layout import members
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stubs import Namespace

@@ -18,10 +18,8 @@ from mcore_rlhf.core.box import Box, dot, flat_boxes, row_major
 from mcore_rlhf.core.catalog import Chunk
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.megatron.blueprint import Blueprint
-from mcore_rlhf.families.megatron.buffers import LocalBuffer, Member
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.rank_layout import LocalItem, RankLayout
+from mcore_rlhf.families.megatron.layout import Blueprint, LocalBuffer, LocalItem, Member, RankLayout
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.storage.dcp import DcpTensor

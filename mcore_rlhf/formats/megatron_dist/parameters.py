@@ -10,11 +10,9 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
-from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.buffers import EMBEDDING
-from mcore_rlhf.families.megatron.checks import is_gated
+from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.megatron import Traits, is_buffer, is_routed_expert, partition_of
+from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
 from mcore_rlhf.storage.dcp import DcpTensor

@@ -10,18 +10,16 @@ from typing import cast
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
-from mcore_rlhf.families.inventory import state_dict_of
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, stored_arguments
-from mcore_rlhf.families.megatron.blueprint import Blueprint
-from mcore_rlhf.families.megatron.buffers import EMBEDDING, OUTPUT
-from mcore_rlhf.families.megatron.checks import check_against_arguments
-from mcore_rlhf.families.megatron.choices import Choices
+from mcore_rlhf.families.inventory import Unplaced, state_dict_of
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
+from mcore_rlhf.families.megatron.layout import Blueprint
+from mcore_rlhf.families.megatron.new_run import Choices
 from mcore_rlhf.families.megatron.state import OF_RANKS, SCHEDULER_KEYS, MegatronState
 from mcore_rlhf.families.source import ReadOptions, Source, TrainingState
-from mcore_rlhf.families.unplaced import Unplaced
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
+from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.dcp import DcpObject
 

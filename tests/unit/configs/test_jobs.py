@@ -12,8 +12,8 @@ import yaml
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.choices import Choices, choose
 from mcore_rlhf.families.megatron.folders import file_ranks
+from mcore_rlhf.families.megatron.new_run import Choices, choose
 from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig

@@ -16,7 +16,7 @@ from mcore_rlhf.engines.deepspeed.own_files import StoredOptimizer
 from mcore_rlhf.engines.deepspeed.restoring import client_state_of, load_groups, load_wrapper
 from mcore_rlhf.engines.module_source import matched_groups
 from mcore_rlhf.errors import Problems, Unsupported, UsageError
-from mcore_rlhf.families.scaler import static_scaler
+from mcore_rlhf.families.module import static_scaler
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.manager.run.snapshot import components

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_rlhf.families.megatron.folders import file_ranks
-from mcore_rlhf.families.megatron.rng import RngMaker
+from mcore_rlhf.families.megatron.state import RngMaker
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from tests.helpers.conversions import GOLDENS, Conversions, golden
 from tests.helpers.plain_load import bits, same
