@@ -21,13 +21,13 @@ from .sections import ExportSection, KeepSection
 
 
 def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
-    """The options of a :class:`~.checkpoint_manager.CheckpointManager`.
+    """The options of a :class:`~.manager.CheckpointManager`.
 
     The time limit counts from this call, so make them when the job starts.
 
     Args:
         config: The run's.
-        more: Further fields of :class:`~.settings.ManagerOptions`, such as ``on_event``; they win.
+        more: Further fields of :class:`~.options.ManagerOptions`, such as ``on_event``; they win.
 
     Raises:
         UsageError: An export's format is not known.
@@ -58,7 +58,7 @@ def prompt_sampler(config: RunConfig, dataset: Indexable) -> PromptSampler:
     """The sampler of the run's prompts, with the dataset's fingerprint.
 
     Raises:
-        CheckpointError: See :class:`~.sampler.PromptSampler` and :func:`~.fingerprint.fingerprint`.
+        CheckpointError: See :class:`~.sampler.PromptSampler` and :func:`~.data_state.fingerprint`.
     """
     data = config.data
     return PromptSampler.for_dataset(

@@ -175,7 +175,7 @@ class CheckOptions:
         runs: How many runs are killed, each at a moment of its own.
         seed: Draws the moments.
         timeout: Seconds that one start of the command may take.
-        ignore: Values that may differ, ``FILE:KEY`` or ``metrics:NAME``, besides :data:`~.volatile.VALUES`.
+        ignore: Values that may differ, ``FILE:KEY`` or ``metrics:NAME``, besides :data:`~.compare.VALUES`.
         stubs: Pickled classes to load as inert stubs.
     """
 

@@ -30,7 +30,7 @@ class Prompt:
         prompt_id: Its index in the dataset.
         epoch: Counted from 0.
         position: Its place in the epoch's order, counted from 0.
-        sample_seeds: One 63-bit seed for each of the group's samples, see :func:`.seeds.sample_seed`.
+        sample_seeds: One 63-bit seed for each of the group's samples, see :func:`sample_seed`.
         pending: The samples that training has not acknowledged: all of a fresh prompt, the rest of one that a resume
             issues again. A group's baseline needs all samples; only these may be trained on.
         padding: Whether it only fills the epoch's last batch up (``last_batch="pad"``) and repeats a prompt; give it

@@ -250,7 +250,7 @@ class PromptSampler:
         shuffle: Whether each epoch has an order of its own, or all have the dataset's.
         epochs: How many; None without end. May change between runs.
         batch_size: Prompts in a global batch, where ``next_batch`` is not told.
-        last_batch: What becomes of an epoch's last prompts, see :data:`.prompt_order.LastBatch`.
+        last_batch: What becomes of an epoch's last prompts, see :data:`.prompts.LastBatch`.
         dataset: Its fingerprint, to notice on resume that it changed.
         on_dataset_change: ``refuse`` a state of another dataset, or ``restart`` at the new one's first epoch.
 

@@ -331,7 +331,7 @@ class Resumer:
             The step that was loaded; None where there was none and none had to be.
 
         Raises:
-            CheckpointError: See :meth:`~.checkpoint_manager.CheckpointManager.load`.
+            CheckpointError: See :meth:`~.manager.CheckpointManager.load`.
         """
         if resume.kind == "none":
             return None

@@ -27,7 +27,7 @@ class ManagerOptions:
     """Everything that can be chosen.
 
     Args:
-        save: When :meth:`~.checkpoint_manager.CheckpointManager.maybe_save` saves; nothing but signals by default.
+        save: When :meth:`~.manager.CheckpointManager.maybe_save` saves; nothing but signals by default.
         keep: What is kept of committed steps; everything by default.
         asynchronous: Whether saves go on behind training; ``save(blocking=…)`` overrides it.
         on_busy: What a save does while the one before is still being written: ``wait`` for it, or ``refuse``.

@@ -54,7 +54,7 @@ class Saver:
         self._background = Background(f"the save into {self.root}")
 
     def save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
-        """See :meth:`~.checkpoint_manager.CheckpointManager.save`."""
+        """See :meth:`~.manager.CheckpointManager.save`."""
         self.world.barrier(f"save step {step}")
         self._finish_previous(step)
         started = time.monotonic()

@@ -25,7 +25,7 @@ class Worlds:
     """Several worlds that save one step in one commit: actor, critic and rollout workers under Ray.
 
     Each world has a manager of its own with its own roles. All are given the same transaction id at every save (a driver makes
-    it with :func:`~.transaction.new_transaction`), find each other through the file system, and the first one listed commits.
+    it with :func:`~.commit.new_transaction`), find each other through the file system, and the first one listed commits.
 
     Args:
         mine: Name of this process' world.
