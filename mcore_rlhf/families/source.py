@@ -14,6 +14,7 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
+from mcore_rlhf.storage.torchzip import Directory
 
 from .options import ReadOptions as ReadOptions
 from .options import WriteOptions as WriteOptions
@@ -77,6 +78,12 @@ class StoredFile:
     nbytes: int
     records: Sequence[tuple[str, int, int, int]]
     whole: int | None = None
+
+    @classmethod
+    def of_zip(cls, path: str, directory: Directory) -> StoredFile:
+        """A ``.pt`` file, or another zip, with the checksums of its members where it has any."""
+        members = directory.members.values() if directory.checksummed else ()
+        return cls(path, directory.nbytes, tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members))
 
 
 @dataclass(frozen=True, slots=True)

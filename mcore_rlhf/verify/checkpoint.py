@@ -115,16 +115,14 @@ def _unread_files(source: Source) -> Iterator[StoredFile]:
         for path in sorted((source.root / folder).glob("*.pt")):
             name = path.relative_to(source.root).as_posix()
             if name not in known:
-                yield StoredFile(name, path.stat().st_size, tuple(_own_records(path)))
+                yield _unread_file(path, name)
 
 
-def _own_records(path: Path) -> Iterator[tuple[str, int, int, int]]:
+def _unread_file(path: Path, name: str) -> StoredFile:
     try:
-        directory = read_directory(path)
+        return StoredFile.of_zip(name, read_directory(path))
     except (NotACheckpoint, Unsupported):
-        return  # no zip: it has no checksums
-    for member in directory.members.values() if directory.checksummed else ():
-        yield member.name, member.byte_offset, member.nbytes, member.crc32
+        return StoredFile(name, path.stat().st_size, ())  # no zip: it has no checksums
 
 
 def _distrusted(source: Source, params: Collection[str], advice: str) -> Problem:

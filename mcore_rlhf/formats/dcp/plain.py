@@ -18,7 +18,6 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
-from mcore_rlhf.storage.torchzip import Directory
 
 from .folders import LOCAL_SHARDS, Located
 
@@ -61,7 +60,7 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
         parallel=ParallelConfig(),
         catalog=FixedCatalog({entry.name: entry for entry in entries.values()}),
         state=TrainingState(located.step or 0),
-        files=(stored_file(opened.file, opened.directory),),
+        files=(StoredFile.of_zip(opened.file, opened.directory),),
         states=(),
         optimizer=None,
         notes=notes,
@@ -72,12 +71,6 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
 def _entry(name: TensorName, stored: StoredTensor) -> TensorEntry:
     chunk = Chunk(Box.whole(stored.shape), stored.record, stored.start, stored.strides)
     return TensorEntry(name, stored.shape, stored.record.dtype, (chunk,))
-
-
-def stored_file(file: str, directory: Directory) -> StoredFile:
-    """A ``.pt`` file with the checksums of its records."""
-    members = directory.members.values() if directory.checksummed else ()
-    return StoredFile(file, directory.nbytes, tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members))
 
 
 def num_layers(names: Iterable[str]) -> int:

@@ -28,7 +28,7 @@ from mcore_rlhf.storage.torchzip import read_directory
 
 from .folders import Located
 from .groups import Collected, name_numbers
-from .plain import model_config, num_layers, stored_file
+from .plain import model_config, num_layers
 from .rest import SCHEDULER, iteration_of
 from .verl_files import EXTRA, MODEL, OPTIMIZER, rank_files
 
@@ -228,8 +228,8 @@ class _Reading:
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
-        ranks = [stored_file(file.file, file.directory) for file in (*self.model, *self.optim)]
-        return (*ranks, *(stored_file(name, read_directory(self.located.root / name)) for name in self.extra))
+        ranks = [StoredFile.of_zip(file.file, file.directory) for file in (*self.model, *self.optim)]
+        return (*ranks, *(StoredFile.of_zip(name, read_directory(self.located.root / name)) for name in self.extra))
 
 
 def _refuse_apart(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]], what: str) -> None:

@@ -99,7 +99,7 @@ def read_deepspeed(path: Path, options: ReadOptions) -> Source:
         parallel=ParallelConfig(tp=opened.tp, pp=opened.pp, etp=opened.tp, dp=opened.dp),
         catalog=catalog,
         state=_training_state(opened, optimizer.groups, notes),
-        files=tuple(_stored_file(pt) for pt in opened.all()),
+        files=tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in opened.all()),
         states=catalog.states,
         optimizer=f"zero{opened.stage}" if options.optimizer and (optimizer.flat or optimizer.plain) else None,
         notes=notes,
@@ -396,10 +396,3 @@ def _settings(pt: PtFile, state: Mapping[str, Any]) -> dict[str, object]:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _stored_file(pt: PtFile) -> StoredFile:
-    records = tuple(
-        (m.name, m.byte_offset, m.nbytes, m.crc32) for m in pt.directory.members.values() if pt.directory.checksummed
-    )
-    return StoredFile(pt.file, pt.directory.nbytes, records)

@@ -177,7 +177,7 @@ class _Reading:
             self.series.files.append(StoredFile(file, opened.nbytes, ()))
             return opened.tensors
         pt = read_pt(self.root, file, stubs=self.stubs)
-        self.series.files.append(_stored_file(pt))
+        self.series.files.append(StoredFile.of_zip(pt.file, pt.directory))
         return self._state_dict(pt)
 
     def _state_dict(self, pt: PtFile) -> Mapping[str, StoredTensor]:
@@ -205,8 +205,3 @@ class _Reading:
 
     def _note_file(self, file: str) -> None:
         self.series.files.append(StoredFile(file, inside(self.root, file).stat().st_size, ()))
-
-
-def _stored_file(pt: PtFile) -> StoredFile:
-    members = pt.directory.members.values() if pt.directory.checksummed else ()
-    return StoredFile(pt.file, pt.directory.nbytes, tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members))

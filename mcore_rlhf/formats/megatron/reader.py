@@ -197,14 +197,7 @@ def _note_frozen(frozen: frozenset[str], notes: Report) -> None:
 
 def _stored_files(shards: list[RankShard]) -> list[StoredFile]:
     opened: list[PtFile] = [pt for shard in shards for pt in (shard.pt, shard.distrib) if pt is not None]
-    return [_stored_file(pt) for pt in opened]
-
-
-def _stored_file(pt: PtFile) -> StoredFile:
-    records = tuple(
-        (m.name, m.byte_offset, m.nbytes, m.crc32) for m in pt.directory.members.values() if pt.directory.checksummed
-    )
-    return StoredFile(pt.file, pt.directory.nbytes, records)
+    return [StoredFile.of_zip(pt.file, pt.directory) for pt in opened]
 
 
 _SMALL = 16 << 20

@@ -118,11 +118,8 @@ class DistFolder:
 
     def files(self) -> tuple[StoredFile, ...]:
         """All files with their checksums."""
-        directory = self.common.directory
-        members = directory.members.values() if directory.checksummed else ()
-        records = tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members)
         sharded = (StoredFile(file.path, file.nbytes, file.records) for file in self.dcp.files())
-        return (StoredFile(self.common.file, directory.nbytes, records), *sharded)
+        return (StoredFile.of_zip(self.common.file, self.common.directory), *sharded)
 
     def value(self, item: DcpObject) -> object:
         """An object's value. Most are small and equal, and are taken apart once.

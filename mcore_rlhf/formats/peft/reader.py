@@ -95,9 +95,7 @@ def _tensors(path: Path, stubs: tuple[str, ...]) -> tuple[Mapping[str, StoredTen
     pt = read_pt(path, BIN, stubs=stubs)
     if not isinstance(pt.tree, dict) or not all(isinstance(value, StoredTensor) for value in pt.tree.values()):
         raise Unsupported(f"{path / BIN}: expected a dictionary of tensors")
-    members = pt.directory.members.values() if pt.directory.checksummed else ()
-    records = tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members)
-    return pt.tree, StoredFile(BIN, pt.directory.nbytes, records)
+    return pt.tree, StoredFile.of_zip(BIN, pt.directory)
 
 
 def _check(path: Path, named: Mapping[str, AdapterTensor], stored: Mapping[str, StoredTensor]) -> None:

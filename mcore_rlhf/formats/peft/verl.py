@@ -67,7 +67,7 @@ def read_verl_adapter(path: Path, options: ReadOptions) -> Source:
         parallel=ParallelConfig(tp=1 + max(tp for tp, _ in ranks), pp=len(layers)),
         catalog=FixedCatalog({entry.name: entry for entry in entries}),
         state=TrainingState(0, release=True),
-        files=tuple(_stored_file(pt) for pt in opened.values()),
+        files=tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in opened.values()),
         states=(),
         optimizer=None,
         notes=notes,
@@ -133,8 +133,3 @@ def _entries(path: Path, role: str, ranks: Ranks, layers: list[int]) -> Iterator
 
 def _partition(name: str) -> Partition:
     return partition_of(name, _TRAITS) or REPLICATED
-
-
-def _stored_file(pt: PtFile) -> StoredFile:
-    members = pt.directory.members.values() if pt.directory.checksummed else ()
-    return StoredFile(pt.file, pt.directory.nbytes, tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members))

@@ -20,7 +20,7 @@ from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.families.universal_info import INFO, VOCAB_TENSOR
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
+from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .files import FP32, STEP, ZERO, UniversalFolder, locate, state_key
 from .opened import ModelStates, ParamFiles, ZeroFolder, common_states, read_model_states, read_zero_folder
@@ -256,7 +256,7 @@ class _UniversalReader:
             vocab_size=self.options.vocab_size or _vocab_size(others[0]),
         )  # fmt: skip
         catalog = UniversalCatalog(role, model, weights, self.zero.params, names)
-        files = tuple(_stored_file(pt) for pt in (*self.states.opened, *self.zero.opened))
+        files = tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in (*self.states.opened, *self.zero.opened))
         kind = "universal" if self.zero.optimizer is not None else None
         frozen = any(not spec.trainable and spec.name not in self.states.buffers for spec in specs)
         return Source(
@@ -421,10 +421,3 @@ def _vocab_size(other: Mapping[str, object]) -> int | None:
     info = other.get(INFO)
     size = info.get("original_vocab_size") if isinstance(info, dict) else None
     return size if isinstance(size, int) else None
-
-
-def _stored_file(pt: PtFile) -> StoredFile:
-    records = tuple(
-        (m.name, m.byte_offset, m.nbytes, m.crc32) for m in pt.directory.members.values() if pt.directory.checksummed
-    )
-    return StoredFile(pt.file, pt.directory.nbytes, records)
