@@ -243,40 +243,26 @@ def prune(
 
 
 @app.command(short_help="Compute how often to save.")
+@o.takes("interval", o.CostOptions, before="every")
 def interval(
     root: Annotated[
         Path | None, typer.Option(help="Measure step, save and size from the steps of a run.", metavar="ROOT")
     ] = None,
-    step_seconds: Annotated[float | None, typer.Option(help="Time of a training step.", metavar="S")] = None,
-    save_seconds: Annotated[
-        float | None, typer.Option(help="Time from the start of a save until it is committed.", metavar="S")
-    ] = None,
-    stall_seconds: Annotated[
-        float | None,
-        typer.Option(help="How long an asynchronous save stops training. [default: all of it]", metavar="S"),
-    ] = None,
-    mtbf_hours: Annotated[
-        float | None, typer.Option(help="Mean time between failures of the whole job.", metavar="H")
-    ] = None,
-    restart_seconds: Annotated[float, typer.Option(help="From a failure until training goes on.", metavar="S")] = 0.0,
-    steps: Annotated[int, typer.Option(help="Length of the run.", metavar="N")] = 1000,
-    size: Annotated[str | None, typer.Option(help="Size of one step, such as 1.2TB.", metavar="SIZE")] = None,
-    keep_last: Annotated[int | None, typer.Option(help="Steps kept at a time, for the disk use.", metavar="N")] = None,
     every: Annotated[int | None, typer.Option(help="An interval of your own to compare.", metavar="N", min=1)] = None,
     json: o.Json = False,
+    **given: Any,
 ) -> None:
     """Compute how often to save: the interval with the least expected cost, beside Young's and Daly's.
 
     Example: mcore-rlhf interval --step-seconds 45 --save-seconds 60 --stall-seconds 2 --mtbf-hours 8 --size 1.2TB
     """
-    from .intervals import Given, run
+    from .intervals import run
 
-    given = Given(step_seconds, save_seconds, stall_seconds, mtbf_hours, restart_seconds, steps, size, keep_last)
-    run(root, given, every, json)
+    run(root, o.taken(o.CostOptions, given), every, json)
 
 
 @app.command("resume-check", short_help="Prove that a trainer resumes exactly, by killing it.")
-@o.takes("resume-check")
+@o.takes("resume-check", o.ResumeCheckOptions)
 def resume_check(
     command: Annotated[
         list[str] | None,
@@ -285,41 +271,6 @@ def resume_check(
             metavar="-- COMMAND",
             show_default=False,
         ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Kill once this step is committed.", metavar="N", min=1)] = 3,
-    more: Annotated[int, typer.Option(help="Steps after it, to the end of the run.", metavar="M", min=1)] = 2,
-    folder: Annotated[
-        Path | None, typer.Option("--dir", help="Where to work; new or empty. [default: removed again]", metavar="DIR")
-    ] = None,
-    kill_after: Annotated[
-        str, typer.Option(help="The moment: step-commit, during-save or random.", metavar="MOMENT")
-    ] = "step-commit",
-    runs: Annotated[int, typer.Option(help="How many runs are killed and resumed.", metavar="K", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Draws random moments.", metavar="S")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds that one start may take.", metavar="S", min=1.0)] = 3600.0,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="A value that may differ, with *; may be repeated.", metavar="FILE:KEY|metrics:NAME"),
-    ] = None,
-    environment: Annotated[
-        bool, typer.Option("--environment", help="The command reads MCORE_RLHF_CHECK_DIR, …_STEPS and so on.")
-    ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints although all is well.")] = False,
-    demo: Annotated[bool, typer.Option("--demo", help="Check the demo's trainer; COMMAND is options for it.")] = False,
-    algorithm: Annotated[str, typer.Option(help="With --demo: grpo or ppo.", metavar="NAME")] = "grpo",
-    tp: Annotated[int, typer.Option(help="With --demo: tensor-parallel ranks.", metavar="N", min=1)] = 1,
-    pp: Annotated[int, typer.Option(help="With --demo: pipeline stages.", metavar="N", min=1)] = 1,
-    print_commands: Annotated[
-        bool, typer.Option("--print-commands", help="Print what to run by hand, on several nodes; run nothing.")
-    ] = False,
-    make_control: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Copy killed run B to C, and break it.", metavar="B C")
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Only compare two runs that were done by hand.", metavar="A B")
-    ] = None,
-    control: Annotated[
-        Path | None, typer.Option(help="With --compare: the control, which must differ.", metavar="C")
     ] = None,
     json: o.Json = False,
     **given: Any,
@@ -331,14 +282,10 @@ def resume_check(
 
     Example: mcore-rlhf resume-check --steps 3 -- torchrun --nproc-per-node 2 train.py --output-dir {dir} --steps {steps}
     """
-    from .resume_checking import Request, dispatch
+    from .resume_checking import dispatch
 
-    dispatch(
-        Request(
-            command or [], steps, more, folder, kill_after, runs, seed, timeout, tuple(ignore or ()), environment, keep,
-            demo, algorithm, tp, pp, print_commands, make_control, compare, control, o.read_options(given).stubs, json,
-        )
-    )  # fmt: skip
+    request = o.taken(o.ResumeCheckOptions, given)
+    dispatch(command or [], request, o.read_options(given).stubs, json)
 
 
 @app.command(short_help="Verify another trainer's step, and commit it.")

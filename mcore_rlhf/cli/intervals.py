@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from mcore_rlhf.errors import UsageError
@@ -11,25 +11,12 @@ from mcore_rlhf.manager.run import interval
 from mcore_rlhf.manager.run.interval import Costs, Estimate, Measured, measure
 from mcore_rlhf.storage.paths import parse_size
 
+from .options import CostOptions
 from .output import Column, Facts, console, count, duration, emit_json, print_table, size
 from .steps import require_root
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What the options say; None where they say nothing. See :class:`~mcore_rlhf.manager.run.interval.Costs`."""
-
-    step_seconds: float | None
-    save_seconds: float | None
-    stall_seconds: float | None
-    mtbf_hours: float | None
-    restart_seconds: float
-    steps: int
-    size: str | None
-    keep_last: int | None
-
-
-def run(root: Path | None, given: Given, every: int | None, json: bool) -> None:
+def run(root: Path | None, given: CostOptions, every: int | None, json: bool) -> None:
     """Compute, and explain.
 
     Args:
@@ -48,7 +35,7 @@ def run(root: Path | None, given: Given, every: int | None, json: bool) -> None:
         _print(costs, measured, every)
 
 
-def costs_of(given: Given, measured: Measured | None) -> Costs:
+def costs_of(given: CostOptions, measured: Measured | None) -> Costs:
     """The costs from options and measurements.
 
     Raises:

@@ -32,6 +32,7 @@ from mcore_rlhf.manager.run import steps as steps_of
 from mcore_rlhf.storage.paths import local_path
 
 from . import guard
+from .options import ResumeCheckOptions
 from .output import Column, Facts, console, count, duration, emit_json, print_facts, print_table
 
 if TYPE_CHECKING:
@@ -76,52 +77,35 @@ class Demo:
         return Template([*launcher, "-m", "mcore_rlhf.demo.train", *layout, *saving, *_DEMO_PLACES, *more])
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The command line, as it was given; the names are those of the options."""
+def _check_options(request: ResumeCheckOptions, stubs: tuple[str, ...]) -> CheckOptions:
+    """How to check.
 
-    command: Sequence[str]
-    steps: int
-    more: int
-    folder: Path | None
-    kill_after: str
-    runs: int
-    seed: int
-    timeout: float
-    ignore: tuple[str, ...]
-    environment: bool
-    keep: bool
-    demo: bool
-    algorithm: str
-    tp: int
-    pp: int
-    print_commands: bool
-    make_control: tuple[Path, Path] | None
-    compare: tuple[Path, Path] | None
-    control: Path | None
-    stubs: tuple[str, ...]
-    json: bool
+    Raises:
+        UsageError: A word is not one of those that are known.
+    """
+    _one_of("--kill-after", request.kill_after, get_args(Moment))
+    return CheckOptions(
+        steps=request.steps,
+        more=request.more,
+        kill_after=cast(Moment, request.kill_after),
+        runs=request.runs,
+        seed=request.seed,
+        timeout=request.timeout,
+        ignore=tuple(request.ignore or ()),
+        stubs=stubs,
+    )
 
-    def options(self) -> CheckOptions:
-        """How to check.
 
-        Raises:
-            UsageError: A word is not one of those that are known.
-        """
-        _one_of("--kill-after", self.kill_after, get_args(Moment))
-        moment = cast(Moment, self.kill_after)
-        return CheckOptions(self.steps, self.more, moment, self.runs, self.seed, self.timeout, self.ignore, self.stubs)
+def _template(command: Sequence[str], request: ResumeCheckOptions) -> Template:
+    """The command to run.
 
-    def template(self) -> Template:
-        """The command.
-
-        Raises:
-            UsageError: The demo's algorithm is not known.
-        """
-        if not self.demo:
-            return Template(self.command, self.environment)
-        _one_of("--algorithm", self.algorithm, ("grpo", "ppo"))
-        return Demo(self.algorithm, self.tp, self.pp).template(self.command)
+    Raises:
+        UsageError: The demo's algorithm is not known.
+    """
+    if not request.demo:
+        return Template(command, request.environment)
+    _one_of("--algorithm", request.algorithm, ("grpo", "ppo"))
+    return Demo(request.algorithm, request.tp, request.pp).template(command)
 
 
 def _one_of(option: str, word: str, known: Sequence[str]) -> None:
@@ -129,7 +113,7 @@ def _one_of(option: str, word: str, known: Sequence[str]) -> None:
         raise UsageError(f"{option}: expected one of {', '.join(known)}, found {word!r}")
 
 
-def dispatch(request: Request) -> None:
+def dispatch(command: Sequence[str], request: ResumeCheckOptions, stubs: tuple[str, ...], json: bool) -> None:
     """Do what the command line asks for.
 
     Raises:
@@ -141,16 +125,18 @@ def dispatch(request: Request) -> None:
         raise UsageError("--print-commands, --make-control and --compare exclude one another")
     if request.control is not None and request.compare is None:
         raise UsageError("--control names a finished control run; it goes with --compare")
-    if (request.make_control or request.compare) and (request.command or request.demo):
+    if (request.make_control or request.compare) and (command or request.demo):
         raise UsageError("--make-control and --compare run nothing: leave the command away")
     if request.make_control is not None:
-        break_copy(*request.make_control, request.stubs)
+        break_copy(*request.make_control, stubs)
     elif request.compare is not None:
-        compare(*request.compare, request.control, request.options(), request.json)
+        compare(*request.compare, request.control, _check_options(request, stubs), json)
     elif request.print_commands:
-        print_commands(request.template(), request.folder or Path("resume-check"), request.options())
+        print_commands(
+            _template(command, request), request.folder or Path("resume-check"), _check_options(request, stubs)
+        )
     else:
-        run(request.template(), request.folder, request.options(), request.keep, request.json)
+        run(_template(command, request), request.folder, _check_options(request, stubs), request.keep, json)
 
 
 def run(template: Template, folder: Path | None, options: CheckOptions, keep: bool, json: bool) -> None:
