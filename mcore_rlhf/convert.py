@@ -153,7 +153,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
         target: The root that the target's framework would be given to load; must not exist. A universal checkpoint may also
             go into a DeepSpeed run that is there, even its own source: then it becomes ``<tag>_uni`` in it, and
             ``latest_universal``, at which alone loaders look, names it last. ``overwrite`` is about ``<tag>_uni`` then.
-        options: How.
+        options: How source and target are to be, and how the conversion runs.
         progress: Is told how far it is.
 
     Returns:
@@ -243,7 +243,7 @@ def write_target(
     Args:
         job: The job.
         folder: Becomes what the target's framework would be given to load.
-        options: How.
+        options: Those that the job was planned with.
         progress: Is told how far it is.
 
     Returns:

@@ -34,7 +34,7 @@ PYTHON_ONLY = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class OptionType:
     """What a value may be.
 
     Args:
@@ -72,7 +72,7 @@ class Option:
         at: The fields that it sets, as ``section.field``: ``read``, ``write``, ``run`` (:class:`ConvertOptions`), or ``job``.
     """
 
-    kind: Kind
+    kind: OptionType
     help: str
     name: str = ""
     commands: tuple[str, ...] = PLANNING
@@ -88,7 +88,7 @@ class Option:
         return f"--{self.name.replace('_', '-')}"
 
 
-def number(least: int = 1, most: int | None = None, metavar: str = "N") -> Kind:
+def number(least: int = 1, most: int | None = None, metavar: str = "N") -> OptionType:
     """A whole number within limits."""
 
     def read(value: Any) -> object:
@@ -100,19 +100,19 @@ def number(least: int = 1, most: int | None = None, metavar: str = "N") -> Kind:
             raise ValueError(f"should be less than or equal to {most}")
         return value
 
-    return Kind(read, int, metavar, least, most)
+    return OptionType(read, int, metavar, least, most)
 
 
-def size(least: int = 1) -> Kind:
+def size(least: int = 1) -> OptionType:
     """Bytes: a number, or a text such as ``2GB``."""
 
     def read(value: Any) -> object:
         return number(least).read(parse_size(value) if isinstance(value, str) else value)
 
-    return Kind(read, metavar="SIZE")
+    return OptionType(read, metavar="SIZE")
 
 
-def one_of(*values: str) -> Kind:
+def one_of(*values: str) -> OptionType:
     """One of a few words."""
     said = f"{', '.join(map(repr, values[:-1]))} or {values[-1]!r}"
 
@@ -121,7 +121,7 @@ def one_of(*values: str) -> Kind:
             raise ValueError(f"should be {said}")
         return value
 
-    return Kind(read, metavar="|".join(values))
+    return OptionType(read, metavar="|".join(values))
 
 
 def _flag(value: Any) -> object:
@@ -178,16 +178,16 @@ def _rules(value: Any) -> object:
     return value if isinstance(value, Rules) else read_rules(Path(str(_path(value))).expanduser())
 
 
-FLAG = Kind(_flag, bool)
-NAME = Kind(_text, metavar="NAME")
-NAMES = Kind(_texts, metavar="NAME", repeated=True)
-FOLDER = Kind(_path, metavar="DIR", path=True)
-FILE = Kind(_path, metavar="FILE", path=True)
-RULES = Kind(_rules, metavar="FILE", path=True)
+FLAG = OptionType(_flag, bool)
+NAME = OptionType(_text, metavar="NAME")
+NAMES = OptionType(_texts, metavar="NAME", repeated=True)
+FOLDER = OptionType(_path, metavar="DIR", path=True)
+FILE = OptionType(_path, metavar="FILE", path=True)
+RULES = OptionType(_rules, metavar="FILE", path=True)
 COUNT = number()
 
 
-def _row(kind: Kind, help: str, value: Any = None, **more: Any) -> Any:
+def _row(kind: OptionType, help: str, value: Any = None, **more: Any) -> Any:
     """A field with its row.
 
     Args:
@@ -216,7 +216,7 @@ class ReadOptions:
     role: str | None = _row(NAME, "Whose model, where a step holds several: actor, critic, …", commands=READING)
     step: int | None = _row(number(0), "Which iteration, where the tracker does not decide.", commands=READING)
     only: str | None = _row(
-        Kind(_text, metavar="FILTER"),
+        OptionType(_text, metavar="FILTER"),
         "A part of the model: role, attribute or both (actor.policy), or a pattern with *.",
         commands=READING,
     )
@@ -255,15 +255,19 @@ class WriteOptions:
         default="the source's ranks ÷ TP·PP·CP",
     )
     pipeline_layout: str | None = _row(
-        Kind(_layout, metavar="S"), "Layers per chunk (3,5,4) or Megatron's own string (Et*3|t*5L).", targets=MEGATRON
+        OptionType(_layout, metavar="S"),
+        "Layers per chunk (3,5,4) or Megatron's own string (Et*3|t*5L).",
+        targets=MEGATRON,
     )
     dtype: str | None = _row(
-        Kind(_dtype, metavar="bf16|fp16|fp32"),
+        OptionType(_dtype, metavar="bf16|fp16|fp32"),
         "Element type of the parameters.",
         targets=(*MEGATRON, "deepspeed", "dcp", "hf", "peft"),
     )
     no_optimizer: bool = _flag_row("Leave the optimizer out.", "--keep-optimizer")
-    optimizer: str | None = _row(one_of("distributed", "plain"), "Kind of optimizer state to write.", targets=MEGATRON)
+    optimizer: str | None = _row(
+        one_of("distributed", "plain"), "OptionType of optimizer state to write.", targets=MEGATRON
+    )
     rng: str | None = _row(
         one_of("keep", "derive", "drop"),
         "RNG states.",
@@ -287,7 +291,7 @@ class WriteOptions:
     tokenizer: str | None = _row(FOLDER, "Folder whose tokenizer files go into a Hugging Face folder.", targets=("hf",))
     generation_config: str | None = _row(FILE, "generation_config.json for a Hugging Face folder.", targets=("hf",))
     eos_token_ids: tuple[int, ...] = _row(
-        Kind(_ids, metavar="N,N"), "Tokens that end a text, for models with several.", (), targets=("hf",)
+        OptionType(_ids, metavar="N,N"), "Tokens that end a text, for models with several.", (), targets=("hf",)
     )
     masters: bool = _flag_row("Take the parameters from their fp32 masters.", "--params", targets=("hf", "peft"))
     with_optimizer: bool = _flag_row("Keep the optimizer beside a Hugging Face folder.", "--without-optimizer")
@@ -318,7 +322,7 @@ class ConvertOptions:
         write: What the target is to be.
     """
 
-    to: str = _row(Kind(_text, metavar="FORMAT"), "Format to write.", "megatron", default="megatron")
+    to: str = _row(OptionType(_text, metavar="FORMAT"), "Format to write.", "megatron", default="megatron")
     read: ReadOptions = field(default_factory=ReadOptions)
     write: WriteOptions = field(default_factory=WriteOptions)
     workers: int = _row(

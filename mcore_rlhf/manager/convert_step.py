@@ -121,7 +121,7 @@ def convert_step(source: Subject, target: Path, options: ConvertOptions, progres
         source: What is converted.
         target: Of a step: the root of a run, in which ``global_step_N`` appears, or the step's new folder itself, by its name.
             Of a lone checkpoint: see :func:`mcore_rlhf.convert.convert`.
-        options: How.
+        options: How every model is converted.
         progress: Is told how far it is.
 
     Raises:
