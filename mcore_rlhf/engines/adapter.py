@@ -22,20 +22,20 @@ from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.families.lora.base_model import BaseModel, ModelFingerprint, Runs, Sampled, fingerprint
+from mcore_rlhf.families.lora.base_model import BaseModel, ModelFingerprint, Runs, Sampled, SavedAdapter, fingerprint
 from mcore_rlhf.families.lora.config import AdapterConfig
 from mcore_rlhf.families.lora.names import (
     BASE_LAYER,
     CONFIG,
     DEFAULT,
-    ORIGIN,
+    OLD_ORIGIN,
     PREFIX,
     SAFETENSORS,
     in_memory,
     in_original,
     without_prefix,
 )
-from mcore_rlhf.formats.peft.origin import Origin
+from mcore_rlhf.families.sidecar import STATE
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.safetensors import Safetensors, SafetensorsFile, read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
@@ -53,7 +53,7 @@ class AdapterEngine:
     """An adapter of peft's in training, equal on all ranks. Rank 0 writes; of the base there is a fingerprint only.
 
     In the role's folder are peft's ``adapter_model.safetensors`` and ``adapter_config.json``, so that
-    ``PeftModel.from_pretrained`` loads it as it is; ``mcore_rlhf_adapter.json`` with the base's path and fingerprint; and
+    ``PeftModel.from_pretrained`` loads it as it is; ``mcore_rlhf/state.json`` with the base's path and fingerprint; and
     ``state.pt``, as of the plain engine, with the optimizer, the scheduler, and what is trained besides the adapter.
 
     Args:
@@ -111,7 +111,7 @@ class AdapterEngine:
         config[_BASE_PATH] = config.get(_BASE_PATH) or self.base_path or None
         texts = {
             CONFIG: json.dumps(config, indent=2, sort_keys=True),
-            ORIGIN: Origin(step, BaseModel(self.base_path, self._known_base)).text(),
+            **SavedAdapter(step, BaseModel(self.base_path, self._known_base)).texts(),
         }
         memory = Memory()
         weights, rest = self._weights(memory), self._rest.live(step)
@@ -167,7 +167,7 @@ class AdapterEngine:
         problems.raise_if_any()
 
     def _check_base(self, folder: Path, report: Report) -> None:
-        origin = Origin.read(folder)
+        origin = SavedAdapter.read(folder)
         if origin is None or origin.base is None or origin.base.fingerprint is None:
             report.add(Fate.NOTE, "the adapter has no fingerprint of its base model, so that the base was not checked")
             return
@@ -198,7 +198,7 @@ class _Load:
     rng: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
-        names = (SAFETENSORS, CONFIG, ORIGIN)
+        names = (SAFETENSORS, CONFIG, STATE, OLD_ORIGIN)
         beside = [self.folder / name for name in names if (self.folder / name).is_file()]
         self.files = [*beside, *(self.rest.files if self.rest is not None else ())]
         if self.rest is not None:

@@ -33,6 +33,8 @@ OPAQUE = Item(Kind.MODEL, "values that are no parameters")
 """What a state dict has under a parameter's name though it is no tensor: ``_extra_state``."""
 ELEMENTS = Item(Kind.TENSOR, "elements")
 """All elements of the tensors that are planned: who cuts rows says so."""
+WAITING = Item(Kind.VALUE, "mcore_rlhf_origin")
+"""What waits in a checkpoint for the way back to another family of formats."""
 LEFT_OUT = "the optimizer: left out, as --no-optimizer asks"
 
 
@@ -42,7 +44,8 @@ def inventory_of(source: Source) -> dict[Item, object]:
     Args:
         source: An opened checkpoint, or one that is seen under another family's names.
     """
-    return {**source.family.inventory(), **dict(state_items(source.state))}
+    items = {**source.family.inventory(), **dict(state_items(source.state))}
+    return items if not source.origin else {**items, WAITING: source.origin}
 
 
 def state_items(state: TrainingState) -> Iterator[tuple[Item, object]]:

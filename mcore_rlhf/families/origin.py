@@ -1,4 +1,4 @@
-"""What a conversion out of Megatron leaves in client state for the way back."""
+"""What a conversion from one family to another leaves for the way back; it lies in :mod:`.sidecar`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from dataclasses import dataclass
 
 from mcore_rlhf.models.huggingface.table import GROUPED, LOCAL, MTP_LAYER, SEQUENTIAL, TRANSFORMER_ENGINE, Spelling
 
+from .module import ModuleState
+from .sidecar import STATE
 from .source import Source
 
 ORIGIN = "mcore_rlhf_origin"
-"""The key of client state under which it lies."""
+"""The key of ``config.json`` under which arguments wait that nobody declares, and once of client state, for everything."""
+WAITS = f"waits in {STATE} for the way back"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is there; empty for a run that was never Megatron's."""
+    """What is there; empty for a run that was never another family's.
+
+    Args:
+        values: Of Megatron's: ``iteration``, ``config``, ``args``, ``spelling``, ``experts``, ``mtp``, ``scheduler``, ``other``; of a
+            module's: ``iteration``, ``module``.
+    """
 
     values: Mapping[str, object]
 
     @classmethod
     def of(cls, source: Source) -> Origin:
         """That of a source."""
-        stored = source.state.other.get(ORIGIN)
-        return cls(stored if isinstance(stored, Mapping) else {})
+        return cls(source.origin)
 
     @property
     def args(self) -> dict[str, object]:
@@ -58,12 +65,16 @@ class Origin:
             experts = str(self.values.get("experts") or experts)
         return Spelling(engine, experts, str(self.values.get("mtp") or MTP_LAYER))
 
+    def module(self, iteration: int) -> dict[str, object]:
+        """What a run under a module's names had, unless the run went on since."""
+        return self._section("module") if self.values.get("iteration") == iteration else {}
+
     def _section(self, name: str) -> dict[str, object]:
         found = self.values.get(name)
         return dict(found) if isinstance(found, Mapping) else {}
 
 
-def origin_of(source: Source, config: Mapping[str, object], spelling: Spelling) -> dict[str, object]:
+def origin_of_megatron(source: Source, config: Mapping[str, object], spelling: Spelling) -> dict[str, object]:
     """What a Megatron source leaves.
 
     Args:
@@ -76,6 +87,24 @@ def origin_of(source: Source, config: Mapping[str, object], spelling: Spelling) 
         "iteration": old.iteration, "config": dict(config), "args": plain(old.args), "spelling": spelling.implementation,
         "experts": spelling.experts, "mtp": spelling.mtp, "scheduler": dict(old.scheduler or {}), "other": plain(old.other),
     }  # fmt: skip
+
+
+def origin_of_module(source: Source, native: ModuleState) -> dict[str, object]:
+    """What a source under a module's own names leaves: client state, scheduler, loss scaler, settings; no name of a tensor.
+
+    Args:
+        source: It.
+        native: Its own view.
+    """
+    old = source.state
+    left: dict[str, object] = {
+        "args": old.args, "scheduler": old.scheduler, "grad_scaler": old.grad_scaler, "other": old.other, "tag": native.tag,
+        "optimizer": dict(native.optimizer),
+    }  # fmt: skip
+    return {
+        "iteration": old.iteration,
+        "module": {key: value for key, value in left.items() if value not in (None, {}, "")},
+    }
 
 
 def plain(values: Mapping[str, object]) -> dict[str, object]:

@@ -8,13 +8,16 @@ through another format is a model that ``from_pretrained`` takes again. Runs of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.crossing.reference_config import CONFIG, config_in
-from mcore_rlhf.families.origin import Origin
+from mcore_rlhf.families.inventory import WAITING
+from mcore_rlhf.families.origin import ORIGIN, Origin
+from mcore_rlhf.families.sidecar import STATE, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
 
@@ -22,6 +25,8 @@ from .base import Target
 
 FOLDER = "mcore_rlhf/carried"
 """Where they lie in a format that has no place for them."""
+WITH_SIDECARS = ("hf", "peft", "dcp")
+"""Formats that have no place for anything but tensors: their readers and writers look after what lies beside."""
 AT_THE_TOP = ("hf", "peft")
 """Formats whose folders hold such files themselves."""
 _OF_THE_MODEL = (CONFIG, "generation_config.json")
@@ -36,12 +41,16 @@ _TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py")
 _SHOWN = 20
 
 
-def with_carried(source: Source) -> Source:
-    """A source with the files that go along; its model is described by the config among them where nothing else does it.
+def with_carried(source: Source, stubs: Sequence[str]) -> Source:
+    """A source with what lies beside its files: what waits for the way back, and the files that go along.
+
+    Its model is described by the config among them where nothing else does it.
 
     Args:
         source: As its reader opened it.
+        stubs: Further classes that may become inert stubs.
     """
+    source = _with_origin(source, stubs)
     if source.format in AT_THE_TOP:
         opened = {file.path for file in source.files} - {CONFIG}
         return replace(source, carried=Carried(source.root, leftovers(source.root, opened)))
@@ -49,6 +58,25 @@ def with_carried(source: Source) -> Source:
     carried = _beside_the_tag(source) if folder is None else Carried(folder, leftovers(folder, ()))
     family = source.family.described(lambda: (config_in(carried) if carried else {}) or Origin.of(source).config)
     return replace(source, carried=carried, family=family)
+
+
+def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
+    """What waits beside the files of a format that has a place for all else; in client state, where it once was, for any."""
+    other = dict(source.state.other)
+    old = other.pop(ORIGIN, None)
+    if isinstance(old, Mapping):
+        source = replace(source, state=replace(source.state, other=other), origin=old)
+    if source.format in WITH_SIDECARS:
+        return source
+    try:
+        found = beside(source, stubs)
+    except CheckpointError as error:
+        source.notes.add(Fate.LOST, f"what {STATE} keeps: {error}")
+        return source
+    if found is None:
+        return source
+    folder, sidecar = found
+    return replace(source, origin=sidecar.origin, files=(*source.files, *sidecar_files(source.root, folder)))
 
 
 def unopened(source: Source) -> tuple[Leftover, ...]:
@@ -71,6 +99,8 @@ def bring_along(source: Source, target: Target) -> None:
         source: What the target is made of.
         target: The target.
     """
+    if source.origin and target.format not in WITH_SIDECARS:
+        _leave_origin(source, target)
     files = {} if source.carried is None else source.carried.files
     if target.format == "peft":
         taken = {*target.texts, *(file.path for file in target.files), *_OF_THE_MODEL}
@@ -87,6 +117,16 @@ def bring_along(source: Source, target: Target) -> None:
         target.texts.update({str(place / name): text for name, text in texts.items()})
         target.carried = {str(place / name): path for name, path in files.items()}
         tell_kept(files, target.report)
+
+
+def _leave_origin(source: Source, target: Target) -> None:
+    """Put what waits for the way back beside the target's files."""
+    folder = _step_folder(file.path for file in target.files)
+    texts, lost = Sidecar(origin=source.origin).texts(f"{folder}/" if folder else "")
+    target.texts.update(texts)
+    target.holds = {**target.holds, WAITING: source.origin}
+    for what in lost:
+        target.report.add(Fate.LOST, f"{what}: no JSON can hold it")
 
 
 def tell_kept(files: Mapping[str, Path], report: Report) -> None:

@@ -56,7 +56,7 @@ def open_checkpoint(path: Path, options: ReadOptions, *, partial: bool = False) 
     folder, inner = _meant(path, options)
     listed = listed_at(folder)
     try:
-        source = with_carried(_read(folder, inner, partial))
+        source = with_carried(_read(folder, inner, partial), inner.stubs)
     except CheckpointError:
         refuse_damaged_texts(folder, listed)
         raise
@@ -77,7 +77,7 @@ def open_without_manifest(path: Path, options: ReadOptions) -> Source:
         CheckpointError: There is no checkpoint, or what its reader looks at is damaged.
     """
     folder, inner = _meant(path, options)
-    source = with_carried(_read(folder, inner, partial=True))
+    source = with_carried(_read(folder, inner, partial=True), inner.stubs)
     _note_beside(source, Path(path), folder, options)
     for text in contradictions(folder):
         source.notes.add(Fate.NOTE, text)

@@ -58,4 +58,4 @@ def test_two_ranks(tmp_path: Path) -> None:
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(WORLD)]
     assert all(one["step"] == 2 and one["found"] == one["expected"] for one in seen)
     names = {path.name for path in (tmp_path / "run" / "global_step_2" / "actor").iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "mcore_rlhf_adapter.json", "state.pt"}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "mcore_rlhf", "state.pt"}

@@ -71,7 +71,7 @@ def test_training_goes_on_at_another_layout(case: Case, lab: Lab) -> None:
     names, root = lab.new_root(), lab.new_root()
     convert(source.root, names, ConvertOptions(to="universal", fsync=False))
     native: Any = open_checkpoint(names, ReadOptions()).family
-    origin: Any = open_checkpoint(names, ReadOptions()).state.other["mcore_rlhf_origin"]
+    origin: Any = open_checkpoint(names, ReadOptions()).origin
     assert (native.config or origin["config"])["model_type"] == case.kind
     options = WriteOptions(**layout_options(case.target, model.num_layers))
     convert(names, root, ConvertOptions(to="megatron", fsync=False, write=options))

@@ -59,7 +59,7 @@ def _released(source: Source, to: Names) -> Source:
         return source
     notes = source.notes.copy()
     notes.leave(Reason.NO_RUN, Item(Kind.ARGUMENT), Item(Kind.SCHEDULER), Item(Kind.VALUE))
-    return replace(source, state=replace(source.state, other={}, scheduler=None), notes=notes)
+    return replace(source, state=replace(source.state, other={}, scheduler=None), notes=notes, origin={})
 
 
 def alike(a: Source, b: Source) -> tuple[Source, Source]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
 from mcore_rlhf.core.views import Recut
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, value_items
+from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
 from mcore_rlhf.families.module import ModuleState, scaler_of, static_scaler
-from mcore_rlhf.families.origin import ORIGIN, origin_of, plain
+from mcore_rlhf.families.origin import WAITS, Origin, origin_of_megatron, plain
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES
@@ -62,15 +63,19 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
         notes.add(Fate.LOST, doubt)
     groups = with_members(source, relation, Membership(family.args, options.rules), family.scalars, notes)
     shares = relation.of_huggingface()
+    left = Origin.of(source).module(source.state.iteration)
+    if source.origin:
+        _note_left(left, notes)
     return replace(
         source, model=_model(source, relation, sizes, build.tied), parallel=ParallelConfig(dp=source.parallel.world_size),
         catalog=Recut(source.catalog, source.role, shares, relation.huggingface),
-        state=_state(source, relation, config, notes, groups), notes=notes,
+        state=_with_left(_state(source, notes, groups), left), notes=notes,
         family=ModuleState(
-            f"global_step{source.state.iteration}", (*relation.huggingface, *([LM_HEAD] if build.tied else [])),
+            str(left.get("tag") or f"global_step{source.state.iteration}"), (*relation.huggingface, *([LM_HEAD] if build.tied else [])),
             buffers=tuple(name for name, parts in shares.items() if is_buffer(parts[0].name)),
-            shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config, packs_experts=False,
+            shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config, optimizer=_section(left, "optimizer"), packs_experts=False,
         ), moved={**_waiting(source), **arguments_to_config(source.state.args, relation.architecture, config, notes)},
+        origin=origin_of_megatron(source, config, relation.spelling),
     )  # fmt: skip
 
 
@@ -85,7 +90,7 @@ def _among(
 
 def _waiting(source: Source) -> dict[Item, Item]:
     """What of the run waits in client state for the way back."""
-    state, there = source.state, Item(Kind.VALUE, ORIGIN)
+    state, there = source.state, WAITING
     found = [Item(Kind.SCHEDULER, key) for key in state.scheduler or {}]
     found += [item for item, _ in value_items(plain(state.other))]
     return dict.fromkeys(found, there)
@@ -117,11 +122,27 @@ def _model(source: Source, relation: Relation, sizes: Sizes, tied: bool) -> Mode
     return ModelSpec(tuple(specs), sizes.layers, tied, vocab_size=sizes.vocabulary, padded_vocab_size=sizes.vocabulary)
 
 
-def _state(
-    source: Source, relation: Relation, config: Mapping[str, object], notes: Report, groups: tuple[ParamGroup, ...]
-) -> TrainingState:
+def _note_left(left: Mapping[str, object], notes: Report) -> None:
+    """What a run under a module's names has left here is of one step: whoever trained on has other values."""
+    if left:
+        notes.add(Fate.KEPT, f"{', '.join(left)}: as the step had them before it became Megatron's", WAITING)
+    else:
+        notes.add(Fate.CHANGED, f"what {WAITS} is of another step than this one, and is not used", WAITING)
+
+
+def _with_left(state: TrainingState, left: Mapping[str, object]) -> TrainingState:
+    known: dict[str, Any] = {key: left[key] for key in ("args", "scheduler", "grad_scaler") if key in left}
+    return replace(state, other={**state.other, **_section(left, "other")}, **known)
+
+
+def _section(left: Mapping[str, object], name: str) -> dict[str, object]:
+    found = left.get(name)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _state(source: Source, notes: Report, groups: tuple[ParamGroup, ...]) -> TrainingState:
     old = source.state
-    other: dict[str, object] = {"skipped_steps": 0, ORIGIN: origin_of(source, config, relation.spelling)}
+    other: dict[str, object] = {"skipped_steps": 0}
     samples = old.args.get("consumed_train_samples")
     if isinstance(samples, int):
         other["global_samples"] = samples
@@ -131,7 +152,7 @@ def _state(
         notes.add(
             Fate.DERIVED,
             f"lr_scheduler: last_batch_iteration {old.iteration - 1}, which is all that DeepSpeed's own schedulers keep; "
-            f"Megatron's own state waits under {ORIGIN}",
+            f"Megatron's own state {WAITS}",
             Item(Kind.SCHEDULER),
         )
     trained = (

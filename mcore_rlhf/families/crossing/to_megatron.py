@@ -10,11 +10,12 @@ from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.views import Recut, Rows
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.inventory import WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.families.origin import ORIGIN, Origin
+from mcore_rlhf.families.origin import WAITS, Origin, origin_of_module
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -79,8 +80,18 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
         state=_state(source, origin, args, groups, notes), notes=notes,
         optimizer=None if source.optimizer is None else "distributed",
         family=MegatronState(located=None, args=args, shards=[], order=list(_with_extra_states(relation)), unknown=[]),
-        moved=config_to_arguments(family.config, relation.architecture, args.values, notes, carried=_goes_along(source)),
+        moved={
+            **config_to_arguments(family.config, relation.architecture, args.values, notes, carried=_goes_along(source)),
+            **_waiting(source),
+        }, origin=origin_of_module(source, family),
     )  # fmt: skip
+
+
+def _waiting(source: Source) -> dict[Item, Item]:
+    """What of the run has no place in Megatron's files, and changes nothing there."""
+    kinds = (Kind.VALUE, Kind.RNG, Kind.ARGUMENT, Kind.OPTIMIZER)
+    placed = {WAITING, Item(Kind.VALUE, "iteration"), Item(Kind.VALUE, "global_samples")}
+    return {item: WAITING for item in inventory_of(source) if item.kind in kinds and item not in placed}
 
 
 def _refuse_muon(source: Source) -> None:
@@ -226,14 +237,14 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, f
         notes.add(Fate.LOST, f"buffers that Megatron does not have: {', '.join(gone[:3])}", *items)
     if model.num_experts:
         notes.add(Fate.DERIVED, f"experts: spelled as Megatron's {EXPERTS[relation.spelling.experts]}")
-    placed = {ORIGIN, "global_samples", *_ENGINE_VALUES}
-    lost = sorted(key for key, value in source.state.other.items() if key not in placed and value is not None)
+    placed = {"global_samples", *_ENGINE_VALUES}
+    left = sorted(key for key, value in source.state.other.items() if key not in placed and value is not None)
     notes.settle(
         Fate.DERIVED, "there is none", *(Item(Kind.VALUE, k) for k, v in source.state.other.items() if v is None)
     )
-    if lost:
-        items = [item for key in lost for item in (Item(Kind.VALUE, key), Item(Kind.RNG, key))]
-        notes.add(Fate.LOST, f"client state, for which Megatron has no place: {', '.join(lost)}", *items)
+    if left:
+        items = [item for key in left for item in (Item(Kind.VALUE, key), Item(Kind.RNG, key))]
+        notes.add(Fate.KEPT, f"client state, for which Megatron has no place: {', '.join(left)}: {WAITS}", *items)
     if getattr(source.state.grad_scaler, "dynamic", False):
         text = "loss_scaler: Megatron's and DeepSpeed's count differently; the run starts with its own"
         notes.add(Fate.LOST, text, Item(Kind.SCALER))
@@ -242,8 +253,7 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, f
 def _account(source: Source, notes: Report) -> None:
     """What a run of Megatron's has of its own, or under other names."""
     notes.settle(Fate.DERIVED, "as Megatron's optimizers keep it", Item(Kind.GROUP))
-    told = [Item(Kind.VALUE, ORIGIN), Item(Kind.VALUE, "global_samples"), Item(Kind.SCHEDULER)]
+    told = [WAITING, Item(Kind.VALUE, "global_samples"), Item(Kind.SCHEDULER)]
     notes.settle(Fate.DERIVED, "as Megatron stores it", *told, Item(Kind.MODEL))
     notes.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER), Item(Kind.SCALER))
-    notes.leave(Reason.OF_ENGINE, *(Item(Kind.VALUE, key) for key in _ENGINE_VALUES))
     notes.leave(Reason.OF_LAYOUT, Item(Kind.MODEL, "keys"))

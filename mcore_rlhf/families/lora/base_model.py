@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
+from pathlib import Path
 
 from mcore_rlhf.core.box import Shape, flat_boxes
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
@@ -19,10 +20,13 @@ from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.gathering import gather
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported, shown
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.paths import cannot_open
 
-from .names import ORIGIN
+from ..sidecar import STATE, Sidecar
+from .names import OLD_ORIGIN
 
 WHOLE_NBYTES = 1 << 16
 RUNS = 16
@@ -179,5 +183,51 @@ class BaseModel:
             raise LayoutMismatch(
                 f"{where}: is not the model on which the adapter was trained{f' ({self.path})' if self.path else ''}:\n"
                 f"  expected {self.fingerprint}\n  found    {found}\n"
-                f"Give that model. If this one is known to be the right one, remove the fingerprint from the adapter's {ORIGIN}."
+                f"Give that model. If this one is known to be the right one, remove the fingerprint from the adapter's {STATE}."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """What lies beside an adapter; see :mod:`mcore_rlhf.families.sidecar`.
+
+    Args:
+        iteration: When it was saved.
+        base: What it belongs to; None where nobody said.
+    """
+
+    iteration: int = 0
+    base: BaseModel | None = None
+
+    def texts(self) -> dict[str, str | bytes]:
+        """The files by path."""
+        texts, _ = Sidecar(iteration=self.iteration, base={} if self.base is None else self.base.as_json()).texts()
+        return texts
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedAdapter | None:
+        """What lies beside an adapter, also in :data:`.names.OLD_ORIGIN`, where it once lay; None where nothing does.
+
+        Raises:
+            Corrupt: It is no JSON.
+            Unsupported: It is of another version.
+        """
+        found = Sidecar.read(folder)
+        if found is not None:
+            return cls(found.iteration, BaseModel.parse(found.base, str(folder / STATE)) if found.base else None)
+        return cls._read_old(folder / OLD_ORIGIN)
+
+    @classmethod
+    def _read_old(cls, path: Path) -> SavedAdapter | None:
+        try:
+            values = reading.read_json(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise cannot_open(error, path) from error
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"{path}: is no JSON: {error}") from None
+        if not isinstance(values, dict) or values.get("version") != 1 or type(values.get("iteration")) is not int:
+            raise Unsupported(f"{path}: expected version 1 and an iteration, found {shown(values, 80)}")
+        base = values.get("base")
+        return cls(values["iteration"], None if base is None else BaseModel.parse(base, str(path)))

@@ -15,8 +15,8 @@ SAFETENSORS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
 WEIGHTS = (SAFETENSORS, BIN)
 """The first that is there counts, as for peft."""
-ORIGIN = "mcore_rlhf_adapter.json"
-"""Beside peft's files: which model the adapter belongs to, its fingerprint, the iteration. peft does not look at it."""
+OLD_ORIGIN = "mcore_rlhf_adapter.json"
+"""Where the model that an adapter belongs to, its fingerprint, and the iteration once lay."""
 ENGINE_STATE = "state.pt"
 """Beside an adapter that ``AdapterEngine`` saved: the optimizer, the scheduler, and what is trained besides the adapter."""
 

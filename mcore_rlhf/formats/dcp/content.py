@@ -14,10 +14,9 @@ from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.dcp import Path_, saved, wrapped
+from mcore_rlhf.storage.dcp import Path_, saved
 
 from .choices import Choices, model_dtype
-from .extra import ITEM, Extra
 from .groups import STEP, completed
 from .keys import PARAMS, Style
 from .native import DcpState
@@ -77,7 +76,6 @@ class Content:
         choices: What the target is to be.
         view: The source's catalogue as FSDP sees it.
         rest: Schedulers, random states, counters: a nest.
-        extra: What is kept for the way back.
     """
 
     source: Source
@@ -85,7 +83,6 @@ class Content:
     choices: Choices
     view: Catalog
     rest: Mapping[str, object]
-    extra: Extra
 
     def parts(self) -> Iterator[Part]:
         """Everything that is written."""
@@ -96,7 +93,6 @@ class Content:
         layout = self.choices.layout
         for path, value in leaves(self.rest):
             yield _leaf((*layout.rest, *path), value)
-        yield Stored((ITEM,), wrapped(self.extra.as_tree()))
 
     def model(self) -> Iterator[Planned]:
         """The model's tensors, second names of tied ones too.

@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
@@ -20,7 +22,6 @@ from mcore_rlhf.storage.dcp import DcpFolder, Path_, load_tensor, unwrap
 
 from .aliases import find_aliases
 from .catalog import DcpCatalog
-from .extra import ITEM, Extra
 from .folders import RLINF_FOLDER, Located, locate
 from .groups import STEP, Collected, name_numbers
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed
@@ -30,6 +31,8 @@ from .plain import model_config, num_layers, plain_source
 from .rest import RNG, iteration_of, note_rng, scheduler_of
 from .verl import read_verl
 
+ITEM = "mcore_rlhf"
+"""An item of ours, which releases up to 0.9 wrote in place of :mod:`~mcore_rlhf.families.sidecar`."""
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
@@ -58,9 +61,31 @@ def read_dcp(path: Path, options: ReadOptions) -> Source:
     missing = [key for key in (*opened.tensors, *opened.objects) if key not in paths]
     if missing:
         raise Incomplete(f"{located.folder}: planner_data has no path for {missing[0]}")
-    kept = Extra.of_tree(unwrap(opened, ITEM), str(located.folder)) if ITEM in opened.objects else None
+    kept = Sidecar.read(located.folder, options.stubs)
+    if kept is None and ITEM in opened.objects:
+        kept = _from_item(unwrap(opened, ITEM), str(located.folder))
     layout = find_layout(list(paths.values()), [paths[key] for key in opened.tensors])
     return _Reading(located, opened, paths, layout, options, kept, beside).source()
+
+
+def _from_item(tree: Any, where: str) -> Sidecar:
+    """What an item of the folder itself once held, under :data:`ITEM`.
+
+    Raises:
+        Unsupported: A later version wrote it.
+    """
+    if not isinstance(tree, dict) or tree.get("version") != 1:
+        raise Unsupported(f"{where}: its item {ITEM!r} is of a version that is not known; a later mcore_rlhf wrote it")
+    state, module = dict(tree["state"]), {name: value for name, value in tree["native"].items() if name != "optimizer"}
+    groups = tuple(
+        ParamGroup(g["fields"], g["expert"], tuple(g["params"]), tuple(g["scalars"])) for g in state.pop("groups")
+    )
+    names: dict[str, Any] = {key: tuple(module.pop(key)) for key in ("order", "buffers", "per_rank") if key in module}
+    dtypes = {name: dtype_of(dtype) for name, dtype in tree["dtypes"].items()}
+    return Sidecar(
+        **state, **module, **names, groups=groups, values=tree["native"].get("optimizer", {}), dtypes=dtypes,
+        frozen=tuple(tree["frozen"]),
+    )  # fmt: skip
 
 
 def _paths(opened: DcpFolder) -> dict[str, Path_]:
@@ -87,7 +112,7 @@ class _Reading:
     paths: Mapping[str, Path_]
     layout: KeyLayout
     options: ReadOptions
-    kept: Extra | None
+    kept: Sidecar | None
     beside: DcpFolder | None = None
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
@@ -123,11 +148,15 @@ class _Reading:
             optimizer="dcp" if self._with_optimizer else None,
             notes=self.notes,
             family=native,
+            origin={} if self.kept is None else self.kept.origin,
         )
 
     def _files(self) -> tuple[StoredFile, ...]:
         beside = self.beside.files() if self.beside is not None else ()
-        return tuple(StoredFile(file.path, file.nbytes, file.records) for file in (*self.opened.files(), *beside))
+        inner = self.opened.folder.relative_to(self.located.root).as_posix()
+        sidecar = sidecar_files(self.located.root, "" if inner == "." else f"{inner}/")
+        stored = (StoredFile(file.path, file.nbytes, file.records) for file in (*self.opened.files(), *beside))
+        return (*stored, *sidecar)
 
     @property
     def _with_optimizer(self) -> bool:
@@ -201,7 +230,7 @@ class _Reading:
     def _aliases(self) -> dict[str, str]:
         """Second names of tied weights, which an FSDP run stores under both."""
         if self.kept is not None:
-            return dict(self.kept.native.shared)
+            return dict(self.kept.shared)
         return find_aliases(self.opened, self.model_keys, set(self.state_keys), self.notes)
 
     def _model(self, aliases: set[str]) -> tuple[ModelSpec, dict[str, dict[str, str]]]:
@@ -223,7 +252,9 @@ class _Reading:
         return ModelSpec(tuple(specs), num_layers(entries), bool(aliases), vocab_size=self.options.vocab_size), entries
 
     def _is_trained(self, name: str, key: str) -> bool:
-        return name not in self.kept.frozen if self.kept is not None else self._is_floating(key)
+        if self.kept is None:
+            return self._is_floating(key)
+        return name not in self.kept.frozen and name not in self.kept.buffers
 
     def _check_states(self, name: str, shape: Shape, states: Mapping[str, str]) -> None:
         for state, key in states.items():
@@ -241,13 +272,13 @@ class _Reading:
         rest = nest(self.rest)
         assert self.located.folder is not None
         inner = RLINF_FOLDER if self.located.folder == self.located.root / RLINF_FOLDER else ""
-        own = self.kept.native if self.kept is not None else self._guessed(groups, aliases)
+        own = self.kept.module if self.kept is not None else self._guessed(groups, aliases)
         lost = tuple(text for fate, text in self.notes.lines if fate is Fate.LOST)
         shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)}
         return DcpState(
             **shared, layout=self.layout, inner=inner, weights=self.located.weights is not None, rest=rest, groups=groups,
             scalars=self.collected.scalars, differing=lost,
-            derived=() if self.kept is None else tuple(key for key in rest if key not in self.kept.state.other),
+            derived=() if self.kept is None else tuple(key for key in rest if key not in self.kept.other),
         )  # fmt: skip
 
     def _guessed(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> ModuleState:
@@ -256,10 +287,10 @@ class _Reading:
         return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=model_config(self.located.root))
 
     def _training(self, native: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
-        if self.kept is None or RNG in self.kept.state.other:  # otherwise they were derived when the folder was written
+        if self.kept is None or RNG in self.kept.other:  # otherwise they were derived when the folder was written
             note_rng(native.rest, self.notes)
         if self.kept is not None:
-            state = self.kept.state
+            state = self.kept.training
             return state if self._with_optimizer else replace(state, groups=())
         scheduler, other = scheduler_of(native.rest)
         step = iteration_of(self.located, native.rest, scheduler, groups, self.notes)

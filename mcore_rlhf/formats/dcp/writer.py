@@ -14,6 +14,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -33,7 +34,6 @@ from mcore_rlhf.storage.stored import StoredTensor
 from .choices import Choices, choose
 from .content import Constant, Content, Part, Planned
 from .derived import rest_of
-from .extra import extra_of
 from .folders import FULL_WEIGHTS
 from .keys import joined
 from .native import DcpState
@@ -58,9 +58,7 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     names = {spec.name: spec.name for spec in source.model.params} | dict(native.shared)
     order = FROM_MASTERS if choices.masters else EITHER
     view = StateOrder(Renamed(source.catalog, source.role, names), {PARAM: order[PARAM]})
-    content = Content(
-        source, native, choices, view, rest_of(source, choices, report), extra_of(source, native, choices.dtype)
-    )
+    content = Content(source, native, choices, view, rest_of(source, choices, report))
     _report(source, choices, options, report)
     return _Writer(source, native, choices, content, view).target(report)
 
@@ -104,7 +102,10 @@ class _Writer:
         if self.choices.weights:
             files.append(TargetFile(FULL_WEIGHTS, self._weights_layout))
         metadata = dcp_metadata(_shapes(parts), items, _paths(parts))
-        texts: dict[str, str | bytes] = {self._path(METADATA_FILE): metadata}
+        texts, lost = self._sidecar().texts(self._path(""))
+        texts[self._path(METADATA_FILE)] = metadata
+        for what in lost:
+            report.add(Fate.LOST, f"{what}: no JSON can hold it")
         return Target(
             format="dcp",
             parallel=ParallelConfig(dp=self.choices.dp),
@@ -114,6 +115,12 @@ class _Writer:
             report=report,
             holds=_holds(self.source, self.content),
         )
+
+    def _sidecar(self) -> Sidecar:
+        """Everything that the keys have no place for."""
+        dtype, specs = self.choices.dtype, self.source.model.params
+        dtypes = {s.name: dtype if dtype is not None and s.trainable else s.dtype for s in specs}
+        return Sidecar.of(self.source.state, self.native.base(), specs, self.source.origin, dtypes=dtypes)
 
     def _path(self, name: str) -> str:
         return f"{self.choices.inner}/{name}" if self.choices.inner else name

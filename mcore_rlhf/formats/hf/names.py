@@ -15,8 +15,9 @@ MODEL_STEM = {SAFETENSORS: "model", BIN: "pytorch_model"}
 """What the names of weight files begin with, by their ending; the first kind that is there counts."""
 
 OPTIMIZER = "optimizer"
-"""The folder in which we keep what has no place in a Hugging Face folder; transformers does not look at it."""
-STATE = f"{OPTIMIZER}/state.json"
+"""The folder in which we keep the optimizer's tensors; transformers does not look at it."""
+OLD_STATE = f"{OPTIMIZER}/state.json"
+"""Where everything but tensors once lay."""
 
 CHAT_TEMPLATES = "chat_templates"
 _TOKENIZER = re.compile(

@@ -13,6 +13,7 @@ from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -21,8 +22,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from .catalog import HuggingFaceCatalog
 from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
-from .kept import Kept, read_kept
-from .names import CONFIG, OPTIMIZER, SAFETENSORS, STATE
+from .names import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
 from .series import Series, find_series, read_series
 
 
@@ -44,7 +44,7 @@ def read_hf(path: Path, options: ReadOptions) -> Source:
     notes, config = Report(), read_own_config(path)
     refuse_other_file(config, str(path / CONFIG))
     weights = read_series(path, *found, options.stubs)
-    kept = _kept(path, options, notes)
+    kept = _sidecar(path, options, notes)
     return _Reading(path, options, config, weights, kept, _step(path), notes).source()
 
 
@@ -57,10 +57,13 @@ def _step(path: Path) -> int:
     return (listed.manifest.step if listed is not None else None) or 0
 
 
-def _kept(path: Path, options: ReadOptions, notes: Report) -> Kept | None:
+def _sidecar(path: Path, options: ReadOptions, notes: Report) -> Sidecar | None:
     """What was kept beside the weights; damage matters only to someone who wants the optimizer."""
     try:
-        return read_kept(path, options.stubs)
+        found = Sidecar.read(path, options.stubs) or Sidecar.read(path, options.stubs, OLD_STATE)
+        if found is not None and found.states and not (path / OPTIMIZER).is_dir():  # somebody wants the weights alone
+            return replace(found, states=(), optimizer="", groups=())
+        return found
     except CheckpointError as error:
         if options.optimizer:
             raise
@@ -74,7 +77,7 @@ class _Reading:
     options: ReadOptions
     config: Mapping[str, object]
     weights: Series
-    kept: Kept | None
+    kept: Sidecar | None
     step: int
     notes: Report
     states: dict[str, Series] = field(default_factory=dict)
@@ -109,6 +112,7 @@ class _Reading:
             optimizer=optimizer,
             notes=self.notes,
             family=replace(self._native(model, shared), packs_experts=False),
+            origin={} if self.kept is None else self.kept.origin,
         )
 
     def _shared(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -199,7 +203,7 @@ class _Reading:
 
     def _training(self) -> TrainingState:
         if self.kept is not None:
-            state = self.kept.training()
+            state = self.kept.training
             return state if self.options.optimizer else replace(state, groups=())
         return TrainingState(self.step, release=not self.step)
 
@@ -210,22 +214,12 @@ class _Reading:
             return ModuleState(
                 f"global_step{self._training().iteration}", buffers=buffers, shared=shared, config=self.config
             )
-        return ModuleState(
-            kept.tag,
-            kept.order,
-            kept.buffers,
-            shared,
-            kept.values,
-            keys=kept.keys,
-            pipeline=kept.pipeline,
-            config=self.config,
-            without_frozen=kept.without_frozen,
-        )
+        return replace(kept.module, shared=shared, config=self.config)
 
     def _files(self) -> list[StoredFile]:
         """All files that matter."""
         files = [*self.weights.files, *(file for series in self.states.values() for file in series.files)]
-        for name in (CONFIG, STATE):
+        for name in (CONFIG, OLD_STATE):
             if (self.path / name).is_file():
                 files.append(StoredFile(name, (self.path / name).stat().st_size, ()))
-        return files
+        return [*files, *sidecar_files(self.path)]

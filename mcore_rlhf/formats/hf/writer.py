@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
@@ -16,6 +16,7 @@ from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, with
 from mcore_rlhf.families.crossing.reference_config import config_in, read_config
 from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import tell_kept
@@ -34,8 +35,7 @@ from .config import (
     with_dtype,
     with_eos,
 )
-from .kept import kept_of
-from .names import CONFIG, GENERATION_CONFIG, MODEL_STEM, OPTIMIZER, SAFETENSORS, STATE
+from .names import CONFIG, GENERATION_CONFIG, MODEL_STEM, OPTIMIZER, SAFETENSORS
 from .shards import DEFAULT_SHARD, Part, index_of, shards_of
 from .tokenizer import check_vocabulary, files_beside, generation_config
 from .weights import Weights, main_dtype, shapes_of
@@ -44,7 +44,7 @@ _OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.
 """What a folder of weights alone says beside its config; the iteration stands in its manifest."""
 _SECTIONS = {
     "args": Kind.ARGUMENT, "scheduler": Kind.SCHEDULER, "grad_scaler": Kind.SCALER, "other": Kind.VALUE,
-    "groups": Kind.GROUP, "values": Kind.OPTIMIZER, "shared": Kind.MODEL, "keys": Kind.MODEL,
+    "groups": Kind.GROUP, "per_rank": Kind.MODEL, "values": Kind.OPTIMIZER, "shared": Kind.MODEL, "keys": Kind.MODEL,
 }  # fmt: skip
 """Sections of what is kept beside the optimizer, and what their items are."""
 _STATE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
@@ -156,12 +156,22 @@ class _Writer:
             if not _STATE_NAME.fullmatch(state):
                 raise Unsupported(f"{self.source.root}: the optimizer's state {state!r} is no name for a file")
             files += self._series(parts, f"{OPTIMIZER}/{state}", texts)
-        texts[STATE], lost = kept_of(self.source, self.native, tuple(states)).text()
+        made, lost = self._sidecar(tuple(states)).texts()
+        texts.update(made)
         kept = ", ".join(states)
         report.add(Fate.KEPT, f"the optimizer ({kept}), param groups, scheduler and counters, in {OPTIMIZER}/")
         for what in lost:
             report.add(Fate.LOST, f"{what}: no JSON can hold it", _item_of(what))
         return files
+
+    def _sidecar(self, states: tuple[str, ...]) -> Sidecar:
+        """What is neither a weight nor has a place in such a folder; its groups hold weights that are there."""
+        source, names = self.source, {spec.name for spec in self.source.model.params}
+        groups = tuple(replace(g, params=tuple(n for n in g.params if n in names)) for g in source.state.groups)
+        state, module = replace(source.state, groups=groups), replace(self.native.base(), config={})
+        return Sidecar.of(
+            state, module, source.model.params, source.origin, optimizer=source.optimizer or "", states=states
+        )
 
     def _described(self, parts: list[Part], report: Report) -> dict[str, object]:
         """The description, with what the conversion changes, held against the tensors."""
@@ -236,9 +246,6 @@ class _Writer:
         if not options.with_optimizer:
             report.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))
             report.leave(Reason.OF_LAYOUT, Item(Kind.MODEL, "keys"), Item(Kind.MODEL, "per_rank"))
-        if options.with_optimizer and len(self.native.per_rank) > 1:
-            text = "client state of model-parallel ranks other than the first"
-            report.add(Fate.LOST, text, Item(Kind.MODEL, "per_rank"))
 
     def _report_types(self, parts: list[Part], report: Report) -> None:
         """Said of weights that are not what the source stores."""

@@ -12,6 +12,7 @@ from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.lora.config import AdapterConfig, read_adapter_config
 from mcore_rlhf.families.lora.names import (
     BIN,
@@ -19,6 +20,7 @@ from mcore_rlhf.families.lora.names import (
     ENGINE_STATE,
     LORA_A,
     LORA_B,
+    OLD_ORIGIN,
     PREFIX,
     SAFETENSORS,
     WEIGHTS,
@@ -27,14 +29,13 @@ from mcore_rlhf.families.lora.names import (
 )
 from mcore_rlhf.families.lora.parts import CARRIED
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.sidecar import sidecar_files
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
-
-from .origin import Origin
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _ADVICE = "Save the adapter again with peft's save_pretrained, or copy it again."
@@ -53,14 +54,14 @@ def read_peft(path: Path, options: ReadOptions) -> Source:
     if not any((path / name).is_file() for name in (CONFIG, *WEIGHTS)):
         raise NotACheckpoint(f"{path}: expected {CONFIG} and {SAFETENSORS}, found neither")
     _check_files(path)
-    config, origin = read_adapter_config(path), Origin.read(path) or Origin()
+    config, origin = read_adapter_config(path), SavedAdapter.read(path) or SavedAdapter()
     stored, file = _tensors(path, options.stubs)
     named = {name: in_file(name, config.saved_modules) for name in stored}
     _check(path, named, stored)
     specs = tuple(
         ParamSpec(named[name].memory, tensor.shape, tensor.record.dtype, REPLICATED) for name, tensor in stored.items()
     )
-    role = options.role or "actor"
+    role, files = options.role or "actor", (file, *_beside(path))
     entries = [_entry(TensorName(role, named[name].memory), tensor) for name, tensor in stored.items()]
     return Source(
         format="peft",
@@ -70,12 +71,17 @@ def read_peft(path: Path, options: ReadOptions) -> Source:
         parallel=ParallelConfig(),
         catalog=FixedCatalog({entry.name: entry for entry in entries}),
         state=_state(config, origin),
-        files=(file,),
+        files=files,
         states=(),
         optimizer=None,
         notes=_notes(config, path),
         family=ModuleState("", tuple(spec.name for spec in specs)),
     )
+
+
+def _beside(path: Path) -> list[StoredFile]:
+    old = path / OLD_ORIGIN
+    return [*sidecar_files(path), *([StoredFile(OLD_ORIGIN, old.stat().st_size, ())] if old.is_file() else [])]
 
 
 def _check_files(path: Path) -> None:
@@ -125,7 +131,7 @@ def _entry(name: TensorName, stored: StoredTensor) -> TensorEntry:
     return TensorEntry(name, stored.shape, stored.record.dtype, (chunk,))
 
 
-def _state(config: AdapterConfig, origin: Origin) -> TrainingState:
+def _state(config: AdapterConfig, origin: SavedAdapter) -> TrainingState:
     carried: dict[str, object] = {"config": json.loads(json.dumps(config.values))}
     if origin.base is not None:
         carried["base"] = origin.base.as_json()

@@ -15,9 +15,9 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
-from mcore_rlhf.families.lora.base_model import BaseModel
+from mcore_rlhf.families.lora.base_model import BaseModel, SavedAdapter
 from mcore_rlhf.families.lora.config import AdapterConfig, completed
-from mcore_rlhf.families.lora.names import CONFIG, ORIGIN, SAFETENSORS
+from mcore_rlhf.families.lora.names import CONFIG, SAFETENSORS
 from mcore_rlhf.families.lora.parts import CARRIED, Adapter, adapter_in, carried, known_config
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, WriteOptions
@@ -25,8 +25,6 @@ from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.safetensors import Safetensors
 from mcore_rlhf.storage.stored import StoredTensor
-
-from .origin import Origin
 
 _HELD = (Item(Kind.VALUE, "iteration"), Item(Kind.VALUE, CARRIED))
 _BASE_PATH = "base_model_name_or_path"
@@ -64,7 +62,7 @@ class _Writer:
         self._report(report, adapter, config)
         texts: dict[str, str | bytes] = {CONFIG: json.dumps(values, indent=2, sort_keys=True)}
         if base is not None or self.source.state.iteration:
-            texts[ORIGIN] = Origin(self.source.state.iteration, base).text()
+            texts.update(SavedAdapter(self.source.state.iteration, base).texts())
         view = self._view({t.file: t.memory for t in adapter.tensors})
         files = (TargetFile(SAFETENSORS, lambda: self._layout(view, adapter)),)
         return Target(

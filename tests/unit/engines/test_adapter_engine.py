@@ -49,7 +49,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, head: bool) -> None:
 def test_nothing_of_the_base_is_written(tmp_path: Path) -> None:
     model = Adapted(1)
     folder = saved(tmp_path, model)
-    names = {"adapter_config.json", "adapter_model.safetensors", "mcore_rlhf_adapter.json", "state.pt"}
+    names = {"adapter_config.json", "adapter_model.safetensors", "mcore_rlhf", "state.pt"}
     assert {path.name for path in folder.iterdir()} == names
     found = load_file(folder / "adapter_model.safetensors")
     live = {key.replace(".default", ""): value for key, value in model.state_dict().items() if ".lora_" in key}
@@ -58,7 +58,7 @@ def test_nothing_of_the_base_is_written(tmp_path: Path) -> None:
     assert json.loads((folder / "adapter_config.json").read_text()) == {
         **CONFIG, "target_modules": ["down", "up"], "inference_mode": True
     }  # fmt: skip
-    origin = json.loads((folder / "mcore_rlhf_adapter.json").read_text())
+    origin = json.loads((folder / "mcore_rlhf" / "state.json").read_text())
     base = Base()
     assert (origin["iteration"], origin["base"]["path"]) == (3, "models/base")
     assert origin["base"]["fingerprint"]["tensors"] == len(base.state_dict())
@@ -143,7 +143,11 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(LayoutMismatch, match="x is not a tensor of the run's adapter"):
         fresh.prepare_load(LoadRequest(folder, "actor"))
     weights.write_bytes(kept)
-    (folder / "mcore_rlhf_adapter.json").write_text("{}")
+    (folder / "mcore_rlhf" / "state.json").write_text("{}")
+    with pytest.raises(Unsupported, match="was not written by mcore_rlhf"):
+        fresh.prepare_load(LoadRequest(folder, "actor"))
+    (folder / "mcore_rlhf" / "state.json").unlink()
+    (folder / "mcore_rlhf_adapter.json").write_text("{}")  # as earlier releases wrote it
     with pytest.raises(Unsupported, match="version 1"):
         fresh.prepare_load(LoadRequest(folder, "actor"))
 
@@ -151,7 +155,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 def test_an_adapter_that_others_saved(tmp_path: Path) -> None:
     """Without the state of a training, its weights can be loaded alone."""
     folder, model = saved(tmp_path, Adapted(1)), Adapted(2)
-    for name in ("state.pt", "mcore_rlhf_adapter.json"):
+    for name in ("state.pt", "mcore_rlhf/state.json"):
         (folder / name).unlink()
     with pytest.raises(Incomplete, match=r"load\(optimizer=False\)"):
         engine(model).prepare_load(LoadRequest(folder, "actor"))

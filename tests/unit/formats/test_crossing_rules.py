@@ -236,6 +236,6 @@ def test_the_reference_goes_along_for_the_way_back(config: Path, tmp_path: Path)
     )
     options = WriteOptions(reference_config=str(config), vocab_size=132)
     convert(LLAMA, tmp_path / "uni", ConvertOptions(to="universal", fsync=False, write=options))
-    carried = open_checkpoint(tmp_path / "uni", ReadOptions()).state.other["mcore_rlhf_origin"]
+    carried = open_checkpoint(tmp_path / "uni", ReadOptions()).origin
     assert isinstance(carried, dict)
     assert (carried["config"]["rope_theta"], carried["config"]["vocab_size"]) == (7e5, 132)

@@ -20,8 +20,8 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
-from mcore_rlhf.formats.hf.exact_json import MAX_ARRAY_NBYTES, Encoder, decode
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.exact_json import MAX_ARRAY_NBYTES, Encoder, decode
 from mcore_rlhf.storage.stubs import Namespace, new_stub, stub_class
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import golden
@@ -112,7 +112,7 @@ def test_without_the_optimizer_its_files_may_be_damaged(mine: Path, tmp_path: Pa
     with pytest.raises(Incomplete, match=r"exp_avg\.safetensors"):
         open_checkpoint(mine, ReadOptions())
     assert open_checkpoint(mine, ReadOptions(optimizer=False)).states == ()
-    (mine / "optimizer" / "state.json").write_text("{")
+    (mine / "mcore_rlhf" / "state.json").write_text("{")
     (mine / "mcore_rlhf.json").unlink()
     job = converted(mine, tmp_path / "out", "hf", no_optimizer=True)
     assert "state.json" in "".join(text for fate, text in job.report.lines if fate == Fate.LOST)
@@ -125,7 +125,7 @@ def test_weights_without_the_folder_are_a_model(mine: Path) -> None:
 
 
 def edit(folder: Path, **values: Any) -> None:
-    path = folder / "optimizer" / "state.json"
+    path = folder / "mcore_rlhf" / "state.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, **values}))
     (folder / "mcore_rlhf.json").unlink(missing_ok=True)  # which vouches for what was there

@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.families.lora.base_model import BaseModel, fingerprint, sampled
+from mcore_rlhf.families.lora.base_model import BaseModel, SavedAdapter, fingerprint, sampled
 from mcore_rlhf.families.source import ReadOptions, WriteOptions
 from mcore_rlhf.formats.merging import bytes_of
-from mcore_rlhf.formats.peft.origin import Origin
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from tests.helpers import lora_by_hand as lora
@@ -205,7 +204,10 @@ def with_fingerprint(adapter: Path, base: Path) -> None:
     source = open_checkpoint(base, ReadOptions(optimizer=False))
     with OpenFiles(source.root) as files:
         found = fingerprint(sampled(source.catalog, source.role, [spec.name for spec in source.model.params], files))
-    (adapter / "mcore_rlhf_adapter.json").write_text(Origin(5, BaseModel("where/it/was", found)).text())
+    (adapter / "mcore_rlhf").mkdir(exist_ok=True)
+    for name, text in SavedAdapter(5, BaseModel("where/it/was", found)).texts().items():
+        assert isinstance(text, str)
+        (adapter / name).write_text(text)
 
 
 def test_the_base_must_be_the_adapters_own(tmp_path: Path, adapter: Path, base: Path) -> None:

@@ -110,7 +110,7 @@ def test_from_a_running_model(tmp_path: Path) -> None:
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert any("optimizer" in text for text in job.report.lost)
-    assert json.loads((tmp_path / "out" / "mcore_rlhf_adapter.json").read_text())["iteration"] == 7
+    assert json.loads((tmp_path / "out" / "mcore_rlhf" / "state.json").read_text())["iteration"] == 7
 
 
 def test_alpha_is_asked_for_and_everything_else_follows(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 What JSON has by itself stays itself. Everything else is an object with one key that begins with ``$``: ``{"$tuple": [1, 2]}``,
 ``{"$float": "inf"}``, ``{"$tensor": ["float32", [], "AADAfw=="]}``. Each kind is one row of a table, with the way there
-and the way back side by side. The names of classes that are only carried along (a loss scaler of DeepSpeed's) are judged as
-in a pickle, since a conversion may write them into one.
+and the way back side by side. Long arrays may lie in a safetensors file beside it: ``{"$array": ["<i8", [624], {"at": "0"}]}``. The
+names of classes that are only carried along (a loss scaler of DeepSpeed's) are judged as in a pickle, since a conversion may write
+them into one.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.errors import Corrupt, Untrusted
-from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub, StubType, new_stub, stub_class
-from mcore_rlhf.storage.trust import Verdict, require_trust
+from ..core.dtype import dtype_of
+from ..errors import Corrupt, Untrusted
+from .safetensors import DTYPES
+from .stubs import NAMESPACES, Namespace, Stub, StubType, new_stub, stub_class
+from .trust import Verdict, require_trust
 
 MAX_ARRAY_NBYTES = 16 << 20
 """Larger tensors are no settings, and do not belong into a text."""
@@ -63,8 +65,8 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
+def _bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else base64.b64decode(text, validate=True)
 
 
 def _stub_parts(stub: Any) -> list[Any]:
@@ -96,7 +98,7 @@ def _tensor_parts(tensor: Any) -> list[Any]:
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _text(data)]
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
 
 
 def _tensor_of(parts: Any) -> Any:
@@ -124,7 +126,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _array_parts(array: Any) -> list[Any]:
-    return [array.dtype.str, list(array.shape), _text(array.tobytes())]
+    return [array.dtype.str, list(array.shape), array.tobytes()]
 
 
 def _array_of(parts: Any) -> Any:
@@ -157,7 +159,30 @@ _KINDS = (
     _Kind("$scalar", _is_scalar, _array_parts, lambda parts: _array_of(parts)[()]),
 )  # fmt: skip
 _BY_TAG = {kind.tag: kind for kind in _KINDS}
+_DTYPES = {
+    "<f8": "F64", "<f4": "F32", "<f2": "F16", "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8", "<u8": "U64", "<u4": "U32",
+    "<u2": "U16", "|u1": "U8", "|b1": "BOOL", "<c8": "C64",
+}  # fmt: skip
+"""numpy's names of element types, and safetensors'."""
 _NAMED = ("$stub", "$class")
+_ARRAYS = ("$tensor", "$array", "$scalar")
+_LONG_NBYTES = 256
+"""Arrays of more bytes lie in the file beside, where there may be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongArray:
+    """An array that lies in a file beside.
+
+    Args:
+        dtype: Its element type, as safetensors calls it.
+        shape: Its shape.
+        data: Its elements in row-major order.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
 
 
 @dataclass(slots=True)
@@ -166,9 +191,11 @@ class Encoder:
 
     Args:
         lost: Where something was that cannot be kept, and what it was.
+        arrays: Gets the long arrays; None where there is no file beside.
     """
 
     lost: list[str] = field(default_factory=list)
+    arrays: dict[str, LongArray] | None = None
 
     def encode(self, value: object, where: str) -> object:
         """A value as a nest of what JSON has; what cannot be kept is left out of its dictionary, or becomes null.
@@ -187,7 +214,17 @@ class Encoder:
         if kind is None:
             self.lost.append(f"{where} ({type(value).__name__})")
             return None
+        if kind.tag in _ARRAYS:
+            return {kind.tag: self._array(*kind.parts(value))}
         return {kind.tag: self.encode(kind.parts(value), where)}
+
+    def _array(self, dtype: str, shape: list[int], data: bytes) -> list[object]:
+        known = DTYPES.get(dtype.removeprefix("torch.")) or _DTYPES.get(dtype)
+        if self.arrays is None or known is None or len(data) <= _LONG_NBYTES:
+            return [dtype, shape, _text(data)]
+        name = str(len(self.arrays))
+        self.arrays[name] = LongArray(known, tuple(shape), data)
+        return [dtype, shape, {"at": name}]
 
     def _mapping(self, value: dict[object, object], where: str) -> object:
         kept = {}
@@ -210,20 +247,23 @@ def _can(value: object) -> bool:
     return type(value) in (*_PLAIN, float, list) or _kind_of(value) is not None
 
 
-def decode(value: object, where: str, stubs: Collection[str] = ()) -> object:
+def decode(
+    value: object, where: str, stubs: Collection[str] = (), arrays: Callable[[str], bytes] | None = None
+) -> object:
     """The value that was encoded.
 
     Args:
         value: What JSON has of it.
         where: The file, for messages.
         stubs: Further classes that may become inert stubs.
+        arrays: The bytes of a long array.
 
     Raises:
         Untrusted: It names a class that is not allowed.
         Corrupt: It is not what :class:`Encoder` makes.
     """
     try:
-        return _Decoder(where, stubs).decoded(value)
+        return _Decoder(where, stubs, arrays).decoded(value)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
         raise Corrupt(f"{where}: a value in it is not what it says: {error}") from None
 
@@ -232,6 +272,7 @@ def decode(value: object, where: str, stubs: Collection[str] = ()) -> object:
 class _Decoder:
     where: str
     stubs: Collection[str]
+    arrays: Callable[[str], bytes] | None = None
 
     def decoded(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -243,10 +284,17 @@ class _Decoder:
             return {key: self.decoded(item) for key, item in value.items()}
         if len(value) != 1 or tag not in _BY_TAG:
             raise ValueError(f"unknown kind {tag!r}")
-        parts = self.decoded(value[tag])
+        parts = self._array(*value[tag]) if tag in _ARRAYS else self.decoded(value[tag])
         if tag in _NAMED:
             self._judge(parts if tag == "$class" else parts[0])
         return _BY_TAG[tag].made(parts)
+
+    def _array(self, dtype: object, shape: object, data: Any) -> list[object]:
+        if isinstance(data, dict):
+            if self.arrays is None:
+                raise ValueError(f"an array at {data!r:.40}, and there is no file beside")
+            data = self.arrays(data["at"])
+        return [dtype, shape, data]
 
     def _judge(self, name: object) -> None:
         """Only what a pickle may name as a stub."""

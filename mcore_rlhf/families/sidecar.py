@@ -1,0 +1,264 @@
+"""``mcore_rlhf/state.json``: what a checkpoint's format has no place for, beside the step's own files, so that no way back loses it.
+
+Every format has it in the same place, under the same names, as typed JSON (:mod:`mcore_rlhf.storage.exact_json`); long arrays lie in
+``mcore_rlhf/state.safetensors``. No framework's loader looks into the folder. A field that says nothing is left out::
+
+    {"format": "mcore_rlhf.state", "version": 1, "iteration": 50, "origin": {"iteration": 50, "args": {…}, "spelling": "local"}}
+
+Which fields there are is the format's matter: Hugging Face's folders and torch's DCP have a place for tensors alone, DeepSpeed's have
+none for Megatron's arguments and scheduler, Megatron's none for DeepSpeed's client state, and peft's none for a base model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.errors import Corrupt, Unsupported
+from mcore_rlhf.models.spec import ParamSpec
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.exact_json import Encoder, LongArray, decode
+from mcore_rlhf.storage.paths import cannot_open, inside
+from mcore_rlhf.storage.safetensors import read_safetensors
+
+from .module import ModuleState
+from .source import ParamGroup, Source, StoredFile, TrainingState
+
+FOLDER = "mcore_rlhf"
+STATE, ARRAYS = f"{FOLDER}/state.json", f"{FOLDER}/state.safetensors"
+_FORMAT, _VERSION = "mcore_rlhf.state", 1
+_OLD_FORMAT = "mcore_rlhf.optimizer"
+"""Of ``optimizer/state.json``, which Hugging Face folders had before: the same fields."""
+_GROUP = ("fields", "expert", "params", "scalars")
+_TRAINING = ("iteration", "release", "args", "groups", "scheduler", "grad_scaler", "other")
+_MODULE = ("tag", "order", "buffers", "shared", "per_rank", "keys", "pipeline", "config", "without_frozen")
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """Everything that is carried beside; each field is a key of the file.
+
+    Args:
+        optimizer: What kind of optimizer wrote the states.
+        states: Names of the optimizer's tensor states that lie in files of their own.
+        iteration, release, args, groups, scheduler, grad_scaler, other: See :class:`~.source.TrainingState`.
+        tag, order, buffers, shared, per_rank, values, keys, pipeline, config, without_frozen: See :class:`~.module.ModuleState`, whose
+            ``optimizer`` is ``values`` here.
+        frozen: Parameters that are not trained, without buffers.
+        dtypes: Types in which the model computes, by parameter, where the files hold fp32 masters.
+        origin: What waits for the way back to another family; see :attr:`~.source.Source.origin`.
+        base: The model that an adapter belongs to.
+    """
+
+    optimizer: str = ""
+    states: tuple[str, ...] = ()
+    iteration: int = 0
+    release: bool = False
+    args: dict[str, object] = field(default_factory=dict)
+    groups: tuple[ParamGroup, ...] = ()
+    scheduler: dict[str, object] | None = None
+    grad_scaler: object | None = None
+    other: dict[str, object] = field(default_factory=dict)
+    tag: str = ""
+    order: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+    per_rank: tuple[Mapping[str, object], ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+    keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    pipeline: bool = False
+    config: Mapping[str, object] = field(default_factory=dict)
+    without_frozen: bool = False
+    frozen: tuple[str, ...] = ()
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    origin: Mapping[str, object] = field(default_factory=dict)
+    base: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, state: TrainingState, module: ModuleState, specs: Sequence[ParamSpec], origin: Mapping[str, object], **more: Any
+    ) -> Sidecar:  # fmt: skip
+        """All that a checkpoint under a module's names has besides tensors.
+
+        Args:
+            state: Its training state.
+            module: What such formats keep besides.
+            specs: Its parameters.
+            origin: What waits in it.
+            more: Further fields.
+        """
+        still = tuple(s.name for s in specs if not s.trainable and s.name not in module.buffers)
+        kept = {name: getattr(state, name) for name in _TRAINING} | {name: getattr(module, name) for name in _MODULE}
+        return cls(**kept, values=module.optimizer, frozen=still, origin=origin, **more)
+
+    @property
+    def training(self) -> TrainingState:
+        """The training state."""
+        return TrainingState(**{name: getattr(self, name) for name in _TRAINING})
+
+    @property
+    def module(self) -> ModuleState:
+        """What formats under a module's own names keep besides."""
+        return ModuleState(**{name: getattr(self, name) for name in _MODULE}, optimizer=self.values)
+
+    def texts(self, folder: str = "") -> tuple[dict[str, str | bytes], list[str]]:
+        """The files by path, and what could not be put into them, by place: ``other/replay/0 (Queue)``.
+
+        Args:
+            folder: The step's, with a ``/`` at the end; empty at the top.
+        """
+        arrays: dict[str, LongArray] = {}
+        encoder, values = Encoder(arrays=arrays), {item.name: getattr(self, item.name) for item in fields(self)}
+        plain = {name: _plain(value) for name, value in values.items() if not _is_nothing(value)}
+        content = encoder.encode({"format": _FORMAT, "version": _VERSION, **plain}, "")
+        texts: dict[str, str | bytes] = {folder + STATE: json.dumps(content, indent=1, allow_nan=False) + "\n"}
+        if arrays:
+            texts[folder + ARRAYS] = _safetensors(arrays)
+        return texts, [what.removeprefix("/") for what in encoder.lost]
+
+    @classmethod
+    def read(cls, folder: Path, stubs: Sequence[str] = (), file: str = STATE) -> Sidecar | None:
+        """What lies beside a step's files, or None where nothing does.
+
+        Args:
+            folder: The step's folder.
+            stubs: Further classes that may become inert stubs.
+            file: Where it is.
+
+        Raises:
+            Corrupt: It is not what :meth:`texts` makes.
+            Unsupported: A newer version wrote it.
+            Untrusted: It names classes that are not allowed.
+            StorageError: It cannot be read.
+        """
+        path = folder / file
+        try:
+            content = reading.read_json(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise cannot_open(error, path) from error
+        except ValueError as error:
+            raise Corrupt(f"{path}: is no JSON: {error}") from None
+        _check_version(content, path)
+        arrays = read_safetensors(folder, ARRAYS) if (folder / ARRAYS).is_file() else None
+
+        def array(name: str) -> bytes:
+            stored = arrays.tensors[name].record if arrays is not None else None
+            if stored is None:
+                raise KeyError(name)
+            with reading.opened(inside(folder, ARRAYS)) as data:
+                return data.read(stored.byte_offset, stored.nbytes)
+
+        found = decode(content, str(path), stubs, array)
+        assert isinstance(found, dict)  # it was one, and has no mark of anything else
+        return _checked(found, str(path))
+
+
+def sidecar_files(root: Path, folder: str = "") -> list[StoredFile]:
+    """The files that there are.
+
+    Args:
+        root: The checkpoint's.
+        folder: The step's, relative to it, with a ``/`` at the end; empty at the top.
+    """
+    there = (folder + name for name in (STATE, ARRAYS))
+    return [StoredFile(file, (root / file).stat().st_size, ()) for file in there if (root / file).is_file()]
+
+
+def beside(source: Source, stubs: Sequence[str] = ()) -> tuple[str, Sidecar] | None:
+    """What lies beside a source's own files, or above them, and in which folder; None where nothing does.
+
+    Args:
+        source: As its reader opened it.
+        stubs: See :meth:`Sidecar.read`.
+    """
+    for parent in (parent for file in source.files[:1] for parent in Path(file.path).parents):
+        folder = "" if parent == Path() else f"{parent.as_posix()}/"
+        found = Sidecar.read(source.root / folder, stubs)
+        if found is not None:
+            return folder, found
+    return None
+
+
+def _check_version(content: object, path: Path) -> None:
+    if not isinstance(content, dict):
+        raise Unsupported(f"{path}: expected a JSON object, found {type(content).__name__}")
+    if content.get("format") not in (_FORMAT, _OLD_FORMAT):
+        raise Unsupported(
+            f"{path}: was not written by mcore_rlhf; another program's {path.parent.name} folder is not read"
+        )
+    if content.get("version") != _VERSION:
+        raise Unsupported(
+            f"{path}: version {content.get('version')!r}; this release reads {_VERSION}\nUpgrade mcore_rlhf."
+        )
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or (isinstance(value, str | int | tuple | Mapping) and not value)
+
+
+def _plain(value: object) -> object:
+    """A field as it is encoded: names and groups as lists, mappings as dictionaries, types by name."""
+    if isinstance(value, tuple):
+        return [
+            {key: _plain(getattr(item, key)) for key in _GROUP} if isinstance(item, ParamGroup) else _plain(item)
+            for item in value
+        ]
+    if isinstance(value, Mapping) and all(type(item) is DType for item in value.values()):
+        return {name: str(dtype) for name, dtype in value.items()}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _safetensors(arrays: Mapping[str, LongArray]) -> bytes:
+    """A file of small arrays, in memory."""
+    header: dict[str, object] = {}
+    at = 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": array.dtype, "shape": list(array.shape), "data_offsets": [at, at + len(array.data)]}
+        at += len(array.data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((len(text).to_bytes(8, "little"), text, *(array.data for array in arrays.values())))
+
+
+def _checked(found: Mapping[str, Any], where: str) -> Sidecar:
+    """The fields, each of the type that it should have."""
+    values: dict[str, Any] = {}
+    try:
+        for name, kind in _TYPES.items():
+            value = found.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} is {value!r:.60}")
+            values[name] = tuple(value) if kind is list else value
+        values["groups"] = tuple(_group(group) for group in values.get("groups", ()))
+        for name in ("states", "order", "buffers", "frozen"):
+            if not all(isinstance(item, str) for item in values.get(name, ())):
+                raise TypeError(f"{name} should hold names")
+        if not all(isinstance(name, str) for pair in values.get("shared", {}).items() for name in pair):
+            raise TypeError("shared should map names to names")
+        values["dtypes"] = {name: dtype_of(dtype) for name, dtype in values.get("dtypes", {}).items()}
+        return Sidecar(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{where}: is not what it should be: {error}\nCopy the file again, or convert again.") from None
+
+
+def _group(group: Mapping[str, Any]) -> ParamGroup:
+    values, expert, params, scalars = (group[key] for key in _GROUP)
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in (*params, *scalars)):
+        raise TypeError("a param group has no fields, or params that are no names")
+    return ParamGroup(values, bool(expert), tuple(params), tuple(scalars))
+
+
+_TYPES: dict[str, Any] = {
+    "optimizer": str, "states": list, "iteration": int, "release": bool, "args": dict, "groups": list, "scheduler": dict,
+    "grad_scaler": object, "other": dict, "tag": str, "order": list, "buffers": list, "shared": dict, "per_rank": list,
+    "values": dict, "keys": dict, "pipeline": bool, "config": dict, "without_frozen": bool, "frozen": list, "dtypes": dict,
+    "origin": dict, "base": dict,
+}  # fmt: skip
