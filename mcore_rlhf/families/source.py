@@ -226,7 +226,7 @@ class Source:
             them; empty where nothing of the kind is known.
         unread: Why the optimizer was not read though it is there; empty where it was, or was not to be.
         carried: Files that belong to the model and are none of its tensors: its config, tokenizer, code; None where there are none.
-        unplaced: Values in its files of which the reader does not know what they are; see :mod:`.unplaced`.
+        unplaced: Values in its files of which the reader does not know what they are; see :class:`.inventory.Unplaced`.
         origin: What it was in another family and has no place for in this one; it waits in :mod:`.sidecar` for the way back.
     """
 

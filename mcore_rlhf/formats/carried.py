@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.families.crossing.reference_config import CONFIG, config_in
 from mcore_rlhf.families.inventory import WAITING
+from mcore_rlhf.families.module import CONFIG, config_in
 from mcore_rlhf.families.origin import ORIGIN, Origin
 from mcore_rlhf.families.sidecar import STATE, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source

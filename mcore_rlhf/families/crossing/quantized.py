@@ -22,12 +22,10 @@ from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.core.scaled import Scaled
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.source import Computed, Names, Source, WriteOptions
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.leftovers import Carried
-
-from .reference_config import CONFIG
 
 Config = Mapping[str, object]
 

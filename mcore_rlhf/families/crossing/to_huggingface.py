@@ -13,7 +13,7 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
-from mcore_rlhf.families.module import ModuleState, scaler_of, static_scaler
+from mcore_rlhf.families.module import ModuleState, read_config, scaler_of, static_scaler
 from mcore_rlhf.families.origin import WAITS, Origin, origin_of_megatron, plain
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -30,11 +30,8 @@ from mcore_rlhf.models.huggingface.table import Architecture, Sizes
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
-from .description import EMBEDDING, LM_HEAD, Described, build_of
-from .fields import arguments_to_config
+from .description import EMBEDDING, LM_HEAD, Described, arguments_to_config, build_of, travelled_config
 from .groups import with_members
-from .reference_config import read_config
-from .travelled import travelled_config
 
 
 def to_huggingface(source: Source, options: WriteOptions) -> Source:

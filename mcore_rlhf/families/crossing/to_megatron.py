@@ -14,7 +14,7 @@ from mcore_rlhf.families.inventory import WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
+from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.origin import WAITS, Origin, origin_of_module
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size
@@ -26,11 +26,19 @@ from mcore_rlhf.models.huggingface.table import EXPERTS, TRANSFORMER_ENGINE, Siz
 from mcore_rlhf.models.megatron import Traits, is_buffer, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
-from .description import DIVISOR, EMBEDDING, LM_HEAD, VALUE_HEAD, arguments, description
-from .fields import config_to_arguments, note_fields, note_ignored
+from .description import (
+    DIVISOR,
+    EMBEDDING,
+    LM_HEAD,
+    VALUE_HEAD,
+    arguments,
+    config_to_arguments,
+    description,
+    note_fields,
+    note_ignored,
+)
 from .groups import as_megatron
 from .packing import on_disk
-from .reference_config import CONFIG
 
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
 """What DeepSpeed counts for itself."""

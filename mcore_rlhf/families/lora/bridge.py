@@ -19,10 +19,9 @@ from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.core.views import Joined, OfStates, Recut, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.families.crossing.reference_config import read_config
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
 from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig

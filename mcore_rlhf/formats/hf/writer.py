@@ -13,9 +13,8 @@ from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported, UsageError
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, without_quantization
-from mcore_rlhf.families.crossing.reference_config import config_in, read_config
 from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.module import ModuleState, config_in, read_config
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.formats.base import Target, TargetFile

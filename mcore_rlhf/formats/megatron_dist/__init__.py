@@ -1,8 +1,7 @@
 """Megatron-core's ``torch_dist`` checkpoints: ``iter_XXXXXXX/{.metadata,common.pt,metadata.json,*.distcp}``.
 
-``reader`` opens one (``folders`` → ``opened`` → ``names`` → ``parameters`` → ``optimizer``, ``flat`` → ``catalog``, ``ranks``),
-``writer`` describes one (``items`` → ``common``). What Megatron decides by itself, such as groups and arguments, is asked of
-:mod:`..megatron`.
+``reader`` opens one (``folders`` → ``names`` → ``parameters`` → ``optimizer``), ``writer`` describes one; ``objects`` has what belongs to
+single ranks. What Megatron decides by itself, such as groups and arguments, is asked of :mod:`mcore_rlhf.families.megatron`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which folders are ``torch_dist`` checkpoints.
+"""Which folders are ``torch_dist`` checkpoints, and what they hold, by the key that Megatron gave it.
 
 Source: megatron-core 0.16.1, ``dist_checkpointing/core.py`` (``CheckpointingConfig``, ``maybe_load_config``) and
 ``dist_checkpointing/strategies/common.py`` (``COMMON_STATE_FNAME``).
@@ -7,12 +7,20 @@ Source: megatron-core 0.16.1, ``dist_checkpointing/core.py`` (``CheckpointingCon
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.folders import Located, locate
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFolder, DcpObject, DcpTensor
+from mcore_rlhf.storage.ptfile import PtFile, read_pt
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"
@@ -93,3 +101,171 @@ def _config(path: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+MASTERS = {"fully_reshardable": "param", "fully_sharded_model_space": "fp32_param", None: "fp32_param"}
+"""What fp32 copies are called, by the kind of sharding; None is the plain optimizer."""
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(?:module\.)*(.+)")
+_FLAT = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)"
+)
+_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)")
+_SHARD = re.compile(r"(?:module\.)*(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+_SMALL = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class FlatKey:
+    """Which bucket of which flat buffer a tensor holds.
+
+    Args:
+        member: Number of the chained optimizer.
+        group: The data-parallel group that shares it: ranks that differ in nothing but that.
+        buffer: Number of the buffer.
+        bucket: Number of the bucket.
+        state: What it holds: ``param``, ``exp_avg``, …
+    """
+
+    member: int
+    group: int
+    buffer: int
+    bucket: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKey:
+    """A part of an object that is in as many parts as ``shape`` says.
+
+    Args:
+        key: The object's key.
+        index: Which part.
+        shape: How many there are.
+    """
+
+    key: str
+    index: Shape
+    shape: Shape
+
+
+@dataclass(slots=True)
+class DistFolder:
+    """A checkpoint that was opened; no byte of a tensor was read.
+
+    Args:
+        located: Where it is.
+        common: ``common.pt``.
+        dcp: The sharded rest.
+        tensors: By state (``param`` for the weight, ``master``, ``exp_avg``, …) and key.
+        flat: Buckets of the distributed optimizer, where it is stored in those.
+        objects: What is not a tensor.
+        groups: ``(chained optimizer, data-parallel group)`` → what that optimizer keeps besides tensors, by key.
+    """
+
+    located: Located
+    common: PtFile
+    dcp: DcpFolder
+    tensors: dict[str, dict[str, DcpTensor]] = field(default_factory=dict)
+    flat: dict[FlatKey, DcpTensor] = field(default_factory=dict)
+    objects: dict[ShardKey, DcpObject] = field(default_factory=dict)
+    groups: dict[tuple[int, int], dict[str, DcpObject]] = field(default_factory=dict)
+    _values: dict[bytes, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for fqn, tensor in self.dcp.tensors.items():
+            self._add_tensor(fqn, tensor)
+        for fqn, item in self.dcp.objects.items():
+            self._add_object(fqn, item)
+
+    @classmethod
+    def open(cls, located: Located, stubs: tuple[str, ...]) -> DistFolder:
+        """Open a folder.
+
+        Raises:
+            CheckpointError: It is incomplete, damaged, or asks for code.
+        """
+        name = located.folder.relative_to(located.root).as_posix()
+        common = read_pt(located.root, f"{name}/{COMMON}", stubs=stubs)
+        if not isinstance(common.tree, dict):
+            raise Unsupported(f"{common.file}: expected a dictionary, found {type(common.tree).__name__}")
+        return cls(located, common, DcpFolder.open(located.folder, located.root, stubs))
+
+    @property
+    def top(self) -> Mapping[str, Any]:
+        """The content of ``common.pt``."""
+        tree: Mapping[str, Any] = self.common.tree
+        return tree
+
+    @property
+    def model(self) -> Mapping[str, DcpTensor]:
+        """The model's own tensors by key."""
+        return self.tensors.get(PARAM, {})
+
+    def files(self) -> tuple[StoredFile, ...]:
+        """All files with their checksums."""
+        sharded = (StoredFile(file.path, file.nbytes, file.records) for file in self.dcp.files())
+        return (StoredFile.of_zip(self.common.file, self.common.directory), *sharded)
+
+    def value(self, item: DcpObject) -> object:
+        """An object's value. Most are small and equal, and are taken apart once.
+
+        Raises:
+            CheckpointError: It is damaged, or asks for code.
+        """
+        if item.place.length > _SMALL:
+            return unwrapped(item)
+        data = item.data()
+        if data not in self._values:
+            self._values[data] = unwrapped(item)
+        return self._values[data]
+
+    def _add_tensor(self, fqn: str, tensor: DcpTensor) -> None:
+        flat, state = _FLAT.fullmatch(fqn), _STATE.fullmatch(fqn)
+        if flat is not None:
+            member, group, buffer, bucket, name = flat.groups()
+            self.flat[FlatKey(int(member or 0), int(group), int(buffer), int(bucket), name)] = tensor
+        elif state is not None:
+            name = MASTER if state.group(1) in MASTERS.values() else state.group(1)
+            self.tensors.setdefault(name, {})[state.group(2)] = tensor
+        else:
+            self.tensors.setdefault(PARAM, {})[_without_wrapper(fqn)] = tensor
+
+    def _add_object(self, fqn: str, item: DcpObject) -> None:
+        match = _SHARD.fullmatch(fqn)
+        if match is None:
+            self.objects[ShardKey(fqn, (), ())] = item
+            return
+        key, index, shape = match.group(1), _numbers(match.group(2)), _numbers(match.group(3))
+        group = _GROUP.fullmatch(key)
+        if group is not None:
+            where = (int(group.group(1) or 0), int(group.group(2)))
+            self.groups.setdefault(where, {})[group.group(3)] = item
+        else:
+            self.objects[ShardKey(key, index, shape)] = item
+
+
+def unwrapped(item: DcpObject) -> object:
+    """What an object holds: Megatron-core saves a list of the shards that a rank has under one key.
+
+    Source: megatron-core 0.16.1, ``dist_checkpointing/strategies/torch.py`` (``mcore_to_pyt_state_dict``).
+
+    Raises:
+        Unsupported: It is no such list.
+    """
+    stored = item.load()
+    if not isinstance(stored, list) or len(stored) != 1:
+        raise Unsupported(f"{item.fqn}: expected a list of one value, found {type(stored).__name__}")
+    value: object = stored[0]
+    return value
+
+
+def _without_wrapper(fqn: str) -> str:
+    """A key without the ``module.`` of a wrapped model, as NeMo writes it."""
+    while fqn.startswith("module."):
+        fqn = fqn.removeprefix("module.")
+    return fqn
+
+
+def _numbers(text: str) -> Shape:
+    return tuple(map(int, text.split(".")))

@@ -22,7 +22,7 @@ from mcore_rlhf.formats.megatron_dist.names import (
     spelling_of_names,
     stacked_axes,
 )
-from mcore_rlhf.formats.megatron_dist.order import registration_order
+from mcore_rlhf.formats.megatron_dist.parameters import registration_order
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.conversions import GOLDENS, NAMES
 
