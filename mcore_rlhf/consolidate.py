@@ -22,7 +22,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, WriteOptions
+from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.hf.names import BIN, MODEL_STEM, SAFETENSORS
 from mcore_rlhf.formats.hf.shards import DEFAULT_SHARD, Part, Shard, index_of, shards_of
@@ -39,15 +39,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Parts:
+class Fp32StateDict:
     """What a state dict is made of.
 
     Args:
+        source: The checkpoint.
         tensors: What is wanted, each tensor with all its names.
         catalog: Where they come from.
         order: All names in the module's order.
     """
 
+    source: Source
     tensors: list[Part]
     catalog: Catalog
     order: list[str]
@@ -67,7 +69,7 @@ def open_tag(path: Path, tag: str | None, stubs: tuple[str, ...]) -> Source:
     return open_checkpoint(path / tag, ReadOptions(stubs=stubs))
 
 
-def parts_of(source: Source, exclude_frozen: bool) -> Parts:
+def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
     """What the state dict of a checkpoint is made of.
 
     Raises:
@@ -94,37 +96,41 @@ def parts_of(source: Source, exclude_frozen: bool) -> Parts:
     problems.raise_if_any()
     names = {name for part in tensors for name in part.names}
     order = dict.fromkeys([*native.order, *(name for part in tensors for name in part.names)])
-    return Parts(tensors, FixedCatalog(found), [name for name in order if name in names])
+    return Fp32StateDict(source, tensors, FixedCatalog(found), [name for name in order if name in names])
 
 
-def carry_out(
-    source: Source, parts: Parts, files: tuple[TargetFile, ...], folder: Path, options: ConvertOptions,
-    texts: Mapping[str, str] | None = None, progress: Progress | None = None,
-) -> dict[str, FileEntry]:  # fmt: skip
+def copy_into(
+    wanted: Fp32StateDict,
+    files: tuple[TargetFile, ...],
+    folder: Path,
+    options: ConvertOptions,
+    texts: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, FileEntry]:
     """Copy what is wanted, and check what was read: the optimizer's states are neither read nor checked."""
     problems, used, nbytes = Problems(), set(), 0
     for file in files:
         layout = file.layout()
-        plan = plan_file(file.path, layout.holds, parts.catalog)
+        plan = plan_file(file.path, layout.holds, wanted.catalog)
         problems.extend(plan.problems.found)
         used |= {(copy.source.file, copy.source.key) for copy in plan.copies}
         nbytes += sum(record.nbytes for record in layout.records)
     problems.raise_if_any()
+    source = wanted.source
     stored = tuple(
-        StoredFile(f.path, f.nbytes, tuple(r for r in f.records if (f.path, r[0]) in used)) for f in source.files
+        replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in used), whole=None)
+        for file in source.files
     )
-    narrowed = replace(source, catalog=parts.catalog, files=stored)
+    narrowed = replace(source, catalog=wanted.catalog, files=stored)
     target = Target(
         format="fp32",
         parallel=source.parallel,
-        source=parts.catalog,
+        source=wanted.catalog,
         files=files,
         texts=dict(texts or {}),
         report=source.notes,
     )
-    how = replace(
-        options, write=WriteOptions(no_optimizer=True)
-    )  # masters are not compared with parameters that nobody reads
+    how = replace(options, write=WriteOptions(no_optimizer=True))  # masters are not compared with what nobody reads
     return write_target(Job(narrowed, target, nbytes), folder, how, progress)
 
 
@@ -145,12 +151,12 @@ def load_fp32_state_dict(
         CheckpointError: It is incomplete or damaged: every byte that is used is checked.
     """
     source = open_tag(Path(path), tag, ())
-    parts = parts_of(source, exclude_frozen_parameters)
+    wanted = fp32_state_dict(source, exclude_frozen_parameters)
     memory: dict[str, _MemoryFile] = {}
-    files = tuple(TargetFile(part.names[0], partial(_memory_layout, part, memory)) for part in parts.tensors)
-    carry_out(source, parts, files, Path(), ConvertOptions(fsync=False))
-    found = {name: memory[part.names[0]].tensor for part in parts.tensors for name in part.names}
-    return OrderedDict((name, found[name]) for name in parts.order)
+    files = tuple(TargetFile(part.names[0], partial(_memory_layout, part, memory)) for part in wanted.tensors)
+    copy_into(wanted, files, Path(), ConvertOptions(fsync=False))
+    found = {name: memory[part.names[0]].tensor for part in wanted.tensors for name in part.names}
+    return OrderedDict((name, found[name]) for name in wanted.order)
 
 
 class _MemoryFile(RecordFile):
@@ -249,15 +255,15 @@ def consolidate(
         refuse_overlap(source.root / folder, target)  # beside it, in the run's own folder, is where people want it
     publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:
-        parts = parts_of(source, options.exclude_frozen)
+        wanted = fp32_state_dict(source, options.exclude_frozen)
         safe = options.safe_serialization
         ending = SAFETENSORS if safe else BIN
-        shards = shards_of(parts.tensors, MODEL_STEM[ending], options.max_shard_size, ending, copies=safe)
+        shards = shards_of(wanted.tensors, MODEL_STEM[ending], options.max_shard_size, ending, copies=safe)
         check_space(target.parent, sum(shard.nbytes for shard in shards))
         how = ConvertOptions(workers=options.workers, fsync=options.fsync)
         files = tuple(_target(shard, safe) for shard in shards)
         texts = index_of(shards, MODEL_STEM[ending], ending)
-        written = carry_out(source, parts, files, publication.staging, how, texts, progress)
+        written = copy_into(wanted, files, publication.staging, how, texts, progress)
         part = {"role": source.role, "format": "fp32", "parallel": str(source.parallel)}
         publication.commit(Manifest(written, step=source.state.iteration, parts=(part,), provenance=provenance()))
     return [*(file.path for file in files), *texts]

@@ -139,10 +139,8 @@ def _global_name(layer: int, key: str, value: object, shapes: Mapping[str, Shape
     """``{layer}.{key}``, or the name of the tied module that the layer is."""
     plain = f"{layer}.{key}"
     shape = getattr(value, "shape", None)
-    tied = [
-        name for name in shapes
-        if name.startswith("tied_modules.") and name.split(".", 2)[2] == key and shapes[name] == shape
-    ]  # fmt: skip
+    modules = (name for name in shapes if name.startswith("tied_modules.") and shapes[name] == shape)
+    tied = [name for name in modules if name.split(".", 2)[2] == key]
     return tied[0] if plain not in shapes and len(tied) == 1 else plain
 
 

@@ -242,23 +242,26 @@ def read_plain(pt: PtFile, module: StoredModule, rules: Rules) -> Stage0Optimize
     optimizer = Stage0Optimizer([{k: pt.materialize(v) for k, v in group.items() if k != "params"} for group in groups])
     if FUSED in stored:
         _read_fused(pt, stored[FUSED], inner["state"], module, optimizer)
-    else:
-        _read_numbered(pt, groups, stored.get(UNFUSED), inner["state"], module, rules, optimizer)
+        return optimizer
+    states = [[dict(inner["state"].get(index, {})) for index in group["params"]] for group in groups]
+    if (masters := stored.get(UNFUSED)) is not None:
+        for number, group in enumerate(states):
+            for position, state in enumerate(group):
+                state[MASTER] = masters[number][position]
+    _read_numbered(pt, states, _named(pt, groups), module, rules, optimizer)
     return optimizer
 
 
 def _read_numbered(
-    pt: PtFile, groups: list[Any], masters: Any, states: Mapping[Any, Any], module: StoredModule, rules: Rules,
+    pt: PtFile,
+    stored: list[list[dict[str, Any]]],
+    named: list[tuple[str, ...]] | None,
+    module: StoredModule,
+    rules: Rules,
     optimizer: Stage0Optimizer,
-) -> None:  # fmt: skip
-    stored: list[list[dict[str, Any]]] = []
-    for number, group in enumerate(groups):
-        stored.append([dict(states.get(index, {})) for index in group["params"]])
-        for place, state in enumerate(stored[-1]):
-            if masters is not None:
-                state[MASTER] = masters[number][place]
+) -> None:
+    """Every group's states by position, under the names that something stores or that shapes and values leave."""
     slots = [[NumberedState(_shape_of(state), state.get(MASTER)) for state in group] for group in stored]
-    named = _named(pt, groups)
     if named is not None:
         check_named(pt, slots, named, module)
     optimizer.params = named or assign(pt, slots, module, optimizer.fields, rules)

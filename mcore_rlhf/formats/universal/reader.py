@@ -51,10 +51,11 @@ def param_groups(
     problems = Problems()
     groups = []
     for number, (fields, names) in enumerate(zip(listed, members, strict=True)):
-        step = _step(optimizer, fields, names, params, f"{folder}: param group {number}", problems)
+        steps = _steps(optimizer, fields, names, params)
+        _check_steps(f"{folder}: param group {number}", steps, problems)
         kept = {key: value for key, value in fields.items() if key != "params"}
-        scalars = (STEP,) if step is not None else ()
-        groups.append(ParamGroup(kept | ({STEP: step} if scalars else {}), params=names or (), scalars=scalars))
+        scalars = {STEP: next(iter(steps.values()))} if steps else {}
+        groups.append(ParamGroup(kept | scalars, params=names or (), scalars=tuple(scalars)))
     problems.raise_if_any()
     return tuple(groups)
 
@@ -82,24 +83,26 @@ def _members(listed: Sequence[Fields], states: ModelStates, stepping: list[str])
     return [tuple(name for n in group for name in shapes[n]) for group in numbers]
 
 
-def _step(
-    optimizer: Mapping[str, object], fields: Fields, names: tuple[str, ...] | None, params: Mapping[str, ParamFiles],
-    where: str, problems: Problems,
-) -> object | None:  # fmt: skip
-    """The step of a group: from its parameters' files, or, in the stage 3 flavour, from the state of its sub-groups."""
+def _steps(
+    optimizer: Mapping[str, object], fields: Fields, names: tuple[str, ...] | None, params: Mapping[str, ParamFiles]
+) -> dict[str, object]:
+    """The steps in a group: of its parameters' files, or, in the stage 3 flavour, of the state of its sub-groups."""
     held = params if names is None else {name: params[name] for name in names if name in params}
     steps = {name: files.step for name, files in held.items() if files.step is not None}
-    if not steps and fields.get(USE_MUON) is not True:  # which counts none
-        steps = _stage3_steps(optimizer, fields)
-    first = next(iter(steps.values()), None)
-    other = next((name for name, step in steps.items() if _number(step) != _number(first)), None)
-    if other is not None:
-        problems.add(
-            LayoutMismatch,
-            f"{where}: {next(iter(steps))} is at step {_number(first)}, {other} at {_number(steps[other])}",
-            "DeepSpeed has one step per group: the files are not of one checkpoint.",
-        )
-    return first
+    counted = steps or fields.get(USE_MUON) is True  # Muon counts none
+    return steps if counted else _stage3_steps(optimizer, fields)
+
+
+def _check_steps(where: str, steps: Mapping[str, object], problems: Problems) -> None:
+    first = next(iter(steps), "")
+    for name, step in steps.items():
+        if _number(step) != _number(steps[first]):
+            problems.add(
+                LayoutMismatch,
+                f"{where}: {first} is at step {_number(steps[first])}, {name} at {_number(step)}",
+                "DeepSpeed has one step per group: the files are not of one checkpoint.",
+            )
+            return
 
 
 def _stage3_steps(optimizer: Mapping[str, object], fields: Fields) -> dict[str, object]:
@@ -229,11 +232,13 @@ def read_universal(path: Path, options: ReadOptions) -> Source:
     located = locate(path, options.step)
     states = read_model_states(located, options.stubs)
     zero = read_zero_folder(located, options.stubs, optimizer=options.optimizer)
-    return _UniversalReader(located, states, zero, options).source()
+    return _OpenedUniversal(located, states, zero, options).source()
 
 
-@dataclass
-class _UniversalReader:
+@dataclass(frozen=True, slots=True)
+class _OpenedUniversal:
+    """All files of a checkpoint, and what they say together of each parameter."""
+
     located: UniversalFolder
     states: ModelStates
     zero: ZeroFolder
@@ -241,46 +246,37 @@ class _UniversalReader:
 
     def source(self) -> Source:
         notes = Report()
-        role = self.options.role or "actor"
         trained = self._trained()
-        keys: tuple[str, ...] = ()
+        states: tuple[str, ...] = ()
         groups: tuple[ParamGroup, ...] = ()
         if self.zero.optimizer is not None:
-            groups = param_groups(self.zero.optimizer, self.states, self._of(trained), notes, self.located.folder)
-            keys = common_states(self.zero.params, self._alike(trained, groups), self.located.folder)
-        names = (MASTER, *keys) if self.zero.optimizer is not None else ()
+            files = {name: self.zero.params[name] for name in trained}
+            groups = param_groups(self.zero.optimizer, self.states, files, notes, self.located.folder)
+            states = (MASTER, *common_states(self.zero.params, _alike(trained, groups), self.located.folder))
         specs, weights = self._specs(set(trained), notes)
         others = list(self.states.others())
         model = ModelSpec(
-            tuple(specs), _layers([spec.name for spec in specs]), bool(self.states.shared),
+            params=tuple(specs),
+            num_layers=_num_layers(specs),
+            tied=bool(self.states.shared),
             vocab_size=self.options.vocab_size or _vocab_size(others[0]),
-        )  # fmt: skip
-        catalog = UniversalCatalog(role, model, weights, self.zero.params, names)
-        files = tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in (*self.states.opened, *self.zero.opened))
-        kind = "universal" if self.zero.optimizer is not None else None
-        frozen = any(not spec.trainable and spec.name not in self.states.buffers for spec in specs)
+        )
+        role = self.options.role or "actor"
+        opened = (*self.states.opened, *self.zero.opened)
         return Source(
             format="universal",
             root=self.located.root,
             role=role,
             model=model,
             parallel=self.states.parallel,
-            catalog=catalog,
-            state=self._training(groups, others[0], notes),
-            files=files,
-            states=names,
-            optimizer=kind,
+            catalog=UniversalCatalog(role, model, weights, self.zero.params, states),
+            state=self._training_state(groups, others[0], notes),
+            files=tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in opened),
+            states=states,
+            optimizer="universal" if self.zero.optimizer is not None else None,
             notes=notes,
-            family=self._native(others, frozen=frozen),
+            family=self._module_state(others, specs),
         )
-
-    def _alike(self, trained: list[str], groups: tuple[ParamGroup, ...]) -> list[list[str]]:
-        """Parameters that have the same states: those of DeepSpeed's Muon, and all others."""
-        by_muon = {name for group in groups if group.fields.get(USE_MUON) is True for name in group.params}
-        return [[name for name in trained if (name in by_muon) == muon] for muon in (False, True)]
-
-    def _of(self, names: list[str]) -> Mapping[str, ParamFiles]:
-        return {name: self.zero.params[name] for name in names}
 
     def _trained(self) -> list[str]:
         """Names of the parameters that the optimizer has: those in ``param_shapes``, or whatever has an optimizer's state."""
@@ -386,12 +382,12 @@ class _UniversalReader:
                 return dtype
         return FLOAT32
 
-    def _training(self, groups: tuple[ParamGroup, ...], other: dict[str, object], notes: Report) -> TrainingState:
+    def _training_state(self, groups: tuple[ParamGroup, ...], other: dict[str, object], notes: Report) -> TrainingState:
         first = self.states.files[0]
         config = self.states.first.get("ds_config")
         scheduler = state_dict_of(self.states.first.get("lr_scheduler"), "lr_scheduler", notes)
         return TrainingState(
-            self.states.integer("global_steps", 0),
+            iteration=self.states.integer("global_steps", 0),
             args=cast(dict[str, object], first.materialize(config)) if isinstance(config, dict) else {},
             groups=groups,
             scheduler=cast(dict[str, object], first.materialize(scheduler)) if scheduler is not None else None,
@@ -399,22 +395,32 @@ class _UniversalReader:
             other=other,
         )
 
-    def _native(self, others: list[dict[str, object]], *, frozen: bool) -> ModuleState:
-        optimizer = {key: value for key, value in (self.zero.optimizer or {}).items() if key not in SHARDED_KEYS}
-        per_rank = tuple(others) if len(others) > 1 else ()
-        keys = {name: files.keys for name, files in self.zero.params.items() if files.keys}
-        pipeline = self.states.first.get("module") is None
+    def _module_state(self, others: list[dict[str, object]], specs: list[ParamSpec]) -> ModuleState:
+        frozen = any(not spec.trainable and spec.name not in self.states.buffers for spec in specs)
+        optimizer = self.zero.optimizer or {}
         return ModuleState(
-            self.located.tag, self.states.order, self.states.buffers, self.states.shared, optimizer, per_rank, keys, pipeline,
+            tag=self.located.tag,
+            order=self.states.order,
+            buffers=self.states.buffers,
+            shared=self.states.shared,
+            optimizer={key: value for key, value in optimizer.items() if key not in SHARDED_KEYS},
+            per_rank=tuple(others) if len(others) > 1 else (),
+            keys={name: files.keys for name, files in self.zero.params.items() if files.keys},
+            pipeline=self.states.first.get("module") is None,
             without_frozen=self.states.first.get("frozen_param_shapes") is None and not frozen,
-        )  # fmt: skip
+        )
 
 
-def _layers(names: list[str]) -> int:
+def _alike(trained: list[str], groups: tuple[ParamGroup, ...]) -> list[list[str]]:
+    """Parameters that have the same states: those of DeepSpeed's Muon, and all others."""
+    by_muon = {name for group in groups if group.fields.get(USE_MUON) is True for name in group.params}
+    return [[name for name in trained if (name in by_muon) == muon] for muon in (False, True)]
+
+
+def _num_layers(specs: list[ParamSpec]) -> int:
     """Decoder layers, as far as the names tell: ``layers.11.`` or a pipeline's ``11.``."""
-    found = [match for name in names if (match := _LAYER.match(name))]
-    numbers = {int(match.group(1) or match.group(2)) for match in found}
-    return len(numbers)
+    found = (match for spec in specs if (match := _LAYER.match(spec.name)))
+    return len({int(match.group(1) or match.group(2)) for match in found})
 
 
 def _vocab_size(other: Mapping[str, object]) -> int | None:
