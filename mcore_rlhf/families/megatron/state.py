@@ -13,17 +13,19 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from mcore_rlhf.core.account import Inventory, Item, Kind
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.inventory import OPAQUE
+from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
+from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .arguments import Arguments
@@ -80,6 +82,50 @@ class RankValues(Protocol):
     def materialize(self, value: object) -> Any:
         """A value of :attr:`top` or :attr:`parts` with real tensors in it."""
         ...
+
+
+@dataclass(slots=True)
+class MegatronTensors:
+    """What both formats' catalogues have in common: every parameter, and every state of those that are trained.
+
+    Args:
+        role: Role of all tensors.
+        model: Shapes and partitions.
+        states: Names of the optimizer's tensor states.
+    """
+
+    role: str
+    model: ModelSpec
+    states: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[TensorName]:
+        for param in self.model.params:
+            yield TensorName(self.role, param.name, PARAM)
+            for state in self.states if param.trainable else ():
+                yield TensorName(self.role, param.name, state)
+
+    def __len__(self) -> int:
+        return sum(1 + (len(self.states) if param.trainable else 0) for param in self.model.params)
+
+
+def scheduler_in(top: Mapping[str, object], notes: Report) -> Mapping[str, object] | None:
+    """The scheduler's state among the values at the top of a file, under whichever key it is there."""
+    key = next((key for key in SCHEDULER_KEYS if top.get(key) is not None), SCHEDULER_KEYS[0])
+    return state_dict_of(top.get(key), key, notes)
+
+
+def note_frozen(names: Sequence[str], notes: Report) -> None:
+    """Say which parameters the optimizer has no states for."""
+    if names:
+        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        notes.add(Fate.NOTE, f"{len(names)} parameters have no optimizer state and count as frozen: {some}")
+
+
+def note_scheduler(optimizer: str | None, scheduler: object, notes: Report) -> None:
+    """Say where a run with an optimizer has no scheduler."""
+    if optimizer is not None and scheduler is None:
+        text = "there is an optimizer, but no scheduler state; Megatron will want --override-opt-param-scheduler"
+        notes.add(Fate.NOTE, text)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ catalogue of where each lies, whose chunks are computed when asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Report
@@ -16,11 +16,12 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.families.megatron.folders import FileRank
 from mcore_rlhf.families.megatron.layout import local_chunks
+from mcore_rlhf.families.megatron.state import MegatronTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.models.spec import COLUMN, REPLICATED, ModelSpec, ParamSpec, Partition
+from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .shards import RankShard
@@ -42,32 +43,16 @@ class Holder:
 
 
 @dataclass(slots=True)
-class MegatronCatalog:
+class MegatronCatalog(MegatronTensors):
     """Lazy mapping from tensor names to where their elements lie.
 
     Args:
-        role: Role of all its tensors.
-        model: Shapes and partitions.
         parallel: Degrees of the files.
         holders: For each parameter, the ranks that hold a part of it.
-        states: Names of the optimizer's tensor states.
     """
 
-    role: str
-    model: ModelSpec
     parallel: ParallelConfig
-    holders: dict[str, list[Holder]]
-    states: tuple[str, ...]
-
-    def __iter__(self) -> Iterator[TensorName]:
-        for param in self.model.params:
-            yield TensorName(self.role, param.name, PARAM)
-            if param.trainable:
-                for state in self.states:
-                    yield TensorName(self.role, param.name, state)
-
-    def __len__(self) -> int:
-        return sum(1 + (len(self.states) if param.trainable else 0) for param in self.model.params)
+    holders: Mapping[str, Sequence[Holder]]
 
     def get(self, name: TensorName, /) -> TensorEntry | None:
         """Compute one entry, or None where the checkpoint does not have it."""

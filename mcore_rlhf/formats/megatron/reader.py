@@ -8,12 +8,12 @@ megatron-core 0.16.1, ``optimizer/optimizer.py``, ``optimizer/distrib_optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
-from mcore_rlhf.families.inventory import Unplaced, state_dict_of
+from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import Arguments, check_against_arguments, check_folders, stored_arguments
 from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, rank_folders
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
@@ -24,6 +24,9 @@ from mcore_rlhf.families.megatron.state import (
     RNG_KEYS,
     SCHEDULER_KEYS,
     MegatronState,
+    note_frozen,
+    note_scheduler,
+    scheduler_in,
 )
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -37,6 +40,51 @@ from .parameters import Holder, MegatronCatalog, PartitionFinder
 from .shards import MODEL_KEY, RankFiles, RankShard, check_keys, check_ranks, globalize
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """The rank files of a checkpoint, held against its arguments.
+
+    Args:
+        located: Where it is.
+        args: Its stored arguments.
+        args_file: Where they are from.
+        parallel: The degrees of the files.
+        shards: All ranks, under global names.
+        chunks: The model chunks as the files have them.
+    """
+
+    located: Located
+    args: Arguments
+    args_file: str
+    parallel: ParallelConfig
+    shards: list[RankShard]
+    chunks: tuple[ModelChunk, ...]
+
+    @classmethod
+    def of(cls, located: Located, options: ReadOptions, notes: Report) -> OpenedRun:
+        """Open the files of all ranks.
+
+        Raises:
+            CheckpointError: They are incomplete, damaged, or contradict each other.
+        """
+        folders = rank_folders(located.folder)
+        files = RankFiles(located, options.stubs, options.optimizer)
+        args_file, values = files.first_arguments(folders)
+        args = Arguments(values)
+        parallel = check_folders(args, args_file, folders, notes)
+        shards = files.shards(file_ranks(parallel))
+        check_ranks(shards, located, notes)
+        _check_virtual_parts(shards, parallel)
+        num_layers = globalize(shards, parallel, args.num_experts or None)
+        check_keys(shards, args)
+        return cls(located, args, args_file, parallel, shards, _model_chunks(shards, parallel, num_layers))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return sum(chunk.num_layers for chunk in self.chunks)
+
+
 def read_megatron(path: Path, options: ReadOptions) -> Source:
     """Open a legacy checkpoint.
 
@@ -47,67 +95,58 @@ def read_megatron(path: Path, options: ReadOptions) -> Source:
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
-    located = locate(path, options.step)
-    folders = rank_folders(located.folder)
     notes = Report()
-    files = RankFiles(located, options.stubs, options.optimizer)
-    args_file, values = files.first_arguments(folders)
-    args = Arguments(values)
-    parallel = check_folders(args, args_file, folders, notes)
-    shards = files.shards(file_ranks(parallel))
-    check_ranks(shards, located, notes)
-    _check_virtual_parts(shards, parallel)
-    num_layers = globalize(shards, parallel, args.num_experts or None)
-    check_keys(shards, args)
-    chunks = _model_chunks(shards, parallel, num_layers)
+    run = OpenedRun.of(locate(path, options.step), options, notes)
+    optimizer = OptimizerReading()
     if options.optimizer:
-        optimizer = read_optimizer(shards, chunks, args, parallel, options.rules)
-    else:
-        optimizer = OptimizerReading()
-    holders = _holders(shards, optimizer, tied_alias(args, parallel, shards, chunks[-1].mtp))
-    unknown: list[str] = []
-    finder = PartitionFinder(args, parallel, options.rules, shards, notes, unknown)
-    order = _order(shards, parallel)
-    specs = finder.specs([name for name in order if name in holders], holders)
-    frozen = optimizer.frozen
-    specs = [spec if spec.name not in frozen else replace(spec, trainable=False) for spec in specs]
-    model = ModelSpec(
-        tuple(specs), num_layers, args.tied, args.mtp_layers, args.num_experts, options.vocab_size or args.vocab_size,
-        next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None), _unused(args, specs),
-    )  # fmt: skip
-    check_against_arguments(args, args_file, model, chunks, parallel)
-    role = options.role or "actor"
-    catalog = MegatronCatalog(role, model, parallel, holders, optimizer.states)
-    family = MegatronState(
-        located=located, args=args, shards=shards, order=order, unknown=unknown, scalars=optimizer.scalars
-    )
-    _note_frozen(frozen, notes)
-    state = training_state(shards, located, optimizer.groups, notes)
-    if optimizer.kind is not None and state.scheduler is None:
-        notes.add(
-            Fate.NOTE,
-            "there is an optimizer, but no scheduler state; Megatron will want --override-opt-param-scheduler",
-        )
+        optimizer = read_optimizer(run.shards, run.chunks, run.args, run.parallel, options.rules)
+    holders, order, unknown = _holders(run, optimizer), _order(run.shards, run.parallel), list[str]()
+    finder = PartitionFinder(run.args, run.parallel, options.rules, run.shards, notes, unknown)
+    model = _model(run, finder.specs([name for name in order if name in holders], holders), optimizer.frozen, options)
+    check_against_arguments(run.args, run.args_file, model, run.chunks, run.parallel)
+    note_frozen(sorted(optimizer.frozen), notes)
+    state = training_state(run.shards, run.located, optimizer.groups, notes)
+    note_scheduler(optimizer.kind, state.scheduler, notes)
+    catalog = MegatronCatalog(options.role or "actor", model, optimizer.states, run.parallel, holders)
     return Source(
         format="megatron",
-        root=located.root,
-        role=role,
+        root=run.located.root,
+        role=catalog.role,
         model=model,
-        parallel=parallel,
+        parallel=run.parallel,
         catalog=catalog,
         state=state,
-        files=tuple(_stored_files(shards)),
+        files=tuple(StoredFile.of_zip(pt.file, pt.directory) for shard in run.shards for pt in shard.files),
         states=optimizer.states,
         optimizer=optimizer.kind,
         notes=notes,
-        family=family,
-        unplaced=unplaced_of(shards, with_optimizer=options.optimizer),
+        family=MegatronState(
+            located=run.located,
+            args=run.args,
+            shards=run.shards,
+            order=order,
+            unknown=unknown,
+            scalars=optimizer.scalars,
+        ),
+        unplaced=unplaced_of(run.shards, with_optimizer=options.optimizer),
     )
 
 
-def tied_alias(
-    args: Arguments, parallel: ParallelConfig, shards: list[RankShard], mtp_on_last: bool
-) -> Mapping[str, str]:
+def _model(run: OpenedRun, specs: Sequence[ParamSpec], frozen: frozenset[str], options: ReadOptions) -> ModelSpec:
+    args = run.args
+    return ModelSpec(
+        tuple(replace(spec, trainable=False) if spec.name in frozen else spec for spec in specs),
+        num_layers=run.num_layers,
+        tied=args.tied,
+        mtp_layers=args.mtp_layers,
+        num_experts=args.num_experts,
+        vocab_size=options.vocab_size or args.vocab_size,
+        padded_vocab_size=next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None),
+        unused=_unused(args, specs),
+    )
+
+
+def _tied_alias(run: OpenedRun) -> Mapping[str, str]:
     """Names that are copies of another parameter: the output layer of a tied model on another stage.
 
     With multi-token prediction on it, the last stage has a copy of the embedding itself, under its own name, and its output
@@ -115,21 +154,17 @@ def tied_alias(
 
     Source: megatron-core 0.16.1, ``models/gpt/gpt_model.py`` (``shared_embedding_or_output_weight``).
     """
-    if not args.tied or parallel.pp == 1 or mtp_on_last:
+    if not run.args.tied or run.parallel.pp == 1 or run.chunks[-1].mtp:
         return {}
-    shapes = {
-        name: part.tensors[name].shape
-        for shard in shards
-        for part in shard.parts
-        for name in (EMBEDDING, OUTPUT)
-        if name in part.tensors
-    }
+    tensors = [part.tensors for shard in run.shards for part in shard.parts]
+    shapes = {name: held[name].shape for held in tensors for name in (EMBEDDING, OUTPUT) if name in held}
     return {OUTPUT: EMBEDDING} if shapes.get(OUTPUT) == shapes.get(EMBEDDING) else {}
 
 
-def _holders(shards: list[RankShard], optimizer: OptimizerReading, alias: Mapping[str, str]) -> dict[str, list[Holder]]:
+def _holders(run: OpenedRun, optimizer: OptimizerReading) -> dict[str, list[Holder]]:
     holders: dict[str, list[Holder]] = {}
-    for shard in shards:
+    alias = _tied_alias(run)
+    for shard in run.shards:
         for part in shard.parts:
             for name, tensor in part.tensors.items():
                 states = optimizer.places.get((shard.at.folder, part.vpp_rank, name), {})
@@ -181,23 +216,12 @@ def _check_virtual_parts(shards: list[RankShard], parallel: ParallelConfig) -> N
     problems.raise_if_any()
 
 
-def _unused(args: Arguments, specs: list[ParamSpec]) -> frozenset[str]:
+def _unused(args: Arguments, specs: Sequence[ParamSpec]) -> frozenset[str]:
     """With tied embeddings and MTP, the last of several stages registers an output weight that nothing reads.
 
     Source: megatron-core 0.16.1, ``models/gpt/gpt_model.py`` (``shared_embedding_or_output_weight``).
     """
     return frozenset(spec.name for spec in specs if args.tied and spec.name == OUTPUT and spec.partition.vocabulary)
-
-
-def _note_frozen(frozen: frozenset[str], notes: Report) -> None:
-    if frozen:
-        some = ", ".join(sorted(frozen)[:3]) + (", …" if len(frozen) > 3 else "")
-        notes.add(Fate.NOTE, f"{len(frozen)} parameters have no optimizer state and count as frozen: {some}")
-
-
-def _stored_files(shards: list[RankShard]) -> list[StoredFile]:
-    opened: list[PtFile] = [pt for shard in shards for pt in (shard.pt, shard.distrib) if pt is not None]
-    return [StoredFile.of_zip(pt.file, pt.directory) for pt in opened]
 
 
 _SMALL = 16 << 20
@@ -215,8 +239,7 @@ def training_state(
     """
     first = shards[0].top
     iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
-    key = next((key for key in SCHEDULER_KEYS if first.get(key) is not None), SCHEDULER_KEYS[0])
-    scheduler = state_dict_of(first.get(key), key, notes)
+    scheduler = scheduler_in(first, notes)
     return TrainingState(
         iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
         release=located.release,

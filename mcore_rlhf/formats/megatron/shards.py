@@ -37,6 +37,11 @@ class RankShard:
     distrib: PtFile | None
 
     @property
+    def files(self) -> list[PtFile]:
+        """Both, or the model file alone."""
+        return [self.pt] if self.distrib is None else [self.pt, self.distrib]
+
+    @property
     def top(self) -> Mapping[str, object]:
         """The model file's top-level dictionary."""
         assert isinstance(self.pt.tree, dict)

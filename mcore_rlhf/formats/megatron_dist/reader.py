@@ -15,12 +15,18 @@ from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
 from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
-from mcore_rlhf.families.inventory import Unplaced, state_dict_of
+from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.new_run import Choices
-from mcore_rlhf.families.megatron.state import SCHEDULER_KEYS
+from mcore_rlhf.families.megatron.state import (
+    SCHEDULER_KEYS,
+    MegatronTensors,
+    note_frozen,
+    note_scheduler,
+    scheduler_in,
+)
 from mcore_rlhf.families.source import ReadOptions, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -71,10 +77,10 @@ def read_dist(path: Path, options: ReadOptions) -> Source:
             f"{located.folder.name}: the folder is of iteration {located.iteration}, {folder.common.file} is of iteration {stored}\n"
             "Files of two checkpoints are mixed, or a folder was renamed."
         )
-    return _Reading(folder, options).source()
+    return _DistReader(folder, options).source()
 
 
-class _Reading:
+class _DistReader:
     """Builds the Source of an opened folder."""
 
     def __init__(self, folder: DistFolder, options: ReadOptions) -> None:
@@ -95,9 +101,14 @@ class _Reading:
         model = self._with_frozen(model, flat)
         tensors = self.folder.tensors if self.options.optimizer else {PARAM: self.folder.model}
         catalog = DistCatalog(
-            role, model, self.parameters.homes, tensors, self.parameters.axes, self.optimizer.states,
-            None if flat is None else flat.chunks,
-        )  # fmt: skip
+            role=role,
+            model=model,
+            states=self.optimizer.states,
+            homes=self.parameters.homes,
+            tensors=tensors,
+            axes=self.parameters.axes,
+            flat=None if flat is None else flat.chunks,
+        )
         shards = dist_ranks(self.folder, self.parallel, opaque)
         rng = {key: item for key, item in self.folder.objects.items() if key.key == RNG}
         family = DistState(
@@ -195,21 +206,14 @@ class _Reading:
             keys = {name: frozenset(home.key for home in homes) for name, homes in self.parameters.homes.items()}
             trained = trained_names(self.folder, self.optimizer, keys)
         frozen = [spec.name for spec in model.params if spec.trainable and spec.name not in trained]
-        if frozen:
-            some = ", ".join(frozen[:3]) + (", …" if len(frozen) > 3 else "")
-            self.notes.add(Fate.NOTE, f"{len(frozen)} parameters have no optimizer state and count as frozen: {some}")
+        note_frozen(frozen, self.notes)
         return model.having(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
 
     def _state(self) -> TrainingState:
         top, located = self.folder.top, self.folder.located
         iteration = top.get("iteration", located.iteration)
-        key = next((key for key in SCHEDULER_KEYS if top.get(key) is not None), SCHEDULER_KEYS[0])
-        scheduler = state_dict_of(top.get(key), key, self.notes)
-        if self.optimizer.kind is not None and scheduler is None:
-            self.notes.add(
-                Fate.NOTE,
-                "there is an optimizer, but no scheduler state; Megatron will want --override-opt-param-scheduler",
-            )
+        scheduler = scheduler_in(top, self.notes)
+        note_scheduler(self.optimizer.kind, scheduler, self.notes)
         return TrainingState(
             iteration=iteration if isinstance(iteration, int) else located.iteration or 0,
             release=located.release,
@@ -293,37 +297,21 @@ def placed(chunk: Chunk, home: Home, rows: int) -> Chunk:
 
 
 @dataclass(slots=True)
-class DistCatalog:
+class DistCatalog(MegatronTensors):
     """Lazy mapping from tensor names to where their elements lie.
 
     Args:
-        role: Role of all its tensors.
-        model: Shapes and partitions.
         homes: For each parameter, where it lies.
         tensors: By state and key.
         axes: For each key, how many dimensions count layers and experts.
-        states: Names of the optimizer's tensor states.
         flat: Finds states in flat buckets; None where each has a tensor like its parameter's.
     """
 
-    role: str
-    model: ModelSpec
     homes: Mapping[str, tuple[Home, ...]]
     tensors: Mapping[str, Mapping[str, DcpTensor]]
     axes: Mapping[str, int]
-    states: tuple[str, ...]
     flat: FlatChunks | None = None
     _slices: dict[tuple[str, str], Slices] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[TensorName]:
-        for param in self.model.params:
-            yield TensorName(self.role, param.name, PARAM)
-            if param.trainable:
-                for state in self.states:
-                    yield TensorName(self.role, param.name, state)
-
-    def __len__(self) -> int:
-        return sum(1 + (len(self.states) if param.trainable else 0) for param in self.model.params)
 
     def get(self, name: TensorName, /) -> TensorEntry | None:
         """Compute one entry, or None where the checkpoint does not have it."""
