@@ -39,6 +39,26 @@ _PAUSE = 0.0005
 _ENOUGH = 2
 """Files that make a save half done: the first is there and the last is not."""
 
+LOSS_TOLERANCE = 1e-2
+"""Relative, for a changed layout: sums are taken in another order, bf16 has 8 bits, and two optimizer steps lie between. Seen: 1e-3."""
+
+SHOWN_STEPS = 2
+
+__all__ = ["DemoReport", "render", "run_demo", "table"]
+
+SAVED_AT, KILLED_AT, END = 10, 20, 24
+
+AFTER = 2
+"""Steps that a reshaped run goes on for."""
+
+WORLD = 2
+
+MODEL = Options(tp=2, steps=END, hidden_size=128, dropout=0.1)
+
+_JOB_TIMEOUT = 300.0
+
+_ATTEMPTS = 5
+
 
 class KillDuringSave:
     """While it is entered, waits for files of a step to appear, and then sends SIGKILL to all processes of a run at once.
@@ -75,11 +95,6 @@ class KillDuringSave:
                 self.seen = [str(file.relative_to(self._root)) for file in files]
                 return
             time.sleep(_PAUSE)
-
-
-LOSS_TOLERANCE = 1e-2
-"""Relative, for a changed layout: sums are taken in another order, bf16 has 8 bits, and two optimizer steps lie between. Seen: 1e-3."""
-SHOWN_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +239,6 @@ def _cells(row: ProofRow, steps: list[int]) -> tuple[str, ...]:
 
 def _loss(run: dict[int, float], step: int) -> str:
     return f"{run[step]:.6f}" if step in run else "–"
-
-
-__all__ = ["DemoReport", "render", "run_demo", "table"]
-
-SAVED_AT, KILLED_AT, END = 10, 20, 24
-AFTER = 2
-"""Steps that a reshaped run goes on for."""
-WORLD = 2
-MODEL = Options(tp=2, steps=END, hidden_size=128, dropout=0.1)
-_JOB_TIMEOUT = 300.0
-_ATTEMPTS = 5
 
 
 def run_demo(folder: Path | None = None, say: Callable[[str], None] = lambda line: None) -> DemoReport:

@@ -39,6 +39,22 @@ _DO_NOTHING = (
 )  # fmt: skip
 _ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
+_COALESCED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+
+_RENAMED = {"reduce_scatter_tensor": "reduce_scatter_single", "all_gather_into_tensor": "all_gather_single"}
+
+_MODULES = (
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.transformer.moe.experts",
+)
+
+_done = {"install": False, "finish": False}
+
 
 class CudaMeansCpu(TorchFunctionMode):
     """While it is entered, every tensor that is asked for on ``cuda`` lies on the CPU.
@@ -170,10 +186,6 @@ def _install_device() -> None:
     stand_in_for_streams()
     stand_in_for_random_numbers()
     stand_in_for_tensors()
-
-
-_COALESCED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-_RENAMED = {"reduce_scatter_tensor": "reduce_scatter_single", "all_gather_into_tensor": "all_gather_single"}
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
@@ -314,18 +326,6 @@ def _install_communication() -> None:
     stand_in_for_all_to_all()
     stand_in_for_uneven_gathers()
     stand_in_for_uneven_scatters()
-
-
-_MODULES = (
-    "megatron.core.parallel_state",
-    "megatron.core.tensor_parallel",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.distributed",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.optimizer",
-    "megatron.core.transformer.moe.experts",
-)
-_done = {"install": False, "finish": False}
 
 
 def needed() -> bool:

@@ -27,6 +27,8 @@ from torch.nn.functional import gelu, silu
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 class ValueHead(torch.nn.Module):
     """One value per token instead of logits.
@@ -116,9 +118,6 @@ class PlainAttention(torch.nn.Module):
         chunks = torch.arange(length * size).chunk(2 * size)
         by_rank = [torch.cat([chunks[number], chunks[2 * size - 1 - number]]) for number in range(size)]
         return by_rank[rank], torch.cat(by_rank)
-
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def virtual_stages(parallel: Parallel) -> int | None:

@@ -33,6 +33,14 @@ from mcore_rlhf.demo.worker_process import FunctionReference, WorkerJob
 
 _LINES = 30
 
+_START_TIMEOUT = 240.0
+
+__all__ = ["WorkerError", "WorkerPool"]
+
+_PRELOAD = "mcore_rlhf.demo.trainer"
+
+_GRACE = 3.0
+
 
 class WorkerError(RuntimeError):
     """A job failed on some rank.
@@ -98,9 +106,6 @@ class Reports:
         suspects = [rank for rank, stack in stacks.items() if stack and "distributed_c10d" not in stack]
         details = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items())
         return WorkerError((suspects or [waiting])[0], f"was not done in {timeout:g} s", details)
-
-
-_START_TIMEOUT = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +216,6 @@ def _environment() -> dict[str, str]:
     if Path("/sys/class/net/lo").exists():
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
-
-
-__all__ = ["WorkerError", "WorkerPool"]
-
-_PRELOAD = "mcore_rlhf.demo.trainer"
-_GRACE = 3.0
 
 
 class WorkerPool:

@@ -18,6 +18,15 @@ from mcore_rlhf.demo.rl.settings import Algorithm, Settings
 from mcore_rlhf.demo.rl.task import VOCABULARY, Reversal
 from mcore_rlhf.errors import CheckpointError, UsageError
 
+_HEADS = TinyGPT().num_attention_heads
+
+_LARGEST_SEED = 2**32 - 1  # NumPy's
+
+_SCHEDULE = (
+    "This trainer goes on with the schedule that the run began with: give --lr, --lr-decay-steps, --prompts-per-step and "
+    "--group-size as then, or begin a new run: --resume none, and an --experiment-name of its own."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -239,14 +248,6 @@ def _at_least(text: str, least: int) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"expected a number from {least}, found {number}")
     return number
-
-
-_HEADS = TinyGPT().num_attention_heads
-_LARGEST_SEED = 2**32 - 1  # NumPy's
-_SCHEDULE = (
-    "This trainer goes on with the schedule that the run began with: give --lr, --lr-decay-steps, --prompts-per-step and "
-    "--group-size as then, or begin a new run: --resume none, and an --experiment-name of its own."
-)
 
 
 def mistakes(options: Options) -> Iterator[str]:

@@ -32,6 +32,8 @@ from mcore_rlhf.manager.run.policies import AnyOf, AtEnd, EverySteps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.state import AdaptiveKL, BestMetric, FixedKL, KLController, RlhfState, RunningStatistics
 
+logger = logging.getLogger("mcore_rlhf.demo.train")
+
 
 def engines(models: Models) -> dict[str, MegatronEngine]:
     """The models by role.
@@ -111,9 +113,6 @@ def resume(manager: CheckpointManager, options: Options, models: Models, state: 
             trainer.iteration = trainer.loaded_iteration = resumed.step
             trainer.consumed_train_samples = state.samples_consumed
     return resumed
-
-
-logger = logging.getLogger("mcore_rlhf.demo.train")
 
 
 class Run:

@@ -47,6 +47,12 @@ ELSEWHERE = {
 _EXPECTED = {"model_type": "expected a section of keys", "too_short": "expected at least one item"}
 _OTHER_PROGRAMS = {"defaults", "hydra", "cluster", "rollout", "reward", "ray_kwargs", "env"}
 
+_OVERRIDE = re.compile(r"([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)=(.*)", re.DOTALL)
+
+_REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
+
+CHECKPOINTS = "checkpoints"
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigOrigin:
@@ -153,10 +159,6 @@ def _unknown(key: Key, known: Sequence[Key]) -> tuple[str, str]:
         return "this section is for another program", "Keep it in that program's own file, or put it under 'extra:'."
     section = text(key[:-1]) or "the whole"
     return "unknown key", f"Known keys of {section}: {', '.join(siblings) or 'none'}"
-
-
-_OVERRIDE = re.compile(r"([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)=(.*)", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 
 
 def read_source(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], ConfigOrigin]:
@@ -292,9 +294,6 @@ def _first_line(error: Exception) -> str:
 def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True)
     return {str(name): value for name, value in plain.items()} if isinstance(plain, dict) else {}
-
-
-CHECKPOINTS = "checkpoints"
 
 
 class RunConfig(Section):

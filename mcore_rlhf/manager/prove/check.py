@@ -24,6 +24,12 @@ Verdict = Literal["exact", "different", "blind", "no control"]
 """``exact``: everything is equal, and the broken control was caught. ``different``: something is not equal. ``blind``: equal,
 but so was the control, so equality proves nothing. ``no control``: equal, and no control was asked for."""
 
+Say = Callable[[str], None]
+
+_ATTEMPTS = 3
+
+_PAUSE_S, _SAY_EVERY_S = 0.05, 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
@@ -156,12 +162,6 @@ class Outcome:
         if self.verdict == "no control":
             found.append("no broken control was compared: that the check can see a difference at all was not shown")
         return found
-
-
-Say = Callable[[str], None]
-
-_ATTEMPTS = 3
-_PAUSE_S, _SAY_EVERY_S = 0.05, 10.0
 
 
 @dataclass(frozen=True, slots=True)

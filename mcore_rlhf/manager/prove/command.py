@@ -27,6 +27,14 @@ _VARIABLE = "MCORE_RLHF_CHECK_"
 _MEANING = {"dir": "the folder of the run's output", "steps": "the step to end at, counted from the start of training"}
 _PLACE = re.compile(r"\{([A-Za-z_]+)\}")
 
+MARK = "MCORE_RLHF_CHECK_RUN"
+"""An environment variable that every process of a run inherits, by which it is found again. A process group would not do:
+torchrun gives each worker a session of its own (``torch/distributed/elastic/multiprocessing/subprocess_handler``, 2.13)."""
+
+LAST_LINES = 20
+
+_PATIENCE_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunPlaces:
@@ -124,14 +132,6 @@ class Template:
 
 def _values(run: RunPlaces, steps: int) -> Mapping[str, str]:
     return {"dir": str(run.output), "steps": str(steps), "resume": RESUME, "metrics": str(run.metrics)}
-
-
-MARK = "MCORE_RLHF_CHECK_RUN"
-"""An environment variable that every process of a run inherits, by which it is found again. A process group would not do:
-torchrun gives each worker a session of its own (``torch/distributed/elastic/multiprocessing/subprocess_handler``, 2.13)."""
-
-LAST_LINES = 20
-_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,32 @@ from mcore_rlhf.storage.stubs import NAMESPACES, Stub
 
 _MOST = 1000
 
+VALUES: tuple[tuple[str, str, str], ...] = (
+    ("manifest.json", "transaction", "the identity of a commit"),
+    ("manifest.json", "crc32", "of the manifest as a whole"),
+    ("manifest.json", "provenance/time", "a time of day"),
+    ("manifest.json", "report/*seconds", "how long something took"),
+    ("manifest.json", "files/*/crc32", "of the file as a whole; its content is compared value by value"),
+    ("manifest.json", "files/*/bytes", "of the file as a whole; its content is compared value by value"),
+    ("*.pt", "args/iteration", "where this process started; Megatron takes the step from elsewhere in the file"),
+    ("*.pt", "args/master_addr", "the launcher's"),
+    ("*.pt", "args/master_port", "the launcher's"),
+    ("*.pt", "args/rdzv_*", "the launcher's"),
+)
+"""File, key and reason. Paths into a run's own folder need no entry: they are compared as if the folder were one."""
+
+METRICS: tuple[str, ...] = (
+    "time", "timestamp", "wall_time", "elapsed", "seconds", "*_seconds", "step_time", "*_per_second", "tokens_per_sec",
+)  # fmt: skip
+"""Names of metrics that are measured by a clock."""
+
+_ABSENT = object()
+
+TensorComparer = Callable[[StoredTensor, StoredTensor], "str | None"]
+"""Compares the bytes of two stored tensors of one shape and type: None where they are equal, otherwise what differs."""
+
+_WINDOW_NBYTES = 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -85,26 +111,6 @@ def shown(value: object, width: int = 60) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-VALUES: tuple[tuple[str, str, str], ...] = (
-    ("manifest.json", "transaction", "the identity of a commit"),
-    ("manifest.json", "crc32", "of the manifest as a whole"),
-    ("manifest.json", "provenance/time", "a time of day"),
-    ("manifest.json", "report/*seconds", "how long something took"),
-    ("manifest.json", "files/*/crc32", "of the file as a whole; its content is compared value by value"),
-    ("manifest.json", "files/*/bytes", "of the file as a whole; its content is compared value by value"),
-    ("*.pt", "args/iteration", "where this process started; Megatron takes the step from elsewhere in the file"),
-    ("*.pt", "args/master_addr", "the launcher's"),
-    ("*.pt", "args/master_port", "the launcher's"),
-    ("*.pt", "args/rdzv_*", "the launcher's"),
-)
-"""File, key and reason. Paths into a run's own folder need no entry: they are compared as if the folder were one."""
-
-METRICS: tuple[str, ...] = (
-    "time", "timestamp", "wall_time", "elapsed", "seconds", "*_seconds", "step_time", "*_per_second", "tokens_per_sec",
-)  # fmt: skip
-"""Names of metrics that are measured by a clock."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ignored:
     """What is not compared.
@@ -139,11 +145,6 @@ class Neutral:
     def __call__(self, text: str) -> str:
         """The text with ``{dir}`` in place of the folder."""
         return text.replace(str(self.output), "{dir}")
-
-
-_ABSENT = object()
-TensorComparer = Callable[[StoredTensor, StoredTensor], "str | None"]
-"""Compares the bytes of two stored tensors of one shape and type: None where they are equal, otherwise what differs."""
 
 
 def children(value: object) -> dict[str, object] | None:
@@ -236,9 +237,6 @@ def _text(value: object) -> str:
         return _kind(value)
     inside = children(value)
     return f"{type(value).__name__} of {len(inside)}" if inside else shown(value)
-
-
-_WINDOW_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,14 @@ from mcore_rlhf.manager.run.steps import step_folder, step_of, step_of_aside
 
 from .command import Command
 
+Moment = Literal["step-commit", "during-save", "random"]
+"""``step-commit``: as soon as step N is committed. ``during-save``: while a later step is being written. ``random``: at any
+time between these, drawn from the seed."""
+
+_PAUSE_S = 0.001
+
+_REDRAW = 0.5
+
 
 def roots(output: Path) -> list[Path]:
     """All folders at or below ``output`` that hold steps; steps themselves and hidden folders are not looked into."""
@@ -143,14 +151,6 @@ def require_committed(root: Path, step: int, run: str) -> Path:
             "Let it save at its last step, and count {steps} from the start of training, as the step numbers do."
         )
     return folder
-
-
-Moment = Literal["step-commit", "during-save", "random"]
-"""``step-commit``: as soon as step N is committed. ``during-save``: while a later step is being written. ``random``: at any
-time between these, drawn from the seed."""
-
-_PAUSE_S = 0.001
-_REDRAW = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ DRIVER = "driver"
 
 _logger = logging.getLogger(__name__)
 
+_NO_FINGERPRINT: Fingerprint | None = None  # what lies behind a foreign loader is not known
+
 
 class Carried:
     """A loader whose state is part of the checkpoint.
@@ -124,9 +126,6 @@ class Carried:
 
     def _keys(self) -> list[str]:
         return [str(rank) for rank in range(self.num_ranks)] if self.scope == "rank" else [DRIVER]
-
-
-_NO_FINGERPRINT: Fingerprint | None = None  # what lies behind a foreign loader is not known
 
 
 def _loaders(keys: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ from .json_values import read_fields, shorten, write_fields
 T = TypeVar("T")
 C = TypeVar("C")
 
+_MAX_ERROR = 0.2
+
 
 class Kinds(Generic[T]):
     """The kinds of one thing, by the name that stands in the file.
@@ -95,8 +97,6 @@ class Kinds(Generic[T]):
 
 KL_CONTROLLERS: Kinds[KLController] = Kinds("KL controller")
 """Register a controller of your own: ``@KL_CONTROLLERS.register("name")`` above its ``@dataclass``."""
-
-_MAX_ERROR = 0.2
 
 
 @dataclass

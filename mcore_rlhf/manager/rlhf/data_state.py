@@ -24,6 +24,15 @@ ALL_ITEMS_UP_TO = 100_000
 
 _BLOCK_NBYTES = 1 << 20
 
+VERSION = 1
+
+WHERE = "data/data.pt"
+
+DataState: TypeAlias = "dict[str, Any]"
+"""``{"version", "kind", "state", "fingerprint"}``, of plain values (and tensors, for other people's loaders)."""
+
+_FIELDS = ("version", "kind", "state", "fingerprint")
+
 
 class Indexable(Protocol):
     """A dataset with a length and items by number: a list, a torch or Hugging Face dataset, an array."""
@@ -168,15 +177,6 @@ def _array(value: Any, where: str) -> tuple[str, bytes]:
         f"{where} of the dataset is of type {type(value).__name__}, which has no fingerprint\n"
         "Give a Fingerprint of your own: of the files that the dataset reads, say."
     )
-
-
-VERSION = 1
-WHERE = "data/data.pt"
-
-DataState: TypeAlias = "dict[str, Any]"
-"""``{"version", "kind", "state", "fingerprint"}``, of plain values (and tensors, for other people's loaders)."""
-
-_FIELDS = ("version", "kind", "state", "fingerprint")
 
 
 def pack(kind: str, state: Mapping[str, Any], dataset: Fingerprint | None) -> DataState:

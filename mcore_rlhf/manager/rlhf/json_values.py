@@ -21,6 +21,19 @@ from ...errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupporte
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _KEPT = "numbers, strings, booleans, None, lists, tuples, dicts"
 
+T = TypeVar("T")
+
+_NAMES: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    types.NoneType: "null",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
@@ -170,20 +183,6 @@ def shorten(value: object) -> str:
     """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-T = TypeVar("T")
-
-_NAMES: dict[object, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    bool: "true or false",
-    types.NoneType: "null",
-    list: "a list",
-    tuple: "a list",
-    dict: "an object",
-}
 
 
 def members(

@@ -21,6 +21,22 @@ from ...errors import Problems, UsageError
 
 Item = TypeVar("Item")
 
+ORDER_VERSION = 1
+"""Changes when :func:`epoch_order` changes; a saved cursor means nothing in another order."""
+
+_WORD_NBYTES = 8
+
+LastBatch: TypeAlias = Literal["carry", "short", "drop", "pad"]
+"""What becomes of an epoch's last prompts when they do not fill a batch.
+
+``carry``: the next epoch fills it up. ``short``: the batch is short. ``drop``: they are left out of this epoch.
+``pad``: prompts from the epoch's beginning fill it up, marked as padding.
+"""
+
+LAST_BATCH: tuple[LastBatch, ...] = ("carry", "short", "drop", "pad")
+
+_CACHED_EPOCHS = 2  # the one that is handed out, and the one that rollouts in flight are still from
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -78,12 +94,6 @@ def shard(
     return list(batch[dp_rank * len(batch) // dp : (dp_rank + 1) * len(batch) // dp])
 
 
-ORDER_VERSION = 1
-"""Changes when :func:`epoch_order` changes; a saved cursor means nothing in another order."""
-
-_WORD_NBYTES = 8
-
-
 def sample_seed(run_seed: SupportsIndex, epoch: SupportsIndex, prompt_id: SupportsIndex | str, sample: int) -> int:
     """The seed of one sample of one prompt: a re-issued prompt regenerates the same rollout for the same weights.
 
@@ -123,17 +133,6 @@ def epoch_order(run_seed: SupportsIndex, epoch: SupportsIndex, num_prompts: int)
 def _digest(purpose: str, *values: int | str) -> bytes:
     """SHA-256 of a JSON list: values cannot run into each other, and 5 is not "5"."""
     return hashlib.sha256(json.dumps(["mcore_rlhf", purpose, 1, *values]).encode("ascii")).digest()
-
-
-LastBatch: TypeAlias = Literal["carry", "short", "drop", "pad"]
-"""What becomes of an epoch's last prompts when they do not fill a batch.
-
-``carry``: the next epoch fills it up. ``short``: the batch is short. ``drop``: they are left out of this epoch.
-``pad``: prompts from the epoch's beginning fill it up, marked as padding.
-"""
-LAST_BATCH: tuple[LastBatch, ...] = ("carry", "short", "drop", "pad")
-
-_CACHED_EPOCHS = 2  # the one that is handed out, and the one that rollouts in flight are still from
 
 
 @dataclass(frozen=True, slots=True)

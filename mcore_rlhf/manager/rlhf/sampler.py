@@ -26,6 +26,23 @@ from .prompts import ORDER_VERSION, LastBatch, Prompt, PromptOrder, check_settin
 if TYPE_CHECKING:
     from ...engines.stateful import Undo
 
+_SETTINGS = ("order", "seed", "group_size", "shuffle", "num_prompts", "epoch_length")
+
+_FIELDS = (*_SETTINGS, "next", "consumed", "in_flight")
+
+_IN_FLIGHT = ("epoch", "position", "prompt_id", "pending")
+
+_KEEP = "Resume with the settings that the run was started with, or start the data anew by not loading this file."
+
+KIND = "prompt_sampler"
+
+_logger = logging.getLogger(__name__)
+
+_DATASET_ADVICE = (
+    "Resume with the dataset that the run was started with, or let the data begin again at epoch 0 of the new one: "
+    "on_dataset_change='restart'."
+)
+
 
 @dataclass(slots=True)
 class SamplerProgress:
@@ -101,12 +118,6 @@ def _check_samples(prompt: Prompt, samples: tuple[int, ...], pending: tuple[int,
             raise UsageError(f"acknowledge: {prompt} has {prompt.group_size} samples, and no sample {sample}")
         if sample not in pending or sample in samples[:index]:
             raise UsageError(f"acknowledge: sample {sample} of {prompt} was acknowledged already")
-
-
-_SETTINGS = ("order", "seed", "group_size", "shuffle", "num_prompts", "epoch_length")
-_FIELDS = (*_SETTINGS, "next", "consumed", "in_flight")
-_IN_FLIGHT = ("epoch", "position", "prompt_id", "pending")
-_KEEP = "Resume with the settings that the run was started with, or start the data anew by not loading this file."
 
 
 def to_state(order: PromptOrder, progress: SamplerProgress) -> dict[str, Any]:
@@ -224,11 +235,6 @@ def _contradictions(entry: Mapping[str, Any], order: PromptOrder, progress: Samp
         yield f"{name} appears twice"
     if not pending or len(set(pending)) < len(pending) or max(pending) >= order.group_size:
         yield f"{name}: expected samples below {order.group_size}, each once, found {pending}"
-
-
-KIND = "prompt_sampler"
-
-_logger = logging.getLogger(__name__)
 
 
 class Cursor(NamedTuple):
@@ -455,9 +461,3 @@ class PromptSampler:
                 _logger.warning("%s: cannot tell whether the dataset changed: %s", WHERE, side)
             return ""
         return "" if saved == now else f"{WHERE}: the dataset changed: expected {now}, as this run has, found {saved}"
-
-
-_DATASET_ADVICE = (
-    "Resume with the dataset that the run was started with, or let the data begin again at epoch 0 of the new one: "
-    "on_dataset_change='restart'."
-)

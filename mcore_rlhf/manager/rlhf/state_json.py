@@ -49,6 +49,20 @@ EXTRA, IN_FLIGHT = "extra", "in_flight"
 
 _STEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
+FORMAT = "mcore_rlhf.rlhf_state"
+
+VERSION = 1
+
+Document = dict[str, object]
+
+UPGRADES: Mapping[int, Callable[[Document], Document]] = {}
+"""By version: what turns a document of that version into one of the next. A change of the schema raises ``VERSION``
+and adds one entry here, ``{1: _from_1_to_2}``; nothing else ever reads an old document. The functions see the JSON
+as it stands in the file, with marked values not yet decoded, and return a new dict.
+"""
+
+Read = Callable[[object, str, Problems], T | None]
+
 
 def is_stem(name: object) -> bool:
     """Whether a name can be a file's: one that cannot lead out of the folder."""
@@ -63,18 +77,6 @@ def check_buffer_name(name: str, place: str, problems: Problems, kind: type[Chec
             f"{place}: a buffer's name must be a plain file name, other than {EXTRA!r} and {IN_FLIGHT!r}",
             "It has letters, digits, '_', '-' and '.', and starts with a letter or digit.",
         )
-
-
-FORMAT = "mcore_rlhf.rlhf_state"
-VERSION = 1
-
-Document = dict[str, object]
-
-UPGRADES: Mapping[int, Callable[[Document], Document]] = {}
-"""By version: what turns a document of that version into one of the next. A change of the schema raises ``VERSION``
-and adds one entry here, ``{1: _from_1_to_2}``; nothing else ever reads an old document. The functions see the JSON
-as it stands in the file, with marked values not yet decoded, and return a new dict.
-"""
 
 
 def up_to_date(document: object, where: str) -> Document:
@@ -193,9 +195,6 @@ class _StateWriter:
     def _file(self, stem: str, content: Mapping[str, object]) -> None:
         if content:
             self.files[stem] = dict(content)
-
-
-Read = Callable[[object, str, Problems], T | None]
 
 
 def tensor_stems(document: Document, where: str) -> tuple[str, ...]:

@@ -21,6 +21,9 @@ from mcore_rlhf.storage.torchzip import read_directory
 _WINDOW = 1 << 20
 _ITEMS = ".distcp"
 
+FOLDERS = ("data", "rlhf", "rng")
+"""Folders of a step that hold values, not models."""
+
 
 def check_file(path: Path, folder: Path, manifest: Manifest | None) -> None:
     """Verify a file's bytes by the manifest of its step, or without one by the checksums that the file itself carries.
@@ -94,10 +97,6 @@ def _crc(files: OpenFiles, name: str, at: int, nbytes: int) -> int:
         crc = crc32(files.view(name, start, count), crc)
         files.release(name, start, count)
     return crc
-
-
-FOLDERS = ("data", "rlhf", "rng")
-"""Folders of a step that hold values, not models."""
 
 
 def holds_values(name: str) -> bool:

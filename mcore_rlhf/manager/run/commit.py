@@ -34,6 +34,12 @@ _FAILED = "failed-"
 _REMOVAL_S = 5.0
 """How long removing a step's files may take."""
 
+PARTS = ".parts"
+
+_WORD = ".given-up-"
+
+__all__ = ["Committed", "RankPart", "Transaction", "new_transaction"]
+
 
 class Stopped(CheckpointError):
     """Another rank failed first; its own error says why."""
@@ -157,12 +163,6 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError as error:
         return f"({error})"
-
-
-PARTS = ".parts"
-_WORD = ".given-up-"
-
-__all__ = ["Committed", "RankPart", "Transaction", "new_transaction"]
 
 
 @dataclass(frozen=True, slots=True)

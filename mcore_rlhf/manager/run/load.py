@@ -36,6 +36,10 @@ from .world import World, raisable
 
 T = TypeVar("T")
 
+_HALF_FILLED = (
+    "It was being copied: live tensors hold something of both. Load again, this step or another, before training on."
+)
+
 
 @dataclass(slots=True)
 class StepLoad:
@@ -229,11 +233,6 @@ class StepLoad:
         if self._state is not None and self.parts.state is not None:
             self.parts.state.load_from(*self._state, str(self.folder / STATE_FILE))
         self._keeper().restore(self._rng)
-
-
-_HALF_FILLED = (
-    "It was being copied: live tensors hold something of both. Load again, this step or another, before training on."
-)
 
 
 @contextmanager

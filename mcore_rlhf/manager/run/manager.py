@@ -22,6 +22,8 @@ from .save import Saver
 from .snapshot import Components, Data, Role, components
 from .world import World
 
+__all__ = ["CheckpointManager", "ManagerOptions", "Resumed"]
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -318,6 +320,3 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
             problems.add(UsageError, f"metrics: {name} should be a number, found {type(value).__name__} {value!r:.40}")
     problems.raise_if_any()
     return found
-
-
-__all__ = ["CheckpointManager", "ManagerOptions", "Resumed"]

@@ -21,6 +21,20 @@ from .world import Worlds
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_CHOICES = {
+    "on_busy": ("wait", "refuse"),
+    "on_existing": ("refuse", "continue"),
+    "rng": ("derive", "refuse", "ignore"),
+    "check": ("bytes", "sizes"),
+}
+
+LOG = logging.getLogger("mcore_rlhf.manager")
+
+Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "failed"]
+
+_LEVELS: dict[Kind, int] = {"skip": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG}
+"""Deleting logs a line of its own, with the size, wherever it is done."""
+
 
 @dataclass(frozen=True, slots=True)
 class ManagerOptions:
@@ -84,14 +98,6 @@ class ManagerOptions:
         problems.raise_if_any()
 
 
-_CHOICES = {
-    "on_busy": ("wait", "refuse"),
-    "on_existing": ("refuse", "continue"),
-    "rng": ("derive", "refuse", "ignore"),
-    "check": ("bytes", "sizes"),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Export:
     """What to make, and how often. It lies in ``<root>/exports/global_step_N/<format>`` and is deleted with its step.
@@ -132,11 +138,6 @@ class Export:
         return target
 
 
-LOG = logging.getLogger("mcore_rlhf.manager")
-
-Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "failed"]
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that happened to a step.
@@ -170,8 +171,6 @@ def _number(value: float) -> str:
 
 
 Hook = Callable[[Event], None]
-_LEVELS: dict[Kind, int] = {"skip": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG}
-"""Deleting logs a line of its own, with the size, wherever it is done."""
 
 
 @dataclass(slots=True)

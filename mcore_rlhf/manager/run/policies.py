@@ -24,6 +24,11 @@ Clock = Callable[[], float]
 SLURM_END = "SLURM_JOB_END_TIME"
 """When the job ends, in seconds since 1970. Source: Slurm 23.02, manual page of ``sbatch``, output environment variables."""
 
+Handler = Callable[[int, FrameType | None], object]
+
+_IMPATIENT_S = 5.0
+"""A scheduler and torchrun may each pass on the same signal: what comes so soon is taken for the first one's echo."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavePoint:
@@ -259,11 +264,6 @@ class SaveClock:
 def _require_positive(what: str, value: float) -> None:
     if not value > 0:
         raise UsageError(f"{what} should be positive, found {value}\nLeave the policy out to switch it off.")
-
-
-Handler = Callable[[int, FrameType | None], object]
-_IMPATIENT_S = 5.0
-"""A scheduler and torchrun may each pass on the same signal: what comes so soon is taken for the first one's echo."""
 
 
 class SignalFlag:

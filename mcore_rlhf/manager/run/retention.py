@@ -34,6 +34,14 @@ from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lo
 
 _log = logging.getLogger(__name__)
 
+EXPORTS = "exports"
+"""Folder in a root that holds what was exported from its steps, as ``exports/global_step_N``."""
+
+_OF_THIS_RUN: set[Path] = set()
+"""What this process has loaded or committed, by whichever manager: a run may open several, one after the other."""
+
+_SHOWN = 10
+
 
 class KeepRule(Protocol):
     """Wants some steps to be kept."""
@@ -241,10 +249,6 @@ def _require_positive(what: str, value: int) -> None:
         raise UsageError(f"{what} should be positive, found {value}")
 
 
-EXPORTS = "exports"
-"""Folder in a root that holds what was exported from its steps, as ``exports/global_step_N``."""
-
-
 def exports_of(folder: Path) -> Path:
     """Where by-products of a step lie outside of its own folder: they are counted with it, and go with it."""
     return step_folder(folder.parent / EXPORTS, step_of(folder) or 0)
@@ -340,11 +344,6 @@ def _remove_tree(folder: Path) -> None:
             shutil.rmtree(folder)
         except FileNotFoundError:  # somebody else removes the same files: begin again with what is left
             continue
-
-
-_OF_THIS_RUN: set[Path] = set()
-"""What this process has loaded or committed, by whichever manager: a run may open several, one after the other."""
-_SHOWN = 10
 
 
 def remember(folder: Path) -> None:

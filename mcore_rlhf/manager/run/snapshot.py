@@ -31,6 +31,14 @@ _ROLE = re.compile(r"(?!iter_|mp_rank_|global_step_)[A-Za-z](?:[A-Za-z0-9_.-]*[A
 Role: TypeAlias = "Engine | torch.nn.Module | Stateful"
 Data: TypeAlias = "PromptSampler | Carried | Stateful"
 
+DATA_FILE = "data/data.pt"
+
+STATE_FILE = "rlhf/rlhf_state.json"
+
+_STATE_FOLDER = "rlhf"
+
+_ALIGNMENT = 64
+
 
 @runtime_checkable
 class _LooksLikeEngine(Protocol):
@@ -104,11 +112,6 @@ def _carried(data: Data | None) -> PromptSampler | Carried | None:
     if isinstance(data, Stateful):
         return Carried(data)
     raise UsageError(f"data: {type(data).__name__} has no state_dict() and load_state_dict()")
-
-
-DATA_FILE = "data/data.pt"
-STATE_FILE = "rlhf/rlhf_state.json"
-_STATE_FOLDER = "rlhf"
 
 
 @dataclass(slots=True)
@@ -214,9 +217,6 @@ def loads(data: bytes) -> object:
     """:func:`dumps` read the other way; no code is run."""
     tree: object = torch.load(io.BytesIO(data), weights_only=True)
     return tree
-
-
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)

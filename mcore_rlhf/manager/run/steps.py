@@ -33,6 +33,24 @@ _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
 _LOCK = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.lock-.+")
 
+NOTE = "quarantined.json"
+
+_NO_REASON = "no reason given"
+
+State = Literal["committed", "damaged", "partial", "foreign"]
+"""``committed``: the manifest parses, names this step, and every listed file has its listed size. ``damaged``: there is
+a manifest, but that is not so, or the folder cannot be read. ``foreign``: no manifest, but files as other trainers write
+them. ``partial``: being written or deleted, or left behind, or nothing that is known."""
+
+_NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
+
+_FOREIGN = (
+    "latest_checkpointed_iteration.txt", "latest", "latest_universal", "dcp_checkpoint", "model_state_dict", "dist_ckpt",
+    "local_shard_checkpoint",
+)  # fmt: skip
+
+_FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
+
 
 def tracker_text(tracker: Path) -> str:
     """What a tracker says, whoever wrote it.
@@ -69,10 +87,6 @@ def target_of_lock(path: Path) -> Path | None:
 def is_hidden(path: Path) -> bool:
     """Whether this is not a step yet, or no longer."""
     return path.name.startswith(".")
-
-
-NOTE = "quarantined.json"
-_NO_REASON = "no reason given"
 
 
 def quarantine(folder: Path, reason: str = "") -> None:
@@ -126,19 +140,6 @@ def reason_of(folder: Path) -> str:
 def _require_step(folder: Path) -> None:
     if step_of(folder) is None or not folder.is_dir():
         raise NotACheckpoint(f"{folder}: there is no such step\nList them: mcore-rlhf steps {folder.parent}")
-
-
-State = Literal["committed", "damaged", "partial", "foreign"]
-"""``committed``: the manifest parses, names this step, and every listed file has its listed size. ``damaged``: there is
-a manifest, but that is not so, or the folder cannot be read. ``foreign``: no manifest, but files as other trainers write
-them. ``partial``: being written or deleted, or left behind, or nothing that is known."""
-
-_NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
-_FOREIGN = (
-    "latest_checkpointed_iteration.txt", "latest", "latest_universal", "dcp_checkpoint", "model_state_dict", "dist_ckpt",
-    "local_shard_checkpoint",
-)  # fmt: skip
-_FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,9 @@ from .world import World
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
+WINDOW_BYTES = 1 << 20
+"""One window is summed and written while it is in the cache."""
+
 
 @dataclass(slots=True)
 class SaveJob:
@@ -171,10 +174,6 @@ class SaveJob:
             unforeseen = None if isinstance(error, CheckpointError) else error  # with its traceback
             rank, step = self.world.rank, self.transaction.step
             LOG.warning("rank=%d step=%d: after the commit: %s", rank, step, error, exc_info=unforeseen)
-
-
-WINDOW_BYTES = 1 << 20
-"""One window is summed and written while it is in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
