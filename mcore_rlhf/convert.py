@@ -27,7 +27,7 @@ from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.leftovers import carry
 from .storage.manifest import FileEntry, Manifest, provenance
-from .storage.paths import local_path, real_path
+from .storage.paths import ReadablePath, checkpoint_path, local_path, real_path
 from .storage.publish import Publication, check_space, refuse_overlap, replace_text
 from .storage.staging import MANIFEST_NAME
 from .verify.audit import Audit, Ledger, read_checksums
@@ -108,7 +108,7 @@ class Job:
             yield file, plan_file(file.path, file.layout().holds, self.target.source)
 
 
-def prepare(source: Path, options: ConvertOptions) -> Job:
+def prepare(source: ReadablePath, options: ConvertOptions) -> Job:
     """Open the source, describe the target and plan every copy; nothing is written.
 
     Raises:
@@ -145,7 +145,7 @@ def prepare(source: Path, options: ConvertOptions) -> Job:
     return job
 
 
-def convert(source: Path, target: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
+def convert(source: ReadablePath, target: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
     """Convert a checkpoint, with optimizer, and publish it at once.
 
     Args:
@@ -162,7 +162,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     Raises:
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
-    source, target = local_path(source), local_path(target)
+    source, target = checkpoint_path(source), local_path(target)
     if options.to == "universal" and _is_run(target):
         job = add_to_run(source, target, options, progress)
         name_latest(target, job, options)
@@ -174,7 +174,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, progress: Progr
     return job
 
 
-def add_to_run(source: Path, root: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
+def add_to_run(source: ReadablePath, root: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
     """Convert a checkpoint to ``<root>/<tag>_uni``, which nothing names yet: see :func:`name_latest`.
 
     Raises:

@@ -17,6 +17,7 @@ from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 
 from .describe import chosen_facts, iteration_text, layout_text, of_each, print_choice, source_facts, step_facts
@@ -136,7 +137,7 @@ def _state_dtypes(source: Source) -> dict[str, str | None]:
     return found
 
 
-def _manifest_facts(*folders: Path) -> Facts | None:
+def _manifest_facts(*folders: ReadablePath) -> Facts | None:
     """The manifest in the first folder that has one."""
     where = next((folder / MANIFEST_NAME for folder in folders if (folder / MANIFEST_NAME).is_file()), None)
     if where is None:

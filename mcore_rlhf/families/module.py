@@ -22,6 +22,7 @@ from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Said
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import Carried
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stubs import Stub, new_stub
 
 from .inventory import OPAQUE
@@ -123,7 +124,7 @@ class ModuleState(Family):
             keys={name: self.keys[old] for name, old in names.owners.items() if old in self.keys},
         )
 
-    def exclude_frozen(self, root: Path) -> ModuleState:
+    def exclude_frozen(self, root: ReadablePath) -> ModuleState:
         """Whoever loads it must not look for frozen parameters."""
         return replace(self, without_frozen=True)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rlhf.core.dtype import FLOATING, dtype_of
 from mcore_rlhf.errors import Problems, UsageError, shown
 from mcore_rlhf.models.rules import Rules, read_rules
-from mcore_rlhf.storage.paths import local_path, parse_size
+from mcore_rlhf.storage.paths import ReadablePath, local_path, parse_size
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -391,7 +391,7 @@ def of_command(command: str) -> tuple[Option, ...]:
     return tuple(row for row in OPTIONS if command in row.commands)
 
 
-def read_values(given: Mapping[str, Any], files: Mapping[str, Path] | None = None) -> dict[str, Any]:
+def read_values(given: Mapping[str, Any], files: Mapping[str, ReadablePath] | None = None) -> dict[str, Any]:
     """Values as the library takes them.
 
     Args:

@@ -22,7 +22,7 @@ from mcore_rlhf.errors import Corrupt, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.exact_json import Encoder, LongArray, decode
-from mcore_rlhf.storage.paths import cannot_open, inside
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
 from mcore_rlhf.storage.safetensors import read_safetensors
 
 from .module import ModuleState
@@ -121,7 +121,7 @@ class Sidecar:
         return texts, [what.removeprefix("/") for what in encoder.lost]
 
     @classmethod
-    def read(cls, folder: Path, stubs: Sequence[str] = (), file: str = STATE) -> Sidecar | None:
+    def read(cls, folder: ReadablePath, stubs: Sequence[str] = (), file: str = STATE) -> Sidecar | None:
         """What lies beside a step's files, or None where nothing does.
 
         Args:
@@ -159,7 +159,7 @@ class Sidecar:
         return _checked(found, str(path))
 
 
-def sidecar_files(root: Path, folder: str = "") -> list[StoredFile]:
+def sidecar_files(root: ReadablePath, folder: str = "") -> list[StoredFile]:
     """The files that there are.
 
     Args:
@@ -185,7 +185,7 @@ def beside(source: Source, stubs: Sequence[str] = ()) -> tuple[str, Sidecar] | N
     return None
 
 
-def _check_version(content: object, path: Path) -> None:
+def _check_version(content: object, path: ReadablePath) -> None:
     if not isinstance(content, dict):
         raise Unsupported(f"{path}: expected a JSON object, found {type(content).__name__}")
     if content.get("format") not in (_FORMAT, _OLD_FORMAT):

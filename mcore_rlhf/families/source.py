@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Inventory, Item, Report, Said
@@ -14,6 +13,7 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.torchzip import Directory
 
 from .options import ReadOptions as ReadOptions
@@ -95,7 +95,7 @@ class Computed:
         computations: What is computed, by the name of its record's file.
     """
 
-    root: Path
+    root: ReadablePath
     computations: Mapping[str, Computation]
 
 
@@ -165,14 +165,14 @@ class Family:
         """Whether a source under other names still shares its embedding with its output layer, given that it did."""
         return tied
 
-    def check_attribute(self, root: Path, attribute: str, only: str) -> None:
+    def check_attribute(self, root: ReadablePath, attribute: str, only: str) -> None:
         """Refuse to take what lies below an attribute of the model as a model of its own.
 
         Raises:
             Unsupported: The family finds tensors by their whole names.
         """
 
-    def exclude_frozen(self, root: Path) -> Family:
+    def exclude_frozen(self, root: ReadablePath) -> Family:
         """What a source without its frozen parameters has.
 
         Raises:
@@ -231,7 +231,7 @@ class Source:
     """
 
     format: str
-    root: Path
+    root: ReadablePath
     model: ModelSpec
     catalog: Catalog
     role: str = "actor"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mcore_rlhf.core.account import Inventory, Report
 from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
 from mcore_rlhf.families.source import Names, ReadOptions, Source, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.record_file import Container
 
 
@@ -63,13 +63,13 @@ class Target:
     texts: dict[str, str | bytes]
     report: Report
     holds: Inventory = field(default_factory=dict)
-    carried: dict[str, Path] = field(default_factory=dict)
+    carried: dict[str, ReadablePath] = field(default_factory=dict)
 
 
 class Format(Names):
     """A checkpoint format: its names, and three functions."""
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load a checkpoint that was written there: an option, or a line of Python.
 
         Args:
@@ -81,11 +81,11 @@ class Format(Names):
         """
         return ""
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder looks like a checkpoint of this format."""
         raise NotImplementedError
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
         raise NotImplementedError
 

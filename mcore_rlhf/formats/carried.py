@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError
@@ -20,6 +20,7 @@ from mcore_rlhf.families.origin import ORIGIN, Origin
 from mcore_rlhf.families.sidecar import STATE, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .base import Target
 
@@ -129,7 +130,7 @@ def _leave_origin(source: Source, target: Target) -> None:
         target.report.add(Fate.LOST, f"{what}: no JSON can hold it")
 
 
-def tell_kept(files: Mapping[str, Path], report: Report) -> None:
+def tell_kept(files: Mapping[str, ReadablePath], report: Report) -> None:
     """Say which files go along."""
     if files:
         report.add(Fate.KEPT, f"{_listed(list(files))}: byte for byte")
@@ -140,7 +141,7 @@ def _listed(paths: list[str]) -> str:
     return ", ".join(paths[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
-def _folder_of(source: Source) -> Path | None:
+def _folder_of(source: Source) -> ReadablePath | None:
     """Where the files of a source that is no model's folder lie: beside the step's own, or above them."""
     inner = [PurePosixPath(file.path).parents for file in source.files[:1]]
     for place in (*(str(parent) for parents in inner for parent in parents), "."):

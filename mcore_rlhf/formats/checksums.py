@@ -6,15 +6,14 @@ vouches for every file that it lists, so a damaged one is no reason to go withou
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
 from mcore_rlhf.storage.manifest import FORMAT, FileEntry, Manifest, check
+from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 
 _STEP_MANIFEST = "manifest.json"
@@ -37,16 +36,16 @@ class Listed:
     """
 
     manifest: Manifest
-    file: Path
+    file: ReadablePath
 
     @property
     def advice(self) -> str:
         """What to do where a file is not as listed."""
         return _advice(self.file)
 
-    def below(self, folder: Path) -> dict[str, FileEntry]:
+    def below(self, folder: ReadablePath) -> dict[str, FileEntry]:
         """The files in a folder, by path relative to it: one above the manifest, or below."""
-        here, there, files = Path(os.path.abspath(folder)), self.file.parent, self.manifest.files
+        here, there, files = absolute(folder), self.file.parent, self.manifest.files
         if there.is_relative_to(here):
             return {(there / name).relative_to(here).as_posix(): entry for name, entry in files.items()}
         if not here.is_relative_to(there):
@@ -54,18 +53,18 @@ class Listed:
         prefix = f"{here.relative_to(there).as_posix()}/"
         return {name.removeprefix(prefix): entry for name, entry in files.items() if name.startswith(prefix)}
 
-    def texts(self, folder: Path) -> dict[str, FileEntry]:
+    def texts(self, folder: ReadablePath) -> dict[str, FileEntry]:
         """Those of them that are neither weights nor optimizer nor trackers: they carry no checksum."""
         found = self.below(folder).items()
         return {n: e for n, e in found if e.nbytes <= MAX_CARRIED and not reason_of_name(n) and not _is_tracker(n)}
 
-    def problems(self, folder: Path, files: dict[str, FileEntry], *, sizes_only: bool) -> Problems:
+    def problems(self, folder: ReadablePath, files: dict[str, FileEntry], *, sizes_only: bool) -> Problems:
         """Which files of a folder are not as listed."""
         found = check(folder, replace(self.manifest, files=files), sizes_only=sizes_only)
         return Problems([Problem(problem.kind, problem.message, self.advice) for problem in found.found])
 
 
-def listed_at(folder: Path) -> Listed | None:
+def listed_at(folder: ReadablePath) -> Listed | None:
     """What lists the files of a folder, or None where nothing does.
 
     Args:
@@ -75,7 +74,7 @@ def listed_at(folder: Path) -> Listed | None:
         Corrupt: There is a manifest, but it is damaged.
         Unsupported: A newer version wrote it.
     """
-    here = Path(os.path.abspath(folder))
+    here = absolute(folder)
     for place in (here, *here.parents[: _LEVELS - 1]):
         for name in (MANIFEST_NAME, _STEP_MANIFEST):
             manifest = _read(place / name)
@@ -117,7 +116,7 @@ def with_checksums(source: Source, listed: Listed | None) -> Source:
     return replace(source, files=(*files, *vouched.values()))
 
 
-def refuse_damaged_texts(folder: Path, listed: Listed | None) -> None:
+def refuse_damaged_texts(folder: ReadablePath, listed: Listed | None) -> None:
     """Say of a folder that could not be opened that its texts are damaged, if they are: that is why.
 
     Args:
@@ -131,7 +130,7 @@ def refuse_damaged_texts(folder: Path, listed: Listed | None) -> None:
         listed.problems(folder, listed.texts(folder), sizes_only=False).raise_if_any()
 
 
-def contradictions(folder: Path) -> list[str]:
+def contradictions(folder: ReadablePath) -> list[str]:
     """In what a folder is not as its manifest says, as far as that is seen without reading weights.
 
     Args:
@@ -152,7 +151,7 @@ def contradictions(folder: Path) -> list[str]:
     return [problem.message for problem in problems.found]
 
 
-def _read(file: Path) -> Manifest | None:
+def _read(file: ReadablePath) -> Manifest | None:
     """A manifest; None where there is none, or where it is another program's."""
     if not file.is_file():
         return None
@@ -164,7 +163,7 @@ def _read(file: Path) -> Manifest | None:
         raise Corrupt(f"{str(error).splitlines()[0]}\n{_advice(file)}") from error
 
 
-def _looks_ours(file: Path) -> bool:
+def _looks_ours(file: ReadablePath) -> bool:
     """Many programs have a ``manifest.json``; a damaged one of ours still has our name in it."""
     try:
         return FORMAT.encode() in reading.read_bytes(file)
@@ -172,7 +171,7 @@ def _looks_ours(file: Path) -> bool:
         return False
 
 
-def _advice(file: Path) -> str:
+def _advice(file: ReadablePath) -> str:
     return (
         "Copy the folder again from where it was written. If another program wrote in it since, and you trust that, remove "
         f"{file}: the folder is then read without these checksums."

@@ -7,7 +7,6 @@ changes, but for modules that the adapter has whole. Source of the arithmetic: p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +30,7 @@ from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.reading import OpenFiles
 
 
@@ -112,13 +112,13 @@ def _side_by_side(a: Source, b: Source) -> tuple[Source, Source]:
     Args:
         a, b: Opened checkpoints, anywhere on this machine.
     """
-    roots = [Path(os.path.abspath(source.root)) for source in (a, b)]
-    common = Path(os.path.commonpath(roots))
+    roots = [absolute(source.root) for source in (a, b)]
+    common = next(folder for folder in (roots[0], *roots[0].parents) if roots[1].is_relative_to(folder))
     first, second = (_moved(source, common, root) for source, root in zip((a, b), roots, strict=True))
     return first, second
 
 
-def _moved(source: Source, root: Path, old: Path) -> Source:
+def _moved(source: Source, root: ReadablePath, old: ReadablePath) -> Source:
     below = old.relative_to(root).as_posix()
     folder = "" if below == "." else f"{below}/"
     files = tuple(replace(file, path=folder + file.path) for file in source.files)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import Traced
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError, headline
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import ReadOptions, Source
-from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path
 
 from .base import Format
 from .carried import with_carried
@@ -40,7 +39,7 @@ def format_named(name: str) -> Format:
     raise Unsupported(f"unknown format {name!r}; known: {', '.join(f.name for f in FORMATS)}")
 
 
-def open_checkpoint(path: Path, options: ReadOptions, *, partial: bool = False) -> Source:
+def open_checkpoint(path: ReadablePath, options: ReadOptions, *, partial: bool = False) -> Source:
     """Open whatever checkpoint a path means: a root, one iteration, or a step that has roles as sub-folders.
 
     Its files are those that a manifest of ours lists, if there is one, with the checksums in it.
@@ -60,11 +59,11 @@ def open_checkpoint(path: Path, options: ReadOptions, *, partial: bool = False) 
     except CheckpointError:
         refuse_damaged_texts(folder, listed)
         raise
-    _note_beside(source, Path(path), folder, options)
+    _note_beside(source, checkpoint_path(path), folder, options)
     return _traced(with_checksums(source, listed), inner)
 
 
-def open_without_manifest(path: Path, options: ReadOptions) -> Source:
+def open_without_manifest(path: ReadablePath, options: ReadOptions) -> Source:
     """The same for someone who only looks: what a manifest of ours says otherwise of files is noted, and they are shown as they are.
 
     Sizes are looked at, and the checksums of texts and of the manifest itself. An optimizer that is not understood stays unread.
@@ -78,7 +77,7 @@ def open_without_manifest(path: Path, options: ReadOptions) -> Source:
     """
     folder, inner = _meant(path, options)
     source = with_carried(_read(folder, inner, partial=True), inner.stubs)
-    _note_beside(source, Path(path), folder, options)
+    _note_beside(source, checkpoint_path(path), folder, options)
     for text in contradictions(folder):
         source.notes.add(Fate.NOTE, text)
     return _traced(source, inner)
@@ -90,7 +89,7 @@ def _traced(source: Source, options: ReadOptions) -> Source:
     return replace(part, catalog=Traced(part.catalog))
 
 
-def _read(folder: Path, options: ReadOptions, partial: bool) -> Source:
+def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     """What a format's reader makes of a folder; without the optimizer, where only that is not understood."""
     found = detect(folder)
     try:
@@ -107,9 +106,9 @@ def _read(folder: Path, options: ReadOptions, partial: bool) -> Source:
         return source
 
 
-def _meant(path: Path, options: ReadOptions) -> tuple[Path, ReadOptions]:
+def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:
     """The folder that a path means, and the options with the role in it."""
-    path = local_path(path)
+    path = checkpoint_path(path)
     if not path.exists():
         raise NotACheckpoint(f"{path}: no such file or folder")
     if not path.is_dir():
@@ -119,7 +118,7 @@ def _meant(path: Path, options: ReadOptions) -> tuple[Path, ReadOptions]:
     return folder, replace(options, role=role)
 
 
-def detect(path: Path) -> Format:
+def detect(path: ReadablePath) -> Format:
     """The format of a folder.
 
     Raises:
@@ -136,7 +135,7 @@ def detect(path: Path) -> Format:
     )
 
 
-def _role_folder(path: Path, role: str | None) -> tuple[Path, str]:
+def _role_folder(path: ReadablePath, role: str | None) -> tuple[ReadablePath, str]:
     """The folder of one role: the path itself, or a sub-folder of a step such as ``global_step_50/actor``."""
     roles = _roles(path)
     chosen = [name for name in roles if role in (None, name)]
@@ -148,7 +147,7 @@ def _role_folder(path: Path, role: str | None) -> tuple[Path, str]:
     return path, role or "actor"
 
 
-def _note_beside(source: Source, path: Path, folder: Path, options: ReadOptions) -> None:
+def _note_beside(source: Source, path: ReadablePath, folder: ReadablePath, options: ReadOptions) -> None:
     """Where one model of a step was opened, and nobody said that the rest is not wanted."""
     if folder == path or with_role(options, [folder.name]).role is not None:
         return
@@ -159,7 +158,7 @@ def _note_beside(source: Source, path: Path, folder: Path, options: ReadOptions)
         source.notes.add(Fate.LOST, f"what lies beside {folder.name}/, of which alone this is: {listed}")
 
 
-def _roles(path: Path) -> list[str]:
+def _roles(path: ReadablePath) -> list[str]:
     """The models in a step, by role; none where the path is a checkpoint itself."""
     if any(known.detect(path) for known in FORMATS):
         return []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -17,7 +16,7 @@ from mcore_rlhf.core.account import Reason
 
 from .checksum import crc32
 from .manifest import FileEntry
-from .paths import storage_error
+from .paths import ReadablePath, storage_error
 from .reading import open_bytes
 from .staging import MANIFEST_NAME
 
@@ -53,12 +52,12 @@ class Carried:
         texts: What takes the place of some, by path.
     """
 
-    folder: Path
+    folder: ReadablePath
     found: tuple[Leftover, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def files(self) -> dict[str, Path]:
+    def files(self) -> dict[str, ReadablePath]:
         """Those that go along byte for byte, by path relative to the folder."""
         there = (item.path for item in self.found if item.reason is None)
         return {path: self.folder / path for path in there if path not in self.texts}
@@ -85,7 +84,7 @@ _FOREIGN_FOLDERS = frozenset(
 _FOREIGN_FILES = frozenset({".gitattributes", ".gitignore", ".gitmodules", ".lfsconfig", ".dvcignore", ".DS_Store"})
 
 
-def leftovers(folder: Path, opened: Collection[str]) -> tuple[Leftover, ...]:
+def leftovers(folder: ReadablePath, opened: Collection[str]) -> tuple[Leftover, ...]:
     """Every file of a folder that no reader opened, in order of path; nothing is read of any of them.
 
     Our own manifest counts as opened: it is about the folder, and is written anew.
@@ -125,40 +124,39 @@ def reason_of_name(path: str) -> Reason | None:
     return None
 
 
-def _paths(folder: Path, inner: PurePosixPath) -> Iterator[str]:
+def _paths(folder: ReadablePath, inner: PurePosixPath) -> Iterator[str]:
     """All files below, and folders that are not entered: links, version control, those that cannot be listed."""
     try:
-        with os.scandir(folder / inner) as entries:
-            listed = list(entries)
+        listed = list((folder / inner).iterdir())
     except OSError:
         yield str(inner)
         return
-    for entry in listed:
-        path = inner / entry.name
-        if entry.is_dir(follow_symlinks=False) and entry.name not in _FOREIGN_FOLDERS:
+    for child in listed:
+        path = inner / child.name
+        if child.name not in _FOREIGN_FOLDERS and child.is_dir() and not child.is_symlink():
             yield from _paths(folder, path)
         else:
             yield str(path)
 
 
-def _judged(file: Path, path: str) -> tuple[Reason | None, int]:
+def _judged(file: ReadablePath, path: str) -> tuple[Reason | None, int]:
     try:
-        found = file.stat()
+        nbytes = file.stat().st_size
     except FileNotFoundError:
         return Reason.DANGLING, 0
     except OSError:
         return Reason.UNREADABLE, 0
-    if stat.S_ISDIR(found.st_mode):
+    if file.is_dir():
         return _of_folder(file), 0
-    if not stat.S_ISREG(found.st_mode):
+    if not file.is_file():
         return Reason.NOT_REGULAR, 0
-    reason = reason_of_name(path) or (Reason.TOO_LARGE if found.st_size > MAX_CARRIED else None)
-    if reason is None and not os.access(file, os.R_OK):
+    reason = reason_of_name(path) or (Reason.TOO_LARGE if nbytes > MAX_CARRIED else None)
+    if reason is None and isinstance(file, Path) and not os.access(file, os.R_OK):
         reason = Reason.UNREADABLE
-    return reason, found.st_size
+    return reason, nbytes
 
 
-def _of_folder(path: Path) -> Reason:
+def _of_folder(path: ReadablePath) -> Reason:
     """Why a folder was not entered."""
     if path.name in _FOREIGN_FOLDERS:
         return Reason.VERSION_CONTROL
@@ -170,7 +168,7 @@ def _is_plain(path: str) -> bool:
     return path.isprintable() and "\\" not in path  # bytes that are no UTF-8 are not printable, either
 
 
-def carry(file: Path, target: Path) -> FileEntry:
+def carry(file: ReadablePath, target: Path) -> FileEntry:
     """Copy a file, with the folders above it.
 
     Args:

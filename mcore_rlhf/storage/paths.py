@@ -69,7 +69,7 @@ class ReadablePath(Protocol):
         """All folders above it, the nearest first."""
         ...
 
-    def __truediv__(self, name: str, /) -> Self: ...
+    def __truediv__(self, name: str | PurePath, /) -> Self: ...
 
     def __lt__(self, other: Self, /) -> bool: ...
 
@@ -99,6 +99,10 @@ class ReadablePath(Protocol):
 
     def exists(self) -> bool:
         """Whether there is either."""
+        ...
+
+    def is_symlink(self) -> bool:
+        """Whether it leads somewhere else."""
         ...
 
     def stat(self) -> HasSize:
@@ -167,9 +171,31 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     )
 
 
-def real_path(path: Path) -> Path:
+def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePath:
+    """A path to read from: what a user named, or what a store gave.
+
+    Raises:
+        UsageError: It is a URL.
+    """
+    return local_path(given) if isinstance(given, str | os.PathLike) else given
+
+
+def real_path(path: _Path) -> _Path:
     """Where a path leads, with all links followed; a link to itself leads to itself, where ``Path.resolve`` raises RuntimeError."""
-    return Path(os.path.realpath(path))
+    return type(path)(os.path.realpath(path)) if isinstance(path, Path) else path
+
+
+def walk(folder: _Path) -> Iterator[tuple[_Path, list[str]]]:
+    """Every folder from one down, itself first, with the names of its files; links to folders are not entered."""
+    if isinstance(folder, Path):
+        for parent, folders, files in os.walk(folder):
+            folders.sort()
+            yield type(folder)(parent), sorted(files)
+        return
+    below = [child for child in sorted(folder.iterdir()) if child.is_dir()]
+    yield folder, sorted({child.name for child in folder.iterdir()} - {child.name for child in below})
+    for child in below:
+        yield from walk(child)
 
 
 def inside(root: _Path, name: str, *, follow_links: bool = True) -> _Path:

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from ..errors import StorageError, UsageError
 from .manifest import Manifest
-from .paths import human, local_path, real_path, storage_error
+from .paths import ReadablePath, human, local_path, real_path, storage_error
 from .staging import MANIFEST_NAME, Lock, Places, new_transaction, recover, settle
 
 
@@ -232,12 +232,14 @@ def check_space(folder: Path, nbytes: int) -> None:
         )
 
 
-def refuse_overlap(source: Path, target: Path) -> None:
+def refuse_overlap(source: ReadablePath, target: Path) -> None:
     """Refuse a target that is the source, lies in it or holds it: links are followed.
 
     Raises:
         UsageError: They overlap, or one is a URL.
     """
+    if not isinstance(source, Path):
+        return
     real_source, real_target = real_path(local_path(source)), real_path(local_path(target))
     if real_source == real_target:
         raise UsageError(f"{target}: source and target are the same folder.\nChoose another target.")

@@ -65,7 +65,7 @@ class StorePath:
     def parents(self) -> Sequence[StorePath]:
         return [StorePath(self.store, parent) for parent in self.path.parents]
 
-    def __truediv__(self, name: str, /) -> StorePath:
+    def __truediv__(self, name: str | PurePath, /) -> StorePath:
         return StorePath(self.store, self.path / name)
 
     def __lt__(self, other: StorePath, /) -> bool:
@@ -110,6 +110,9 @@ class StorePath:
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
+
+    def is_symlink(self) -> bool:
+        return False
 
     def open_bytes(self) -> ByteSource:
         """Open it; see :func:`.reading.open_bytes`."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.staging import MANIFEST_NAME
 from mcore_rlhf.storage.torchzip import read_directory
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def verify(
-    path: Path,
+    path: ReadablePath,
     options: ReadOptions,
     depth: Depth = Depth.FULL,
     workers: int = 2,
@@ -75,7 +75,7 @@ def verify(
     Raises:
         NotACheckpoint: There is nothing to verify.
     """
-    path, verdict = local_path(path), Verdict()
+    path, verdict = checkpoint_path(path), Verdict()
     manifest = path / MANIFEST_NAME
     if manifest.is_file():
         verdict.manifest = True
@@ -118,7 +118,7 @@ def _unread_files(source: Source) -> Iterator[StoredFile]:
                 yield _unread_file(path, name)
 
 
-def _unread_file(path: Path, name: str) -> StoredFile:
+def _unread_file(path: ReadablePath, name: str) -> StoredFile:
     try:
         return StoredFile.of_zip(name, read_directory(path))
     except (NotACheckpoint, Unsupported):
@@ -146,7 +146,7 @@ def _checksums(source: Source) -> str:
 
 
 def _check_bytes(
-    verdict: Verdict, path: Path, depth: Depth, workers: int, progress: Callable[[int], None] | None
+    verdict: Verdict, path: ReadablePath, depth: Depth, workers: int, progress: Callable[[int], None] | None
 ) -> None:
     source = verdict.source
     assert source is not None

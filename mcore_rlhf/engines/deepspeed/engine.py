@@ -18,6 +18,7 @@ from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.deepspeed.files import LATEST, TagFiles, is_tag_folder, locate
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import Pt
 
 from ..base import Engine, LiveFile, LiveState, LoadRequest
@@ -149,7 +150,8 @@ class DeepSpeedEngine:
 
     def _origin(self, request: LoadRequest, live: LiveOptimizer | None) -> tuple[Origin, list[Slot]]:
         weights = weights_of(self.engine, live)
-        folder, step = request.folder, request.step
+        folder: ReadablePath = request.folder
+        step = request.step
         if detect(folder).name == FORMAT.name:
             files = _tag_files(request)
             own = OwnFiles.find(self.engine, files, live, weights, optimizer=request.optimizer)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,7 +157,7 @@ class Origin:
         report: What is kept, derived, changed and lost.
     """
 
-    root: Path
+    root: ReadablePath
     files: tuple[ReadablePath, ...]
     plan: FilePlan
     state: TrainingState

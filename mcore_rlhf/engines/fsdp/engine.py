@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -18,6 +17,7 @@ from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.dcp import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.paths import ReadablePath
 
 from ..base import LiveState, LoadRequest
 from ..optimizers import say_what_is_unknown
@@ -171,7 +171,7 @@ class FsdpEngine:
             return []
         return list(zip(self.schedulers, stored, strict=True)) if self.schedulers else []
 
-    def _read_already(self, source: Source) -> list[Path]:
+    def _read_already(self, source: Source) -> list[ReadablePath]:
         """Files that were read to plan the load; the first rank speaks for those that nobody copies from."""
         if dist.get_rank() == self.ranks[0]:
             return [source.root / file.path for file in source.files]

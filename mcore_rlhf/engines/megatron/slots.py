@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -125,7 +124,7 @@ class Origin:
         rng: Random states that this rank's own file holds, under the manager's names; None where it holds none.
     """
 
-    root: Path
+    root: ReadablePath
     files: tuple[ReadablePath, ...]
     plan: FilePlan
     state: TrainingState

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
-from pathlib import Path
 
 from mcore_rlhf.core.box import Shape, flat_boxes
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
@@ -23,7 +22,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported, shown
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.paths import cannot_open
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 
 from ..sidecar import STATE, Sidecar
 from .names import OLD_ORIGIN
@@ -205,7 +204,7 @@ class SavedAdapter:
         return texts
 
     @classmethod
-    def read(cls, folder: Path) -> SavedAdapter | None:
+    def read(cls, folder: ReadablePath) -> SavedAdapter | None:
         """What lies beside an adapter, also in :data:`.names.OLD_ORIGIN`, where it once lay; None where nothing does.
 
         Raises:
@@ -218,7 +217,7 @@ class SavedAdapter:
         return cls._read_old(folder / OLD_ORIGIN)
 
     @classmethod
-    def _read_old(cls, path: Path) -> SavedAdapter | None:
+    def _read_old(cls, path: ReadablePath) -> SavedAdapter | None:
         try:
             values = reading.read_json(path)
         except FileNotFoundError:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .names import CONFIG
 
@@ -104,7 +105,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def read_adapter_config(path: Path) -> AdapterConfig:
+def read_adapter_config(path: ReadablePath) -> AdapterConfig:
     """Read ``adapter_config.json``.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.box import Box, row_major
@@ -23,6 +22,7 @@ from mcore_rlhf.families.inventory import OF_OPTIMIZER
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Computed, Source, WriteOptions
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .config import AdapterConfig, completed
 from .names import BASE_LAYER, LORA_A, LORA_B, PREFIX, SAVED_MODULE, AdapterTensor, in_base, in_memory
@@ -69,7 +69,7 @@ class Merge:
     _sums: dict[str, LowRankSum] = field(default_factory=dict)
     _own: dict[str, str] = field(default_factory=dict)
 
-    def source(self, root: Path) -> Source:
+    def source(self, root: ReadablePath) -> Source:
         """The merged model.
 
         Args:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from mcore_rlhf.errors import LayoutMismatch, NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -95,7 +95,7 @@ def folder_name(tp_rank: int, pp_rank: int, ep_rank: int, parallel: ParallelConf
     return name
 
 
-def rank_folders(iteration_folder: Path) -> list[str]:
+def rank_folders(iteration_folder: ReadablePath) -> list[str]:
     """The names of all rank folders, sorted."""
     if not iteration_folder.is_dir():
         return []
@@ -108,7 +108,7 @@ def numbers_in(folder: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.groups() if part is not None) if match else ()
 
 
-def model_file(iteration_folder: Path, folder: str) -> str | None:
+def model_file(iteration_folder: ReadablePath, folder: str) -> str | None:
     """The name of the model file in a rank folder, or None."""
     return next((name for name in MODEL_FILES if (iteration_folder / folder / name).is_file()), None)
 
@@ -120,8 +120,8 @@ class Located:
     ``iteration`` is None for a release, and for a folder that somebody renamed.
     """
 
-    root: Path
-    folder: Path
+    root: ReadablePath
+    folder: ReadablePath
     iteration: int | None
 
     @property
@@ -135,12 +135,12 @@ def iteration_folder_name(iteration: int | None) -> str:
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
-def is_iteration_folder(path: Path) -> bool:
+def is_iteration_folder(path: ReadablePath) -> bool:
     """Whether a folder directly holds rank folders."""
     return bool(rank_folders(path))
 
 
-def looks_like_root(path: Path, is_checkpoint: Callable[[Path], bool] = is_iteration_folder) -> bool:
+def looks_like_root(path: ReadablePath, is_checkpoint: Callable[[ReadablePath], bool] = is_iteration_folder) -> bool:
     """Whether a folder holds iterations of a format; where the tracker names one that is there, that one decides.
 
     Args:
@@ -152,7 +152,7 @@ def looks_like_root(path: Path, is_checkpoint: Callable[[Path], bool] = is_itera
     return any(is_checkpoint(found[n]) for n in tracked or found)
 
 
-def _tracked(root: Path) -> tuple[int | None, ...]:
+def _tracked(root: ReadablePath) -> tuple[int | None, ...]:
     """The iteration that the tracker names, None for a release; nothing where it says nothing that can be read."""
     try:
         text = reading.read_line(root / TRACKER)
@@ -163,9 +163,9 @@ def _tracked(root: Path) -> tuple[int | None, ...]:
     return (int(text),) if _ITERATION.fullmatch(text) else ()
 
 
-def iteration_folders(root: Path) -> dict[int | None, Path]:
+def iteration_folders(root: ReadablePath) -> dict[int | None, ReadablePath]:
     """The ``iter_…`` and ``release`` folders of a root by iteration, None for the release; whatever is in them."""
-    found: dict[int | None, Path] = {}
+    found: dict[int | None, ReadablePath] = {}
     for child in sorted(root.iterdir()) if root.is_dir() else []:
         match = _ITERATION_FOLDER.fullmatch(child.name)
         if child.is_dir() and match:
@@ -176,9 +176,9 @@ def iteration_folders(root: Path) -> dict[int | None, Path]:
 
 
 def locate(
-    path: Path,
+    path: ReadablePath,
     step: int | None,
-    is_checkpoint: Callable[[Path], bool] = is_iteration_folder,
+    is_checkpoint: Callable[[ReadablePath], bool] = is_iteration_folder,
     holds: str = "mp_rank_… folders",
 ) -> Located:
     """Find the iteration that a path means: an ``iter_`` folder itself, or a root whose tracker decides.
@@ -209,7 +209,7 @@ def locate(
     return Located(path, found[wanted], wanted)
 
 
-def _wanted(path: Path, step: int | None, found: dict[int | None, Path]) -> int | None:
+def _wanted(path: ReadablePath, step: int | None, found: dict[int | None, ReadablePath]) -> int | None:
     if step is not None:
         return step
     tracker = path / TRACKER

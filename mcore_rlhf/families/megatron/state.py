@@ -15,7 +15,6 @@ import random
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -26,6 +25,7 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .arguments import Arguments
@@ -170,14 +170,14 @@ class MegatronState(Family):
         ]
         return replace(self, order=order, unknown=[name for name in self.unknown if name in there])
 
-    def check_attribute(self, root: Path, attribute: str, only: str) -> None:
+    def check_attribute(self, root: ReadablePath, attribute: str, only: str) -> None:
         """Layers are found by their whole names, which say their place in the pipeline."""
         raise Unsupported(
             f"--only {only}: {root} is Megatron's, whose layers are found by their whole names\n"
             f"Give patterns, which keep names: --only '{attribute}.*', or --only '!output_layer.*' to leave a head out."
         )
 
-    def exclude_frozen(self, root: Path) -> MegatronState:
+    def exclude_frozen(self, root: ReadablePath) -> MegatronState:
         """Megatron loads no model with parameters missing."""
         raise Unsupported(
             f"--exclude-frozen: {root} is Megatron's, which loads no model with parameters missing\n"

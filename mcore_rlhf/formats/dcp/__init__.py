@@ -8,10 +8,9 @@ bytes are :mod:`mcore_rlhf.storage.dcp`'s.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format, Target
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .folders import RLINF_FOLDER, detect, is_dcp
 
@@ -21,16 +20,16 @@ class DcpFormat(Format):
 
     name = "dcp"
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How torch is told to load it."""
         folder = path / RLINF_FOLDER if not is_dcp(path) and is_dcp(path / RLINF_FOLDER) else path
         return f'dcp.load(state, checkpoint_id="{folder}")'
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder is one, or RLinf's actor with one, or a root with ``step-N`` folders."""
         return detect(path)
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
         from .reader import read_dcp
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
 from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.paths import ReadablePath, absolute
 
 from .verl_files import is_verl
 
@@ -35,33 +34,33 @@ class Located:
         optimizer: The optimizer's DCP folder, where it is one of its own beside the model's.
     """
 
-    root: Path
-    folder: Path | None
+    root: ReadablePath
+    folder: ReadablePath | None
     weights: str | None = None
     step: int | None = None
     shards: tuple[str, ...] = ()
     ranks: bool = False
-    optimizer: Path | None = None
+    optimizer: ReadablePath | None = None
 
 
-def is_dcp(folder: Path) -> bool:
+def is_dcp(folder: ReadablePath) -> bool:
     """Whether a folder holds DCP files that are not Megatron's; an unfinished save, without ``.metadata``, does too."""
     if (folder / "metadata.json").is_file() or (folder / "common.pt").is_file():
         return False
     return (folder / METADATA_FILE).is_file() or any(folder.glob("__*_*.distcp"))
 
 
-def weights_file(root: Path) -> str | None:
+def weights_file(root: ReadablePath) -> str | None:
     """RLinf's plain weights of an actor, relative to its folder."""
     return next((name for name in (FULL_WEIGHTS, _MISSPELLED) if (root / name).is_file()), None)
 
 
-def _shards(root: Path) -> tuple[str, ...]:
+def _shards(root: ReadablePath) -> tuple[str, ...]:
     found = (root / LOCAL_SHARDS).glob("checkpoint_rank_*.pt")
     return tuple(path.relative_to(root).as_posix() for path in sorted(found))
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: ReadablePath) -> bool:
     """Whether a folder is one checkpoint."""
     dcp = is_dcp(path) or is_dcp(path / RLINF_FOLDER) or _split(path) is not None
     return dcp or is_verl(path) or weights_file(path) is not None or bool(_shards(path))
@@ -75,21 +74,21 @@ Source: NeMo-RL ``nemo_rl/utils/native_checkpoint.py`` (``save_checkpoint``) at 
 """
 
 
-def _split(path: Path) -> Path | None:
+def _split(path: ReadablePath) -> ReadablePath | None:
     """The model's folder below one that has it and the optimizer's side by side."""
     return next((path / name for name in ("weights", "pytorch_model_fsdp_0") if is_dcp(path / name)), None)
 
 
-def optimizer_beside(folder: Path) -> Path | None:
+def optimizer_beside(folder: ReadablePath) -> ReadablePath | None:
     """The optimizer's DCP folder beside the model's, where it has one of its own."""
-    path = Path(os.path.abspath(folder))
+    path = absolute(folder)
     for pattern, name in _SPLIT:
         if (match := pattern.fullmatch(path.name)) and is_dcp(beside := path.parent / match.expand(name)):
             return beside
     return None
 
 
-def _steps(root: Path) -> dict[int, Path]:
+def _steps(root: ReadablePath) -> dict[int, ReadablePath]:
     """Torchtitan's ``step-N`` folders."""
     if not root.is_dir():
         return {}
@@ -97,12 +96,12 @@ def _steps(root: Path) -> dict[int, Path]:
     return {int(match[1]): path for path, match in sorted(found) if match and is_dcp(path)}
 
 
-def detect(path: Path) -> bool:
+def detect(path: ReadablePath) -> bool:
     """Whether a folder is a checkpoint, or a root with torchtitan's steps."""
     return is_checkpoint(path) or bool(_steps(path))
 
 
-def locate(path: Path, step: int | None) -> Located:
+def locate(path: ReadablePath, step: int | None) -> Located:
     """Find the checkpoint that a folder means.
 
     Args:
@@ -133,11 +132,11 @@ def locate(path: Path, step: int | None) -> Located:
     return Located(chosen, chosen, None, _named_step(chosen))
 
 
-def _name(folder: Path) -> str:
-    return os.path.basename(os.path.abspath(folder))
+def _name(folder: ReadablePath) -> str:
+    return absolute(folder).name
 
 
-def _named_step(path: Path) -> int | None:
+def _named_step(path: ReadablePath) -> int | None:
     """The step in the name of the folder, or of one above it: ``global_step_50/actor``, ``step-10``."""
     for folder in (path, *list(path.parents)[:2]):
         match = _STEP.fullmatch(folder.name)

@@ -45,8 +45,8 @@ class KeyLayout:
     """How keys are made.
 
     Args:
-        model: Path of the model's dictionary.
-        optimizer: Path of the optimizer's, or None where the folder has none.
+        model: ReadablePath of the model's dictionary.
+        optimizer: ReadablePath of the optimizer's, or None where the folder has none.
         style: How its keys are spelled.
     """
 
@@ -56,22 +56,22 @@ class KeyLayout:
 
     @property
     def rest(self) -> Path_:
-        """Path of the dictionary that holds everything else."""
+        """ReadablePath of the dictionary that holds everything else."""
         return self.model[:-1] if self.optimizer is None else self.optimizer[:-1]
 
     def model_path(self, param: str) -> Path_:
-        """Path of a parameter or buffer."""
+        """ReadablePath of a parameter or buffer."""
         return (*self.model, param)
 
     def state_path(self, param: str, state: str, number: int = 0) -> Path_:
-        """Path of a parameter's optimizer state; the number is its own among all that are trained."""
+        """ReadablePath of a parameter's optimizer state; the number is its own among all that are trained."""
         head = self.optimizer or ()
         if self.style is Style.FLAT:
             return (*head, f"{STATE}.{param}.{state}")
         return (*head, STATE, str(number) if self.style is Style.NUMBERED else param, state)
 
     def group_path(self, number: int, field: str, param: str = "") -> Path_:
-        """Path of a field of a param group, or, in the flat style, of a parameter's own."""
+        """ReadablePath of a field of a param group, or, in the flat style, of a parameter's own."""
         head = self.optimizer or ()
         return (*head, f"{GROUPS}.{param}.{field}") if self.style is Style.FLAT else (*head, GROUPS, number, field)
 

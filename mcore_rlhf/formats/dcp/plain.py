@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Box
@@ -17,6 +16,7 @@ from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, Training
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
 
 from .folders import LOCAL_SHARDS, Located
@@ -78,7 +78,7 @@ def num_layers(names: Iterable[str]) -> int:
     return max((1 + int(match[1]) for name in names if (match := _LAYER.search(name))), default=0)
 
 
-def model_config(root: Path) -> dict[str, object]:
+def model_config(root: ReadablePath) -> dict[str, object]:
     """The model's ``config.json`` where the run put one: in the checkpoint, or in ``huggingface`` in it; else empty."""
     for path in (root / "config.json", root / "huggingface" / "config.json"):
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
@@ -19,6 +18,7 @@ from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFi
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import DcpFolder, Path_, load_tensor, unwrap
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .aliases import find_aliases
 from .catalog import DcpCatalog
@@ -36,7 +36,7 @@ ITEM = "mcore_rlhf"
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
-def read_dcp(path: Path, options: ReadOptions) -> Source:
+def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
     """Open a DCP folder, or RLinf's actor with one, or plain weights where there is nothing else.
 
     Args:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 
 
-def is_verl(folder: Path) -> bool:
+def is_verl(folder: ReadablePath) -> bool:
     """Whether a folder holds rank files of verl's."""
     return folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt"))
 
 
-def rank_files(root: Path, *, optimizer: bool) -> dict[str, list[str]]:
+def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
     """The files of each kind, by rank; those of the optimizer may all be left out, and those of the random states.
 
     Args:
@@ -35,7 +35,7 @@ def rank_files(root: Path, *, optimizer: bool) -> dict[str, list[str]]:
     return files
 
 
-def _world(root: Path) -> int:
+def _world(root: ReadablePath) -> int:
     """Ranks that wrote: as ``fsdp_config.json`` says, or as all names do."""
     worlds = {int(m[2]) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))}
     try:
@@ -52,13 +52,13 @@ def _world(root: Path) -> int:
     return worlds.pop()
 
 
-def _names(root: Path, kind: str, world: int) -> list[str]:
+def _names(root: ReadablePath, kind: str, world: int) -> list[str]:
     """The files of one kind that are there, by rank."""
     names = (f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world))
     return [name for name in names if (root / name).is_file()]
 
 
-def _check_complete(root: Path, files: Mapping[str, Sequence[str]], world: int, *, optimizer: bool) -> None:
+def _check_complete(root: ReadablePath, files: Mapping[str, Sequence[str]], world: int, *, optimizer: bool) -> None:
     problems = Problems()
     for kind in ("model", "optim") if optimizer else ("model",):
         there = set(files[kind])

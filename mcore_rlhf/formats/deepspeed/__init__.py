@@ -19,10 +19,9 @@ What a :class:`~mcore_rlhf.families.source.Source` of the DeepSpeed family looks
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format, Target
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .files import is_tag_folder, looks_like_root
 
@@ -32,15 +31,15 @@ class DeepSpeedFormat(Format):
 
     name = "deepspeed"
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
         return f'engine.load_checkpoint("{path}"{"" if optimizer else ", load_module_only=True"})'
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder is a tag's, or a root with tags."""
         return is_tag_folder(path) or looks_like_root(path)
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
         from .reader import read_deepspeed
 

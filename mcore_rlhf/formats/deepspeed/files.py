@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath
 
 LATEST = "latest"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -44,7 +44,7 @@ class TagFiles:
         prefix: What the optimizer files' names begin with: ``bf16_`` or nothing.
     """
 
-    root: Path
+    root: ReadablePath
     tag: str
     model: dict[int, str] = field(default_factory=dict)
     model_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class TagFiles:
         return bool(self.model_of_rank)
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> ReadablePath:
         """The tag's folder."""
         return self.root / self.tag
 
@@ -89,23 +89,23 @@ def layer_name(layer: int, tp_rank: int, tp: int) -> str:
     return f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt" if tp > 1 else f"layer_{layer:02d}-model_states.pt"
 
 
-def is_tag_folder(path: Path) -> bool:
+def is_tag_folder(path: ReadablePath) -> bool:
     """Whether a folder holds the files of a native tag (a universal one has a folder ``zero`` beside them)."""
     if not path.is_dir() or (path / "zero").is_dir():
         return False
     return any(_MODEL.fullmatch(child.name) or _MODEL_OF_RANK.fullmatch(child.name) for child in path.iterdir())
 
 
-def looks_like_root(path: Path) -> bool:
+def looks_like_root(path: ReadablePath) -> bool:
     """Whether a folder holds tags."""
     return any(True for _ in _tags(path))
 
 
-def _tags(root: Path) -> Iterable[str]:
+def _tags(root: ReadablePath) -> Iterable[str]:
     return (child.name for child in (sorted(root.iterdir()) if root.is_dir() else []) if is_tag_folder(child))
 
 
-def locate(path: Path, step: int | None) -> TagFiles:
+def locate(path: ReadablePath, step: int | None) -> TagFiles:
     """Find the tag that a path means: a tag's folder itself, or a root whose ``latest`` decides.
 
     Raises:
@@ -123,17 +123,17 @@ def locate(path: Path, step: int | None) -> TagFiles:
     return _sorted_out(path, tag)
 
 
-def _what_latest_says(root: Path) -> str:
+def _what_latest_says(root: ReadablePath) -> str:
     text = _read_latest(root)
     return "" if text is None else f"; '{LATEST}' names {text!r}, which is not such a folder\nIs it another root?"
 
 
-def _read_latest(root: Path) -> str | None:
+def _read_latest(root: ReadablePath) -> str | None:
     path = root / LATEST
     return reading.read_line(path)[:200] if path.is_file() else None
 
 
-def _latest(root: Path, tags: list[str]) -> str:
+def _latest(root: ReadablePath, tags: list[str]) -> str:
     tag, listed = _read_latest(root), ", ".join(tags[:_MOST])
     if tag is None:
         raise UsageError(
@@ -148,7 +148,7 @@ def _latest(root: Path, tags: list[str]) -> str:
     return tag
 
 
-def _of_step(root: Path, step: int, tags: list[str]) -> str:
+def _of_step(root: ReadablePath, step: int, tags: list[str]) -> str:
     chosen = [tag for tag in tags if (match := re.search(r"(\d+)$", tag)) and int(match[1]) == step]
     if len(chosen) != 1:
         found = "several tags end" if chosen else "no tag ends"
@@ -158,7 +158,7 @@ def _of_step(root: Path, step: int, tags: list[str]) -> str:
     return chosen[0]
 
 
-def _sorted_out(root: Path, tag: str) -> TagFiles:
+def _sorted_out(root: ReadablePath, tag: str) -> TagFiles:
     files, prefixes = TagFiles(root, tag), dict[str, str]()
     for name in sorted(child.name for child in (root / tag).iterdir()):
         if match := _MODEL.fullmatch(name):

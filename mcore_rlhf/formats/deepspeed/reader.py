@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Inventory, Report, same
@@ -22,6 +21,7 @@ from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import PtFile
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
@@ -65,7 +65,7 @@ class _StoredOptimizer:
     groups: tuple[ParamGroup, ...] = ()
 
 
-def read_deepspeed(path: Path, options: ReadOptions) -> Source:
+def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
     """Open a native checkpoint of any ZeRO stage.
 
     Args:

@@ -7,10 +7,9 @@ weights, in the JSON of ``exact_json``.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format, Target
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .series import find_series
 
@@ -22,17 +21,17 @@ class HuggingFaceFormat(Format):
     packs_experts = False
     weights_only = True
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How transformers is told to load it."""
         from .loading import loading_line
 
         return loading_line(path)
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder has weights under Hugging Face's file names."""
         return path.is_dir() and find_series(path) is not None
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a folder."""
         from .reader import read_hf
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.models.huggingface.config import misfits
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .series import read_json
 
@@ -29,7 +29,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 _CHECK_ADVICE = "The config is another model's, or was edited: take the one that belongs to these weights."
 
 
-def read_own_config(folder: Path) -> dict[str, object]:
+def read_own_config(folder: ReadablePath) -> dict[str, object]:
     """The ``config.json`` of a checkpoint's folder; empty where there is none.
 
     Raises:

@@ -6,9 +6,8 @@ from ``model_type``, so a folder without one is refused; code of the folder's ow
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .config import read_own_config
 
@@ -24,7 +23,7 @@ _AUTO = (
 """Ends of class names, each of which has an ``AutoModel`` of its own."""
 
 
-def loading_line(folder: Path) -> str:
+def loading_line(folder: ReadablePath) -> str:
     """The line of Python; empty for a folder that does not say which model it is.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
@@ -18,6 +17,7 @@ from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, Training
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .catalog import HuggingFaceCatalog
@@ -26,7 +26,7 @@ from .names import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
 from .series import Series, find_series, read_series
 
 
-def read_hf(path: Path, options: ReadOptions) -> Source:
+def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
     """Open a Hugging Face folder.
 
     Args:
@@ -48,7 +48,7 @@ def read_hf(path: Path, options: ReadOptions) -> Source:
     return _Reading(path, options, config, weights, kept, _step(path), notes).source()
 
 
-def _step(path: Path) -> int:
+def _step(path: ReadablePath) -> int:
     """The step that our manifest says the folder is of; a damaged one is refused by who holds it against the files."""
     try:
         listed = listed_at(path)
@@ -57,7 +57,7 @@ def _step(path: Path) -> int:
     return (listed.manifest.step if listed is not None else None) or 0
 
 
-def _sidecar(path: Path, options: ReadOptions, notes: Report) -> Sidecar | None:
+def _sidecar(path: ReadablePath, options: ReadOptions, notes: Report) -> Sidecar | None:
     """What was kept beside the weights; damage matters only to someone who wants the optimizer."""
     try:
         found = Sidecar.read(path, options.stubs) or Sidecar.read(path, options.stubs, OLD_STATE)
@@ -73,7 +73,7 @@ def _sidecar(path: Path, options: ReadOptions, notes: Report) -> Sidecar | None:
 
 @dataclass
 class _Reading:
-    path: Path
+    path: ReadablePath
     options: ReadOptions
     config: Mapping[str, object]
     weights: Series

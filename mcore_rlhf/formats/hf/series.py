@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import cannot_open, inside
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
@@ -38,7 +38,7 @@ class Series:
     notes: list[str] = field(default_factory=list)
 
 
-def find_series(folder: Path) -> tuple[str, str] | None:
+def find_series(folder: ReadablePath) -> tuple[str, str] | None:
     """Stem and ending of the model's weight files in a folder, or None where there are none; as transformers looks for them.
 
     Source: transformers 5.23.0, ``modeling_utils.py`` (``_get_resolved_checkpoint_files``).
@@ -49,7 +49,7 @@ def find_series(folder: Path) -> tuple[str, str] | None:
     return next(((stem, ending) for ending, stem in MODEL_STEM.items() if _loose(folder, stem, ending)), None)
 
 
-def read_series(root: Path, stem: str, ending: str, stubs: tuple[str, ...] = ()) -> Series:
+def read_series(root: ReadablePath, stem: str, ending: str, stubs: tuple[str, ...] = ()) -> Series:
     """Open the files of a state dict; no tensor is read.
 
     Args:
@@ -74,7 +74,7 @@ def read_series(root: Path, stem: str, ending: str, stubs: tuple[str, ...] = ())
     return reading.series
 
 
-def read_json(root: Path, file: str) -> dict[str, object]:
+def read_json(root: ReadablePath, file: str) -> dict[str, object]:
     """A JSON object in the checkpoint's folder.
 
     Raises:
@@ -94,14 +94,14 @@ def read_json(root: Path, file: str) -> dict[str, object]:
     return found
 
 
-def _loose(root: Path, stem: str, ending: str) -> list[str]:
+def _loose(root: ReadablePath, stem: str, ending: str) -> list[str]:
     """Shards without an index."""
     folder = root / PurePosixPath(stem).parent
     found = sorted(folder.glob(f"{PurePosixPath(stem).name}-*-of-*.{ending}"))
     return [path.relative_to(root).as_posix() for path in found if shard_count(path.name) is not None]
 
 
-def _complete(root: Path, stem: str, ending: str) -> list[str]:
+def _complete(root: ReadablePath, stem: str, ending: str) -> list[str]:
     """All shards, where their names say how many there are."""
     found = _loose(root, stem, ending)
     if not found:
@@ -117,7 +117,7 @@ def _complete(root: Path, stem: str, ending: str) -> list[str]:
 
 @dataclass
 class _Reading:
-    root: Path
+    root: ReadablePath
     ending: str
     stubs: tuple[str, ...]
     series: Series = field(default_factory=Series)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from mcore_rlhf.core.box import Box, Shape, row_major
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
@@ -116,7 +116,7 @@ def index_of(shards: Sequence[Shard], stem: str, ending: str = SAFETENSORS) -> d
     """The index of several files, by its path; nothing for one file, which needs none."""
     if len(shards) < 2:
         return {}
-    weights = {name: Path(shard.file).name for shard in shards for name in shard.names()}
+    weights = {name: PurePosixPath(shard.file).name for shard in shards for name in shard.names()}
     parts = [part for shard in shards for part in shard.parts]
     totals = {
         "total_parameters": sum(prod(part.shape) for part in parts),

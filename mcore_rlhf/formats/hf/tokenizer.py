@@ -9,14 +9,14 @@ from pathlib import Path
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import LayoutMismatch, UsageError
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import cannot_open
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 
 from .config import with_eos
 from .names import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, is_code, is_of_tokenizer
 from .series import read_json
 
 
-def files_beside(own: Mapping[str, Path], tokenizer: str | None, report: Report) -> dict[str, Path]:
+def files_beside(own: Mapping[str, ReadablePath], tokenizer: str | None, report: Report) -> dict[str, ReadablePath]:
     """Everything beside the weights that goes into a new folder as it is, by its name there.
 
     Args:
@@ -37,7 +37,7 @@ def files_beside(own: Mapping[str, Path], tokenizer: str | None, report: Report)
     return {**{name: path for name, path in found.items() if name not in gone}, **given}
 
 
-def _tokenizer_files(folder: Path) -> dict[str, Path]:
+def _tokenizer_files(folder: ReadablePath) -> dict[str, ReadablePath]:
     """The tokenizer in a folder that the user gave, with the code that its configs name; nothing else in it is looked at."""
     paths = sorted([*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")])
     names = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
@@ -50,7 +50,9 @@ def _tokenizer_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in (*found, *code)}
 
 
-def generation_config(given: str | None, beside: Iterable[str | Path | None], eos: tuple[int, ...]) -> bytes | None:
+def generation_config(
+    given: str | None, beside: Iterable[str | ReadablePath | None], eos: tuple[int, ...]
+) -> bytes | None:
     """The ``generation_config.json`` to write: what is given, otherwise the first there is; byte for byte if nothing changes.
 
     Args:
@@ -63,20 +65,21 @@ def generation_config(given: str | None, beside: Iterable[str | Path | None], eo
         CheckpointError: It is no JSON.
     """
     if given is not None:
-        path = Path(given).expanduser()
-        path = path / GENERATION_CONFIG if path.is_dir() else path
-        if not path.is_file():
-            raise UsageError(f"--generation-config: {path}: no such file")
+        named = Path(given).expanduser()
+        named = named / GENERATION_CONFIG if named.is_dir() else named
+        if not named.is_file():
+            raise UsageError(f"--generation-config: {named}: no such file")
+        path: ReadablePath | None = named
     else:
-        places = [Path(folder).expanduser() / GENERATION_CONFIG for folder in beside if folder is not None]
-        path = next((place for place in places if place.is_file()), Path())
-    own = read_json(path.parent, path.name) if path.name else {}
+        folders = (Path(folder).expanduser() if isinstance(folder, str) else folder for folder in beside if folder)
+        path = next((place for folder in folders if (place := folder / GENERATION_CONFIG).is_file()), None)
+    own = read_json(path.parent, path.name) if path is not None else {}
     if not eos:
-        return _content(path) if path.name else None
+        return _content(path) if path is not None else None
     return (json.dumps(with_eos(own, eos), indent=2) + "\n").encode()
 
 
-def check_vocabulary(files: Mapping[str, Path], rows: int | None) -> None:
+def check_vocabulary(files: Mapping[str, ReadablePath], rows: int | None) -> None:
     """Every id that the tokenizer makes has a row in the embedding; further rows are usual.
 
     Args:
@@ -135,7 +138,7 @@ def _numbers(values: object) -> Iterator[int]:
     yield from (value for value in values if isinstance(value, int))  # type: ignore[attr-defined]
 
 
-def _names_code(folder: Path) -> bool:
+def _names_code(folder: ReadablePath) -> bool:
     """Whether a config there names code of its own, which may import more of what lies beside it: carried, never run."""
     for config in (CONFIG, "tokenizer_config.json"):
         section = (read_json(folder, config) if (folder / config).is_file() else {}).get("auto_map")
@@ -146,7 +149,7 @@ def _names_code(folder: Path) -> bool:
     return False
 
 
-def _content(path: Path) -> bytes:
+def _content(path: ReadablePath) -> bytes:
     try:
         return reading.read_bytes(path)
     except OSError as error:

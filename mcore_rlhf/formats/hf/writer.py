@@ -21,6 +21,7 @@ from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import tell_kept
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .config import (
     EMBEDDING,
@@ -196,7 +197,7 @@ class _Writer:
             config = with_dtype(config, dtype)
         return with_eos(config, self.options.eos_token_ids)
 
-    def _beside(self, parts: list[Part], report: Report) -> dict[str, Path]:
+    def _beside(self, parts: list[Part], report: Report) -> dict[str, ReadablePath]:
         """The tokenizer, and whatever else goes along."""
         own = self.source.carried.files if self.source.carried is not None else {}
         found = files_beside(own, self.options.tokenizer, report)

@@ -6,11 +6,10 @@ for what Megatron decides by itself: folders, arguments, buffers, groups, the la
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.families.megatron.folders import is_iteration_folder, looks_like_root
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format, Target
+from mcore_rlhf.storage.paths import ReadablePath
 
 
 class MegatronFormat(Format):
@@ -19,15 +18,15 @@ class MegatronFormat(Format):
     name = "megatron"
     family = "megatron"
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
         return f"--load {path}" + ("" if optimizer or (path / "release").is_dir() else " --no-load-optim")
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder is an iteration, or a root with iterations."""
         return is_iteration_folder(path) or looks_like_root(path)
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
         from .reader import read_megatron
 

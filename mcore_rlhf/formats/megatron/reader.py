@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
@@ -33,6 +32,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 
 from .optimizer import OptimizerReading, is_flat, read_optimizer
@@ -85,7 +85,7 @@ class OpenedRun:
         return sum(chunk.num_layers for chunk in self.chunks)
 
 
-def read_megatron(path: Path, options: ReadOptions) -> Source:
+def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     """Open a legacy checkpoint.
 
     Args:

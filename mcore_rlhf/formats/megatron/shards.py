@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
@@ -302,7 +301,7 @@ def _arguments(shard: RankShard) -> Mapping[str, object]:
 def _note_other_files(shards: Sequence[RankShard], located: Located, notes: Report) -> None:
     known = {*MODEL_FILES, OPTIMIZER_FILE}
     for shard in shards:
-        others = sorted(p.name for p in Path(located.folder, shard.at.folder).glob("*.pt") if p.name not in known)
+        others = sorted(p.name for p in (located.folder / shard.at.folder).glob("*.pt") if p.name not in known)
         if others:
             notes.add(Fate.LOST, f"{shard.at.folder}: {', '.join(others[:3])}: not a file of this format, not read")
 

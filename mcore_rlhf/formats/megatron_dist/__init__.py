@@ -6,10 +6,9 @@ single ranks. What Megatron decides by itself, such as groups and arguments, is 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format, Target
+from mcore_rlhf.storage.paths import ReadablePath
 
 
 class MegatronDistFormat(Format):
@@ -18,12 +17,12 @@ class MegatronDistFormat(Format):
     name = "megatron-dist"
     family = "megatron"
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
         text = f"--load {path} --ckpt-format torch_dist"
         return text + ("" if optimizer or (path / "release").is_dir() else " --no-load-optim")
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder is an iteration, a root with iterations, or a role's of verl with one."""
         from mcore_rlhf.families.megatron.folders import looks_like_root
 
@@ -31,7 +30,7 @@ class MegatronDistFormat(Format):
 
         return is_dist_folder(path) or is_dist_folder(path / INNER) or looks_like_root(path, is_dist_folder)
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
         from .reader import read_dist
 

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.box import Shape
@@ -20,6 +19,7 @@ from mcore_rlhf.families.megatron.folders import Located, locate
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFolder, DcpObject, DcpTensor
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 
 CONFIG = "metadata.json"
@@ -39,14 +39,14 @@ Source: verl ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` and ``verl
 """
 
 
-def is_dist_folder(path: Path) -> bool:
+def is_dist_folder(path: ReadablePath) -> bool:
     """Whether a folder directly holds such a checkpoint, or what is left of one."""
     if "sharded_backend" in _config(path):
         return True
     return (path / COMMON).is_file() and ((path / METADATA_FILE).is_file() or any(path.glob("__*_*.distcp")))
 
 
-def locate_dist(path: Path, step: int | None) -> Located:
+def locate_dist(path: ReadablePath, step: int | None) -> Located:
     """Find the checkpoint that a path means, and look at its ``metadata.json``.
 
     Raises:
@@ -83,7 +83,7 @@ def locate_dist(path: Path, step: int | None) -> Located:
     return located
 
 
-def _check_version(file: Path, config: dict[str, object]) -> None:
+def _check_version(file: ReadablePath, config: dict[str, object]) -> None:
     """Megatron-core registers its strategies by backend and version, and knows version 1 alone; so does this."""
     for key in ("sharded_backend_version", "common_backend_version"):
         if config.get(key, 1) != 1:
@@ -93,7 +93,7 @@ def _check_version(file: Path, config: dict[str, object]) -> None:
             )
 
 
-def _config(path: Path) -> dict[str, object]:
+def _config(path: ReadablePath) -> dict[str, object]:
     """What ``metadata.json`` says; empty where there is none that can be read."""
     file = path / CONFIG
     try:

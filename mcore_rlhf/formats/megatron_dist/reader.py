@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import cast
 
 from mcore_rlhf.core.account import Fate, Report
@@ -33,6 +32,7 @@ from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.dcp import DcpTensor
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .folders import DistFolder, locate_dist
 from .names import Home, Spelling, spelling_of_keys
@@ -57,7 +57,7 @@ _FAULT = (
 _PLACED = {"args", "optimizer", "rng_state", CONTENT, *SCHEDULER_KEYS}
 
 
-def read_dist(path: Path, options: ReadOptions) -> Source:
+def read_dist(path: ReadablePath, options: ReadOptions) -> Source:
     """Open a checkpoint.
 
     Args:

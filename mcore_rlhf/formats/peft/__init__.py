@@ -6,11 +6,10 @@ the adapter in a checkpoint of any format; ``reader`` and ``writer`` are made of
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.families.lora.names import CONFIG, WEIGHTS
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format, Target
+from mcore_rlhf.storage.paths import ReadablePath
 
 
 class PeftFormat(Format):
@@ -20,17 +19,17 @@ class PeftFormat(Format):
     adapter = True
     weights_only = True
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
         return f'PeftModel.from_pretrained(base_model, "{path}")'
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder has an adapter's configuration or weights, or verl's adapter files."""
         from .verl import is_verl_adapter
 
         return any((path / name).is_file() for name in (CONFIG, *WEIGHTS)) or is_verl_adapter(path)
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open an adapter: peft's, or what verl saves of one."""
         from .reader import read_peft
         from .verl import is_verl_adapter, read_verl_adapter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Box
@@ -33,6 +32,7 @@ from mcore_rlhf.families.sidecar import sidecar_files
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
@@ -41,7 +41,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _ADVICE = "Save the adapter again with peft's save_pretrained, or copy it again."
 
 
-def read_peft(path: Path, options: ReadOptions) -> Source:
+def read_peft(path: ReadablePath, options: ReadOptions) -> Source:
     """Open an adapter.
 
     Args:
@@ -79,12 +79,12 @@ def read_peft(path: Path, options: ReadOptions) -> Source:
     )
 
 
-def _beside(path: Path) -> list[StoredFile]:
+def _beside(path: ReadablePath) -> list[StoredFile]:
     old = path / OLD_ORIGIN
     return [*sidecar_files(path), *([StoredFile(OLD_ORIGIN, old.stat().st_size, ())] if old.is_file() else [])]
 
 
-def _check_files(path: Path) -> None:
+def _check_files(path: ReadablePath) -> None:
     problems = Problems()
     if not (path / CONFIG).is_file():
         text = f"{path / CONFIG}: there is no such file, and without it nobody knows how much the adapter changes"
@@ -94,7 +94,7 @@ def _check_files(path: Path) -> None:
     problems.raise_if_any()
 
 
-def _tensors(path: Path, stubs: tuple[str, ...]) -> tuple[Mapping[str, StoredTensor], StoredFile]:
+def _tensors(path: ReadablePath, stubs: tuple[str, ...]) -> tuple[Mapping[str, StoredTensor], StoredFile]:
     if (path / SAFETENSORS).is_file():
         opened = read_safetensors(path, SAFETENSORS)
         return opened.tensors, StoredFile(SAFETENSORS, opened.nbytes, ())
@@ -104,7 +104,7 @@ def _tensors(path: Path, stubs: tuple[str, ...]) -> tuple[Mapping[str, StoredTen
     return pt.tree, StoredFile.of_zip(BIN, pt.directory)
 
 
-def _check(path: Path, named: Mapping[str, AdapterTensor], stored: Mapping[str, StoredTensor]) -> None:
+def _check(path: ReadablePath, named: Mapping[str, AdapterTensor], stored: Mapping[str, StoredTensor]) -> None:
     """Every A has its B, of the same rank; nothing has a name that peft never writes."""
     problems = Problems()
     foreign = [name for name in named if not name.startswith(PREFIX)]
@@ -138,7 +138,7 @@ def _state(config: AdapterConfig, origin: SavedAdapter) -> TrainingState:
     return TrainingState(origin.iteration, release=origin.iteration == 0, other={CARRIED: carried})
 
 
-def _notes(config: AdapterConfig, path: Path) -> Report:
+def _notes(config: AdapterConfig, path: ReadablePath) -> Report:
     notes = Report()
     base = config.values.get("base_model_name_or_path")
     notes.add(

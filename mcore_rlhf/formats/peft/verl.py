@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import dot
@@ -22,6 +21,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import Traits, layer_of, partition_of, renumbered
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec, Partition
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -33,12 +33,12 @@ Ranks = dict[tuple[int, int], Mapping[str, StoredTensor]]
 """(tensor-parallel rank, pipeline rank) → what its file holds."""
 
 
-def is_verl_adapter(path: Path) -> bool:
+def is_verl_adapter(path: ReadablePath) -> bool:
     """Whether a folder has such files."""
     return path.is_dir() and any(_FILE.fullmatch(child.name) for child in path.glob("mp_rank_*_adapter.pt"))
 
 
-def read_verl_adapter(path: Path, options: ReadOptions) -> Source:
+def read_verl_adapter(path: ReadablePath, options: ReadOptions) -> Source:
     """Open the adapter files of all ranks.
 
     Args:
@@ -77,7 +77,7 @@ def read_verl_adapter(path: Path, options: ReadOptions) -> Source:
     )
 
 
-def _files(path: Path) -> dict[tuple[int, int, int], str]:
+def _files(path: ReadablePath) -> dict[tuple[int, int, int], str]:
     matches = (_FILE.fullmatch(child.name) for child in path.iterdir())
     return {(int(m[1]), int(m[2] or 0), int(m[3] or 0)): m.group() for m in matches if m is not None}
 
@@ -89,7 +89,7 @@ def _tensors(pt: PtFile) -> Mapping[str, StoredTensor]:
     return found
 
 
-def _check(path: Path, ranks: Ranks, *, with_experts: bool) -> None:
+def _check(path: ReadablePath, ranks: Ranks, *, with_experts: bool) -> None:
     """Every rank is there, and all tensor-parallel ranks of a stage have the same tensors."""
     problems = Problems()
     tps, pps = 1 + max(tp for tp, _ in ranks), 1 + max(pp for _, pp in ranks)
@@ -113,7 +113,7 @@ def _layers(ranks: Ranks) -> list[int]:
     return [1 + max((layer_of(name) or 0 for name in ranks[0, pp]), default=-1) for pp in stages]
 
 
-def _entries(path: Path, role: str, ranks: Ranks, layers: list[int]) -> Iterator[TensorEntry]:
+def _entries(path: ReadablePath, role: str, ranks: Ranks, layers: list[int]) -> Iterator[TensorEntry]:
     degree = 1 + max(tp for tp, _ in ranks)
     for pp in range(len(layers)):
         for local, first in ranks[0, pp].items():

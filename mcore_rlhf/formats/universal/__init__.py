@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format, Target
+from mcore_rlhf.storage.paths import ReadablePath
 
 from .files import is_universal_folder, is_universal_root
 
@@ -18,17 +17,17 @@ class UniversalFormat(Format):
 
     name = "universal"
 
-    def load_hint(self, path: Path, *, optimizer: bool = True) -> str:
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
         text = f'engine.load_checkpoint("{path}"{"" if optimizer else ", load_module_only=True"})'
         stage = "" if optimizer else ' and "stage": 3'
         return f'{text}, with "checkpoint": {{"load_universal": true}}{stage} in its configuration'
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: ReadablePath) -> bool:
         """Whether a folder is a ``<tag>_uni``, or a root that has nothing but universal checkpoints."""
         return is_universal_folder(path) or is_universal_root(path)
 
-    def read(self, path: Path, options: ReadOptions) -> Source:
+    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
         from .reader import read_universal
 

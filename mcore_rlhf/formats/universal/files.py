@@ -5,15 +5,13 @@ Source: DeepSpeed 0.19.8, ``checkpoint/{constants,ds_to_universal,universal_chec
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, UsageError
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import inside
+from mcore_rlhf.storage.paths import ReadablePath, absolute, inside
 
 LATEST = "latest_universal"
 SUFFIX = "_uni"
@@ -60,11 +58,11 @@ class UniversalFolder:
         name: The checkpoint's folder in it.
     """
 
-    root: Path
+    root: ReadablePath
     name: str
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> ReadablePath:
         """The checkpoint's folder."""
         return self.root / self.name
 
@@ -74,7 +72,7 @@ class UniversalFolder:
         return self.name.removesuffix(SUFFIX)
 
 
-def is_universal_folder(path: Path) -> bool:
+def is_universal_folder(path: ReadablePath) -> bool:
     """Whether a folder is one checkpoint, whole or damaged."""
     if not (path / ZERO).is_dir():
         return False
@@ -82,12 +80,12 @@ def is_universal_folder(path: Path) -> bool:
     return (path / ZERO / OPTIMIZER_FILE).is_file() or any(beside)
 
 
-def is_universal_root(path: Path) -> bool:
+def is_universal_root(path: ReadablePath) -> bool:
     """Whether a folder has ``latest_universal``, and no ``latest`` that names a checkpoint of the training run itself."""
     return (path / LATEST).is_file() and not (path / "latest").is_file()
 
 
-def locate(path: Path, step: int | None) -> UniversalFolder:
+def locate(path: ReadablePath, step: int | None) -> UniversalFolder:
     """Find the checkpoint that a path means.
 
     Args:
@@ -99,7 +97,7 @@ def locate(path: Path, step: int | None) -> UniversalFolder:
         Incomplete: ``latest_universal`` names a folder that is not there.
         UsageError: No checkpoint of the root, or more than one, has that step.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     if is_universal_folder(path):
         return UniversalFolder(path.parent, path.name)
     if step is not None:
@@ -116,7 +114,7 @@ def locate(path: Path, step: int | None) -> UniversalFolder:
     return UniversalFolder(path, name)
 
 
-def _of_step(path: Path, step: int) -> UniversalFolder:
+def _of_step(path: ReadablePath, step: int) -> UniversalFolder:
     ending = re.compile(rf"(.*\D)?0*{step}{SUFFIX}")
     found = [name for name in _checkpoints(path) if ending.fullmatch(name)]
     if len(found) == 1:
@@ -125,12 +123,12 @@ def _of_step(path: Path, step: int) -> UniversalFolder:
     raise UsageError(f"{path}: {what} step {step}{_others(path)}\nGive the folder itself.")
 
 
-def _checkpoints(path: Path) -> list[str]:
+def _checkpoints(path: ReadablePath) -> list[str]:
     if not path.is_dir():
         return []
     return sorted(child.name for child in path.iterdir() if child.is_dir() and is_universal_folder(child))
 
 
-def _others(path: Path) -> str:
+def _others(path: ReadablePath) -> str:
     names = _checkpoints(path)
     return f" (there are: {', '.join(names[:8])})" if names else ""

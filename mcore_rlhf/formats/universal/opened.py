@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import cast
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.paths import ReadablePath, walk
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
 from .files import (
@@ -255,18 +254,17 @@ def _weights_alone(located: UniversalFolder, folder: ZeroFolder) -> bool:
     return not states and not (located.folder / ZERO / OPTIMIZER_FILE).is_file()
 
 
-def _folders(zero: Path, problems: Problems) -> Iterator[tuple[str, list[str]]]:
+def _folders(zero: ReadablePath, problems: Problems) -> Iterator[tuple[str, list[str]]]:
     """Every folder that has files: ``(name, files)``; a module's name may hold a slash."""
-    for parent, folders, files in os.walk(zero):
-        folders.sort()
-        name = Path(parent).relative_to(zero).as_posix()
+    for parent, files in walk(zero):
+        name = parent.relative_to(zero).as_posix()
         if name == ".":
             files = [file for file in files if file != OPTIMIZER_FILE]
-        stray = [file for file in sorted(files) if name == "." or not file.endswith(".pt")]
+        stray = [file for file in files if name == "." or not file.endswith(".pt")]
         for file in stray:
             problems.add(
                 LayoutMismatch,
-                f"{Path(parent, file)}: not a file of a universal checkpoint",
+                f"{parent / file}: not a file of a universal checkpoint",
                 "DeepSpeed takes every file in a parameter's folder for an optimizer state: remove what does not belong there.",
             )
         if files and name != ".":
@@ -344,7 +342,9 @@ def _without_shard(pt: PtFile, key: str, value: object) -> object:
     return {"state": scalars, "param_groups": pt.materialize(value.get("param_groups", []))}
 
 
-def common_states(params: Mapping[str, ParamFiles], alike: Sequence[list[str]], folder: Path) -> tuple[str, ...]:
+def common_states(
+    params: Mapping[str, ParamFiles], alike: Sequence[list[str]], folder: ReadablePath
+) -> tuple[str, ...]:
     """The states that every trained parameter has.
 
     Args:
@@ -369,7 +369,11 @@ def common_states(params: Mapping[str, ParamFiles], alike: Sequence[list[str]], 
 
 
 def _check_state(
-    params: Mapping[str, ParamFiles], trained: list[str], zero: Path, counted: tuple[str, int], problems: Problems
+    params: Mapping[str, ParamFiles],
+    trained: list[str],
+    zero: ReadablePath,
+    counted: tuple[str, int],
+    problems: Problems,
 ) -> None:
     """A state that a few have is a stray file, and one that a few lack is missing."""
     key, count = counted
@@ -387,7 +391,7 @@ def _check_state(
             problems.add(Incomplete, text, _WRITTEN_AGAIN)
 
 
-def _check_lengths(params: Mapping[str, ParamFiles], folder: Path, problems: Problems) -> None:
+def _check_lengths(params: Mapping[str, ParamFiles], folder: ReadablePath, problems: Problems) -> None:
     for name, files in params.items():
         for key, tensor in files.tensors.items():
             if tensor.shape != files.stored_shape:

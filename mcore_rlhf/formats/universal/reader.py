@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import cast
 
 from mcore_rlhf.core.account import Fate, Report
@@ -20,6 +19,7 @@ from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.families.universal_info import INFO, VOCAB_TENSOR
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import StoredTensor
 
 from .files import FP32, STEP, ZERO, UniversalFolder, locate, state_key
@@ -29,7 +29,11 @@ Fields = dict[str, object]
 
 
 def param_groups(
-    optimizer: Mapping[str, object], states: ModelStates, params: Mapping[str, ParamFiles], notes: Report, folder: Path
+    optimizer: Mapping[str, object],
+    states: ModelStates,
+    params: Mapping[str, ParamFiles],
+    notes: Report,
+    folder: ReadablePath,
 ) -> tuple[ParamGroup, ...]:
     """The optimizer's groups.
 
@@ -60,7 +64,7 @@ def param_groups(
     return tuple(groups)
 
 
-def _listed(optimizer: Mapping[str, object], folder: Path) -> list[Fields]:
+def _listed(optimizer: Mapping[str, object], folder: ReadablePath) -> list[Fields]:
     inner = optimizer.get("optimizer_state_dict")
     groups = optimizer.get("param_groups") or (inner.get("param_groups") if isinstance(inner, dict) else None)
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
@@ -219,7 +223,7 @@ def _slice_chunks(slices: tuple[StoredTensor, ...], shape: Shape) -> Iterator[Ch
 _LAYER = re.compile(r"(?:^|.*?\.)(?:layers|h|blocks|block)\.(\d+)\.|^(\d+)\.")
 
 
-def read_universal(path: Path, options: ReadOptions) -> Source:
+def read_universal(path: ReadablePath, options: ReadOptions) -> Source:
     """Open a universal checkpoint.
 
     Args:
