@@ -25,7 +25,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.hf.names import BIN, MODEL_STEM, SAFETENSORS
-from mcore_rlhf.formats.hf.shards import DEFAULT_SHARD, Part, Shard, index_of, shards_of
+from mcore_rlhf.formats.hf.shards import DEFAULT_SHARD, Shard, WrittenTensor, index_of, shards_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import inside, local_path
@@ -50,7 +50,7 @@ class Fp32StateDict:
     """
 
     source: Source
-    tensors: list[Part]
+    tensors: list[WrittenTensor]
     catalog: Catalog
     order: list[str]
 
@@ -76,7 +76,7 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
         Incomplete: A parameter is stored nowhere.
     """
     native = ModuleState.of(source) or ModuleState("")
-    tensors: list[Part] = []
+    tensors: list[WrittenTensor] = []
     found: dict[TensorName, TensorEntry] = {}
     problems = Problems()
     for spec in source.model.params:
@@ -92,7 +92,7 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
         dtype = FLOAT32 if entry.dtype in FLOATING else entry.dtype
         found[entry.name] = entry
         aliases = (alias for alias, owner in native.shared.items() if owner == spec.name)
-        tensors.append(Part(entry.name, entry.global_shape, dtype, (spec.name, *aliases)))
+        tensors.append(WrittenTensor(entry.name, entry.global_shape, dtype, (spec.name, *aliases)))
     problems.raise_if_any()
     names = {name for part in tensors for name in part.names}
     order = dict.fromkeys([*native.order, *(name for part in tensors for name in part.names)])
@@ -203,7 +203,7 @@ class _InMemory(Raw):
         return self.made[file]
 
 
-def _memory_layout(part: Part, memory: dict[str, _MemoryFile]) -> FileLayout:
+def _memory_layout(part: WrittenTensor, memory: dict[str, _MemoryFile]) -> FileLayout:
     name = part.names[0]
     record = Record(name, name, part.dtype, prod(part.shape), 0)
     return FileLayout([part.placed(record)], [record], _InMemory([record], shape=part.shape, made=memory))

@@ -17,7 +17,7 @@ WAITS = f"waits in {STATE} for the way back"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class FormerFamily:
     """What is there; empty for a run that was never another family's.
 
     Args:
@@ -28,7 +28,7 @@ class Origin:
     values: Mapping[str, object]
 
     @classmethod
-    def of(cls, source: Source) -> Origin:
+    def of(cls, source: Source) -> FormerFamily:
         """That of a source."""
         return cls(source.origin)
 

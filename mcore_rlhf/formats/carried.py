@@ -16,7 +16,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.inventory import WAITING
 from mcore_rlhf.families.module import CONFIG, config_in
-from mcore_rlhf.families.origin import ORIGIN, Origin
+from mcore_rlhf.families.origin import ORIGIN, FormerFamily
 from mcore_rlhf.families.sidecar import STATE, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
@@ -57,7 +57,7 @@ def with_carried(source: Source, stubs: Sequence[str]) -> Source:
         return replace(source, carried=Carried(source.root, leftovers(source.root, opened)))
     folder = _folder_of(source)
     carried = _beside_the_tag(source) if folder is None else Carried(folder, leftovers(folder, ()))
-    family = source.family.described(lambda: (config_in(carried) if carried else {}) or Origin.of(source).config)
+    family = source.family.described(lambda: (config_in(carried) if carried else {}) or FormerFamily.of(source).config)
     return replace(source, carried=carried, family=family)
 
 
@@ -111,7 +111,7 @@ def bring_along(source: Source, target: Target) -> None:
         place = PurePosixPath(_step_folder(file.path for file in target.files), FOLDER)
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
-        known = Origin.of(source).config if source.carried is None else config_in(source.carried)
+        known = FormerFamily.of(source).config if source.carried is None else config_in(source.carried)
         if described and described != known:  # what the user gave, or what the run says now
             files.pop(CONFIG, None)
             texts[CONFIG] = json.dumps(described, indent=2) + "\n"

@@ -19,8 +19,7 @@ import torch
 from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.formats.dcp.keys import PARAMS, RLINF, joined
-from mcore_rlhf.formats.dcp.nest import leaves
+from mcore_rlhf.formats.dcp.keys import PARAMS, RLINF, flattened, joined
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,
     Distcp,
@@ -173,7 +172,7 @@ class LiveTable:
         Raises:
             Unsupported: Something in it cannot be saved.
         """
-        for at, value in leaves(tree, path):
+        for at, value in flattened(tree, path):
             if isinstance(value, torch.Tensor):
                 if why := no_bytes(value):
                     raise Unsupported(f"{joined(at)} {why}; only parameters and their states can be cut")

@@ -21,8 +21,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import FilePlan, plan_file
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.source import ParamGroup, Source
-from mcore_rlhf.formats.dcp.native import DcpState
-from mcore_rlhf.formats.dcp.rest import SCHEDULER, SCHEDULERS, VERSION
+from mcore_rlhf.formats.dcp.state import SCHEDULER, SCHEDULERS, VERSION, DcpState
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.reading import OpenFiles
 

@@ -15,7 +15,7 @@ from mcore_rlhf.core.account import Kind as Of
 from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
 from mcore_rlhf.errors import CheckpointError, UsageError
 from mcore_rlhf.families.module import CONFIG, config_in, read_config
-from mcore_rlhf.families.origin import ORIGIN, Origin, plain
+from mcore_rlhf.families.origin import ORIGIN, FormerFamily, plain
 from mcore_rlhf.families.source import Source, WriteOptions
 from mcore_rlhf.models.huggingface.config import (
     Build,
@@ -154,7 +154,7 @@ def known_description(source: Source, options: WriteOptions) -> dict[str, object
     """
     if options.reference_config is not None:
         return read_config(options.reference_config)
-    return dict(source.family.config or Origin.of(source).config)
+    return dict(source.family.config or FormerFamily.of(source).config)
 
 
 def description(source: Source, options: WriteOptions) -> dict[str, object]:
@@ -174,7 +174,7 @@ def description(source: Source, options: WriteOptions) -> dict[str, object]:
 
 def arguments(
     source: Source,
-    origin: Origin,
+    origin: FormerFamily,
     config: Mapping[str, object],
     relation: Relation,
     sizes: Sizes,

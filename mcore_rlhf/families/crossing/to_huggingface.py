@@ -14,7 +14,7 @@ from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
 from mcore_rlhf.families.module import ModuleState, read_config, scaler_of, static_scaler
-from mcore_rlhf.families.origin import WAITS, Origin, origin_of_megatron, plain
+from mcore_rlhf.families.origin import WAITS, FormerFamily, origin_of_megatron, plain
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES
@@ -60,7 +60,7 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
         notes.add(Fate.LOST, doubt)
     groups = with_members(source, relation, Membership(family.args, options.rules), family.scalars, notes)
     shares = relation.of_huggingface()
-    left = Origin.of(source).module(source.state.iteration)
+    left = FormerFamily.of(source).module(source.state.iteration)
     if source.origin:
         _note_left(left, notes)
     return replace(

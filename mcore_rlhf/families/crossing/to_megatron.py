@@ -15,7 +15,7 @@ from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.families.origin import WAITS, Origin, origin_of_module
+from mcore_rlhf.families.origin import WAITS, FormerFamily, origin_of_module
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -58,7 +58,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     family = ModuleState.needed(source, "megatron")
     _check(source, family)
     _refuse_muon(source)
-    origin = Origin.of(source)
+    origin = FormerFamily.of(source)
     config = description(source, options)
     among = architecture_of(config)
     source = on_disk(source, config)
@@ -198,7 +198,7 @@ def _model(source: Source, relation: Relation, args: Arguments, tied: bool, size
 
 
 def _state(
-    source: Source, origin: Origin, args: Arguments, groups: tuple[ParamGroup, ...], notes: Report
+    source: Source, origin: FormerFamily, args: Arguments, groups: tuple[ParamGroup, ...], notes: Report
 ) -> TrainingState:
     old = source.state
     scheduler = origin.scheduler(old.iteration)
@@ -218,7 +218,7 @@ def _state(
     )
 
 
-def _counters(origin: Origin, iteration: int) -> dict[str, object]:
+def _counters(origin: FormerFamily, iteration: int) -> dict[str, object]:
     same = origin.values.get("iteration") == iteration
     return {key: value for key, value in origin.other.items() if key != "iteration"} if same else {}
 

@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint (DCP) that FSDP and FSDP2 runs write: RLinf's, torchtitan's, a plain ``dcp.save``.
 
-``reader`` opens one: ``folders`` → ``keys`` → ``groups``, ``rest`` → ``catalog``; ``plain`` where there are weights alone, ``verl``
-where each rank wrote files of its own, which are read and not written. ``writer`` describes one: ``choices`` → ``content``.
-``keys`` is the relation between names and keys, read both ways; ``extra`` keeps what other formats have and FSDP does not. The
+``reader`` opens one: ``folders`` → ``keys`` → ``groups``, ``state``; ``plain`` where there are weights alone, ``verl`` where each rank
+wrote files of its own, which are read and not written. ``writer`` describes one, and ``content`` what goes into it. ``keys`` is the
+relation between names and keys, read both ways; what FSDP has no place for lies beside, in :mod:`mcore_rlhf.families.sidecar`. The
 bytes are :mod:`mcore_rlhf.storage.dcp`'s.
 """
 

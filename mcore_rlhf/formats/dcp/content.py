@@ -1,4 +1,10 @@
-"""What goes into a DCP folder: every key with its path, and either where its elements come from or its bytes."""
+"""What goes into a DCP folder: every key with its path, and either where its elements come from or its bytes.
+
+``dcp.load`` stops at a key that its caller has and the folder lacks, so that what RLinf's loader asks for and other formats do not have
+is made up: a scheduler's state, RNG states, FSDP's version.
+Source: RLinf, ``hybrid_engines/fsdp/strategy/checkpoint.py`` (``Checkpoint.state_dict``), ``utils/utils.py`` (``get_rng_state``);
+torch 2.13.0, ``optim/lr_scheduler.py`` (``LambdaLR.state_dict``).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +22,192 @@ from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import Path_, saved
 
-from .choices import Choices, model_dtype
 from .groups import STEP, completed
-from .keys import PARAMS, Style
-from .native import DcpState
-from .nest import leaves
+from .keys import PARAMS, Style, flattened
+from .state import DcpState
 
 if TYPE_CHECKING:
     import torch
+
+
+import hashlib
+import random
+from dataclasses import replace
+
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.catalog import TensorEntry
+from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.families.source import WriteOptions
+
+from .folders import RLINF_FOLDER
+from .keys import RLINF, KeyLayout
+from .state import EPOCH, RNG, SCHEDULERS, VERSION
+
+_FSDP2 = "fsdp2"
+
+
+def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, object]:
+    """Everything beside model and optimizer, as the nested dict that is saved.
+
+    Args:
+        source: The source.
+        choices: What the target is to be.
+        report: Told what was derived.
+    """
+    native = source.family
+    if isinstance(native, DcpState):
+        return _with_rng(dict(native.rest), source.state.iteration, choices.rng or "keep", report)
+    rest: dict[str, object] = {}
+    if choices.optimizer:
+        rest[SCHEDULERS] = [_scheduler(source, report)]
+    rest[VERSION] = source.state.other.get(VERSION, _FSDP2)
+    stored = source.state.other.get(RNG)
+    if isinstance(stored, Mapping):
+        rest[RNG] = dict(stored)
+    return _with_rng(rest, source.state.iteration, choices.rng or ("keep" if RNG in rest else "derive"), report)
+
+
+def _with_rng(rest: dict[str, object], iteration: int, wanted: str, report: Report) -> dict[str, object]:
+    if wanted == "drop":
+        if rest.pop(RNG, None) is not None:
+            report.add(Fate.LOST, "rng: left out, as --rng drop asks", Item(Kind.RNG))
+    elif wanted == "derive":
+        rest[RNG] = random_states(iteration)
+        text = f"rng: new states, the same on every rank, from iteration {iteration}"
+        report.add(Fate.DERIVED, text, Item(Kind.RNG))
+    return rest
+
+
+def _scheduler(source: Source, report: Report) -> dict[str, object]:
+    """The scheduler's own state if it is torch's, otherwise that of a LambdaLR which has made as many steps."""
+    stored = source.state.scheduler
+    if stored is not None and EPOCH in stored:
+        return dict(stored)
+    fields = [completed(group.fields, group.scalars) for group in source.state.groups]
+    at = source.state.iteration
+    report.add(Fate.DERIVED, f"lr_scheduler: torch's, at last_epoch {at}, with the learning rates of the param groups")
+    return {
+        "base_lrs": [group["initial_lr"] for group in fields], EPOCH: at, "verbose": False, "_step_count": at + 1,
+        "_is_initial": False, "_get_lr_called_within_step": False, "_last_lr": [group["lr"] for group in fields],
+        "lr_lambdas": [None] * len(fields),
+    }  # fmt: skip
+
+
+def random_states(iteration: int) -> dict[str, object]:
+    """Fresh states of every generator that RLinf restores, made from the iteration.
+
+    Args:
+        iteration: Of the checkpoint.
+    """
+    import numpy as np
+    import torch
+
+    digest = hashlib.sha256(f"mcore_rlhf rng {iteration}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "little")
+    state = cast(tuple[object, ...], np.random.RandomState(seed).get_state())
+    return {
+        "cpu": torch.Generator().manual_seed(seed).get_state(),
+        "numpy": state,
+        "random": random.Random(seed).getstate(),
+        "cuda": torch.frombuffer(bytearray(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Decisions about a DCP target.
+
+    Args:
+        dp: Parts that every tensor is cut into along its first dimension, and files.
+        layout: How keys are made.
+        inner: The DCP folder below the target's: ``dcp_checkpoint``, or empty.
+        weights: Whether RLinf's plain weights are written beside it.
+        optimizer: Whether the optimizer is written.
+        masters: Whether the model's tensors are the fp32 masters, as FSDP trains them.
+        dtype: What trained parameters become, or None to leave them.
+        rng: ``keep``, ``derive``, ``drop``, or None for what the keys ask for.
+    """
+
+    dp: int
+    layout: KeyLayout
+    inner: str
+    weights: bool
+    optimizer: bool
+    masters: bool
+    dtype: DType | None = None
+    rng: str | None = None
+
+
+def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
+    """Decide what the target is to be.
+
+    Args:
+        source: Any source of module names.
+        options: What the user asked for.
+        report: Told what changes.
+
+    Raises:
+        Unsupported: The source is of another family.
+        Incomplete: Nobody knows the members of the param groups.
+    """
+    native = ModuleState.needed(source, "dcp")
+    optimizer = source.optimizer is not None and not options.no_optimizer
+    if optimizer:
+        _check_groups(source)
+    layout = native.layout if isinstance(native, DcpState) else RLINF
+    if not optimizer:
+        layout = replace(layout, optimizer=None)
+    elif layout.optimizer is None:
+        layout = replace(layout, optimizer=RLINF.optimizer)
+    dtype = None if options.dtype is None else dtype_of(options.dtype)
+    dp = options.dp or source.parallel.dp
+    if dp != source.parallel.dp:
+        parts = "one part" if dp == 1 else f"{dp} parts"
+        report.add(
+            Fate.CHANGED,
+            f"every tensor is cut in {parts}, which any number of ranks loads; {source.parallel.world_size} ranks wrote the source",
+        )
+    return Choices(
+        dp, layout, native.inner if isinstance(native, DcpState) else RLINF_FOLDER,
+        native.weights if isinstance(native, DcpState) else True, optimizer, optimizer, dtype,
+        options.rng,
+    )  # fmt: skip
+
+
+def _check_groups(source: Source) -> None:
+    """Every trained parameter is in one group."""
+    problems = Problems()
+    listed = [name for group in source.state.groups for name in group.params]
+    trained = [spec.name for spec in source.model.params if spec.trainable]
+    if not listed and trained:
+        problems.add(
+            Incomplete,
+            f"{source.root}: does not say which parameters are in which param group",
+            "--no-optimizer converts the weights alone.",
+        )
+    elif sorted(listed) != sorted(trained):
+        some = ", ".join(sorted(set(listed) ^ set(trained))[:5]) or "some twice"
+        problems.add(
+            LayoutMismatch, f"{source.root}: the param groups do not hold the trained parameters exactly: {some}"
+        )
+    problems.raise_if_any()
+
+
+def model_dtype(source: Source, choices: Choices, name: str, entry: TensorEntry) -> DType:
+    """The type that a tensor of the model is written in.
+
+    Args:
+        source: The source.
+        choices: What the target is to be.
+        name: The parameter, not an alias of it.
+        entry: Where its elements come from.
+    """
+    spec = source.model.get(name)
+    if spec is None or spec.dtype not in FLOATING:
+        return entry.dtype
+    if choices.dtype is not None and spec.trainable:
+        return choices.dtype
+    return entry.dtype if choices.masters else spec.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +215,7 @@ class Planned:
     """A tensor that is copied from the source.
 
     Args:
-        path: Its path in the nest.
+        path: Its path in the nested state dict.
         name: Its name in the view of the source.
         dtype: What it is written in.
         shape: Its whole shape.
@@ -75,7 +259,7 @@ class Content:
         native: Its own view.
         choices: What the target is to be.
         view: The source's catalogue as FSDP sees it.
-        rest: Schedulers, random states, counters: a nest.
+        rest: Schedulers, RNG states, counters: a nested dict.
     """
 
     source: Source
@@ -91,7 +275,7 @@ class Content:
             yield from self._states()
             yield from self._groups()
         layout = self.choices.layout
-        for path, value in leaves(self.rest):
+        for path, value in flattened(self.rest):
             yield _leaf((*layout.rest, *path), value)
 
     def model(self) -> Iterator[Planned]:

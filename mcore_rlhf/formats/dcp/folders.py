@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rlhf.errors import NotACheckpoint, UsageError
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, UsageError
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath, absolute
-
-from .verl_files import is_verl
 
 RLINF_FOLDER = "dcp_checkpoint"
 FULL_WEIGHTS = "model_state_dict/full_weights.pt"
@@ -143,3 +143,66 @@ def _named_step(path: ReadablePath) -> int | None:
         if match:
             return int(match[1])
     return None
+
+
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+def is_verl(folder: ReadablePath) -> bool:
+    """Whether a folder holds rank files of verl's."""
+    return folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt"))
+
+
+def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
+    """The files of each kind, by rank; those of the optimizer may all be left out, and those of the RNG states.
+
+    Args:
+        root: The folder.
+        optimizer: Whether the optimizer's are needed.
+
+    Raises:
+        LayoutMismatch: Several runs' files are mixed.
+        Incomplete: A rank's file is missing.
+    """
+    world = _world(root)
+    files = {kind: _names(root, kind, world) for kind in (MODEL, OPTIMIZER, EXTRA)}
+    _check_complete(root, files, world, optimizer=optimizer)
+    return files
+
+
+def _world(root: ReadablePath) -> int:
+    """Ranks that wrote: as ``fsdp_config.json`` says, or as all names do."""
+    worlds = {int(m[2]) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))}
+    try:
+        said = reading.read_json(root / "fsdp_config.json").get("world_size")
+    except (OSError, ValueError, AttributeError):
+        said = None
+    if isinstance(said, int) and said in worlds:
+        return said
+    if len(worlds) != 1:
+        raise LayoutMismatch(
+            f"{root}: holds rank files of the world sizes {sorted(worlds)}, and fsdp_config.json does not say which is meant\n"
+            "Move those of the other run away."
+        )
+    return worlds.pop()
+
+
+def _names(root: ReadablePath, kind: str, world: int) -> list[str]:
+    """The files of one kind that are there, by rank."""
+    names = (f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world))
+    return [name for name in names if (root / name).is_file()]
+
+
+def _check_complete(root: ReadablePath, files: Mapping[str, Sequence[str]], world: int, *, optimizer: bool) -> None:
+    problems = Problems()
+    for kind in ("model", "optim") if optimizer else ("model",):
+        there = set(files[kind])
+        for rank in range(world) if there or kind == "model" else ():
+            name = f"{kind}_world_size_{world}_rank_{rank}.pt"
+            if name not in there:
+                problems.add(
+                    Incomplete, f"{root / name}: missing; {world} ranks wrote this checkpoint",
+                    "Each node writes the files of its own ranks: bring those of all nodes together.",
+                )  # fmt: skip
+    problems.raise_if_any()

@@ -1,6 +1,6 @@
 """What an FSDP run calls its tensors in a DCP folder: one description of a layout of keys, read both ways.
 
-A key is a path in the nest of dictionaries that was saved, joined by dots; ``planner_data`` has the path itself, in which a
+A key is a path in the nested dict that was saved, joined by dots; ``planner_data`` has the path itself, in which a
 parameter's name is one part, dots and all. Layouts that are known, with ``P`` for a parameter's name and an int for a list's index:
 
 =========  ======================================================  =======================================================
@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from mcore_rlhf.storage.dcp import Path_
 
@@ -232,3 +233,51 @@ def _guess(key: str, head: str | None, prefix: str, nested: bool) -> Path_:
 def parsed(layout: KeyLayout, paths: Mapping[str, Path_]) -> dict[str, Key]:
     """What every key of a folder stands for."""
     return {key: layout.parse(path) for key, path in paths.items()}
+
+
+def flattened(value: object, path: Path_ = ()) -> Iterator[tuple[Path_, object]]:
+    """Take a nested dict apart as torch does.
+
+    Dictionaries are always entered, and lists that hold dictionaries or tensors; everything else is a leaf.
+    Source: torch 2.13.0, ``distributed/checkpoint/_traverse.py`` (``traverse_state_dict``).
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flattened(item, (*path, str(key)))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, item in enumerate(value):
+            yield from flattened(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _is_leaf(value: list[Any]) -> bool:
+    import torch
+
+    return not any(
+        isinstance(item, Mapping | torch.Tensor) or (isinstance(item, list) and not _is_leaf(item)) for item in value
+    )
+
+
+def unflattened(values: Mapping[Path_, object]) -> dict[str, Any]:
+    """Put a nested dict together again: an int in a path is an index of a list.
+
+    Args:
+        values: Leaves by path; no path is empty.
+    """
+    root: dict[str | int, Any] = {}
+    for path, value in values.items():
+        at = root
+        for part in path[:-1]:
+            at = at.setdefault(part, {})
+        at[path[-1]] = value
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    if type(value) is not dict:
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    if items and sorted(items, key=str) == sorted(range(len(items)), key=str) and all(type(k) is int for k in items):
+        return [items[index] for index in range(len(items))]
+    return {str(key): item for key, item in items.items()}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
@@ -20,15 +21,11 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import DcpFolder, Path_, load_tensor, unwrap
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .aliases import find_aliases
-from .catalog import DcpCatalog
 from .folders import RLINF_FOLDER, Located, locate
 from .groups import STEP, Collected, name_numbers
-from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed
-from .native import DcpState
-from .nest import nest
+from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import model_config, num_layers, plain_source
-from .rest import RNG, iteration_of, note_rng, scheduler_of
+from .state import RNG, DcpState, iteration_of, note_rng, scheduler_of
 from .verl import read_verl
 
 ITEM = "mcore_rlhf"
@@ -61,30 +58,33 @@ def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
     missing = [key for key in (*opened.tensors, *opened.objects) if key not in paths]
     if missing:
         raise Incomplete(f"{located.folder}: planner_data has no path for {missing[0]}")
-    kept = Sidecar.read(located.folder, options.stubs)
-    if kept is None and ITEM in opened.objects:
-        kept = _from_item(unwrap(opened, ITEM), str(located.folder))
+    sidecar = Sidecar.read(located.folder, options.stubs)
+    if sidecar is None and ITEM in opened.objects:
+        sidecar = _from_item(unwrap(opened, ITEM), str(located.folder))
     layout = find_layout(list(paths.values()), [paths[key] for key in opened.tensors])
-    return _Reading(located, opened, paths, layout, options, kept, beside).source()
+    return _DcpReader(located, opened, paths, layout, options, sidecar, beside).source()
 
 
-def _from_item(tree: Any, where: str) -> Sidecar:
+def _from_item(stored: Any, where: str) -> Sidecar:
     """What an item of the folder itself once held, under :data:`ITEM`.
 
     Raises:
         Unsupported: A later version wrote it.
     """
-    if not isinstance(tree, dict) or tree.get("version") != 1:
+    if not isinstance(stored, dict) or stored.get("version") != 1:
         raise Unsupported(f"{where}: its item {ITEM!r} is of a version that is not known; a later mcore_rlhf wrote it")
-    state, module = dict(tree["state"]), {name: value for name, value in tree["native"].items() if name != "optimizer"}
+    state, module = (
+        dict(stored["state"]),
+        {name: value for name, value in stored["native"].items() if name != "optimizer"},
+    )
     groups = tuple(
         ParamGroup(g["fields"], g["expert"], tuple(g["params"]), tuple(g["scalars"])) for g in state.pop("groups")
     )
     names: dict[str, Any] = {key: tuple(module.pop(key)) for key in ("order", "buffers", "per_rank") if key in module}
-    dtypes = {name: dtype_of(dtype) for name, dtype in tree["dtypes"].items()}
+    dtypes = {name: dtype_of(dtype) for name, dtype in stored["dtypes"].items()}
     return Sidecar(
-        **state, **module, **names, groups=groups, values=tree["native"].get("optimizer", {}), dtypes=dtypes,
-        frozen=tuple(tree["frozen"]),
+        **state, **module, **names, groups=groups, values=stored["native"].get("optimizer", {}), dtypes=dtypes,
+        frozen=tuple(stored["frozen"]),
     )  # fmt: skip
 
 
@@ -106,13 +106,13 @@ def _join(opened: DcpFolder, beside: DcpFolder) -> None:
 
 
 @dataclass
-class _Reading:
+class _DcpReader:
     located: Located
     opened: DcpFolder
     paths: Mapping[str, Path_]
     layout: KeyLayout
     options: ReadOptions
-    kept: Sidecar | None
+    sidecar: Sidecar | None
     beside: DcpFolder | None = None
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
@@ -148,7 +148,7 @@ class _Reading:
             optimizer="dcp" if self._with_optimizer else None,
             notes=self.notes,
             family=native,
-            origin={} if self.kept is None else self.kept.origin,
+            origin={} if self.sidecar is None else self.sidecar.origin,
         )
 
     def _files(self) -> tuple[StoredFile, ...]:
@@ -229,8 +229,8 @@ class _Reading:
 
     def _aliases(self) -> dict[str, str]:
         """Second names of tied weights, which an FSDP run stores under both."""
-        if self.kept is not None:
-            return dict(self.kept.shared)
+        if self.sidecar is not None:
+            return dict(self.sidecar.shared)
         return find_aliases(self.opened, self.model_keys, set(self.state_keys), self.notes)
 
     def _model(self, aliases: set[str]) -> tuple[ModelSpec, dict[str, dict[str, str]]]:
@@ -244,7 +244,7 @@ class _Reading:
             self._check_states(name, tensor.global_shape, states)
             own = MASTER if trained and self._with_optimizer and tensor.dtype == FLOAT32 else PARAM
             entries[name] = {own: key, **(states if trained else {})}
-            dtype = self.kept.dtypes.get(name, tensor.dtype) if self.kept is not None else tensor.dtype
+            dtype = self.sidecar.dtypes.get(name, tensor.dtype) if self.sidecar is not None else tensor.dtype
             specs.append(ParamSpec(name, tensor.global_shape, dtype, REPLICATED, trained))
         absent = sorted(members - self.model_keys.keys())
         if absent:
@@ -252,9 +252,9 @@ class _Reading:
         return ModelSpec(tuple(specs), num_layers(entries), bool(aliases), vocab_size=self.options.vocab_size), entries
 
     def _is_trained(self, name: str, key: str) -> bool:
-        if self.kept is None:
+        if self.sidecar is None:
             return self._is_floating(key)
-        return name not in self.kept.frozen and name not in self.kept.buffers
+        return name not in self.sidecar.frozen and name not in self.sidecar.buffers
 
     def _check_states(self, name: str, shape: Shape, states: Mapping[str, str]) -> None:
         for state, key in states.items():
@@ -269,16 +269,16 @@ class _Reading:
         return max(ranks, default=0) + 1
 
     def _native(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> DcpState:
-        rest = nest(self.rest)
+        rest = unflattened(self.rest)
         assert self.located.folder is not None
         inner = RLINF_FOLDER if self.located.folder == self.located.root / RLINF_FOLDER else ""
-        own = self.kept.module if self.kept is not None else self._guessed(groups, aliases)
+        own = self.sidecar.module if self.sidecar is not None else self._guessed(groups, aliases)
         lost = tuple(text for fate, text in self.notes.lines if fate is Fate.LOST)
         shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)}
         return DcpState(
             **shared, layout=self.layout, inner=inner, weights=self.located.weights is not None, rest=rest, groups=groups,
             scalars=self.collected.scalars, differing=lost,
-            derived=() if self.kept is None else tuple(key for key in rest if key not in self.kept.other),
+            derived=() if self.sidecar is None else tuple(key for key in rest if key not in self.sidecar.other),
         )  # fmt: skip
 
     def _guessed(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> ModuleState:
@@ -287,11 +287,85 @@ class _Reading:
         return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=model_config(self.located.root))
 
     def _training(self, native: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
-        if self.kept is None or RNG in self.kept.other:  # otherwise they were derived when the folder was written
+        if self.sidecar is None or RNG in self.sidecar.other:  # otherwise they were derived when the folder was written
             note_rng(native.rest, self.notes)
-        if self.kept is not None:
-            state = self.kept.training
+        if self.sidecar is not None:
+            state = self.sidecar.training
             return state if self._with_optimizer else replace(state, groups=())
         scheduler, other = scheduler_of(native.rest)
         step = iteration_of(self.located, native.rest, scheduler, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=scheduler, other=other)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpCatalog:
+    """Lazy mapping from names to where their elements lie.
+
+    Args:
+        role: Role of all its tensors.
+        model: Names and shapes.
+        folder: The folder.
+        keys: For every parameter, the folder's key of each of its states. A trained fp32 parameter is its own master, and
+            stands under that name; ``param`` is what a target rounds from it.
+    """
+
+    role: str
+    model: ModelSpec
+    folder: DcpFolder
+    keys: Mapping[str, Mapping[str, str]]
+
+    def __iter__(self) -> Iterator[TensorName]:
+        for spec in self.model.params:
+            for state in self.keys[spec.name]:
+                yield TensorName(self.role, spec.name, state)
+
+    def __len__(self) -> int:
+        return sum(len(self.keys[spec.name]) for spec in self.model.params)
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """Find the chunks of one tensor, or None where the folder does not have it."""
+        key = self.keys.get(name.param, {}).get(name.state)
+        if key is None or name.role != self.role:
+            return None
+        return self.folder.tensors[key].entry(name)
+
+
+_EMBEDDING = re.compile(r"(?:^|[._])(?:embed\w*|wte|word_embeddings)\.")
+
+
+def find_aliases(
+    opened: DcpFolder, model_keys: Mapping[str, str], trained: Collection[str], notes: Report
+) -> dict[str, str]:
+    """Matrices that the optimizer does not know, and whose bytes are those of a trained one: an embedding and an output layer.
+
+    Args:
+        opened: The folder.
+        model_keys: Keys of the model's tensors, by name.
+        trained: Parameters that the optimizer has states of; without any, nothing can be told.
+        notes: Told what was found.
+
+    Returns:
+        ``{alias: owner}``.
+    """
+    found: dict[str, str] = {}
+    shapes = {name: opened.tensors[key].global_shape for name, key in model_keys.items()}
+    for alias, key in model_keys.items():
+        if alias in trained or len(shapes[alias]) != 2:
+            continue
+        for owner in model_keys:
+            fits = owner in trained and shapes[owner] == shapes[alias]
+            if (
+                fits
+                and _EMBEDDING.search(f"{alias} {owner}")
+                and _checksums(opened, key) == _checksums(opened, model_keys[owner])
+            ):
+                found[alias] = owner
+                notes.add(Fate.NOTE, f"{alias}: the same tensor as {owner}, stored twice")
+                break
+    return found
+
+
+def _checksums(opened: DcpFolder, key: str) -> object:
+    """Type, cut and CRC of every part: equal ones hold equal bytes."""
+    tensor = opened.tensors[key]
+    return tensor.dtype, tuple((box, opened.checksum(tensor, box)) for box in tensor.boxes)

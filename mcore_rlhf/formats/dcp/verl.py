@@ -26,11 +26,10 @@ from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torchzip import read_directory
 
-from .folders import Located
+from .folders import EXTRA, MODEL, OPTIMIZER, Located, rank_files
 from .groups import Collected, name_numbers
 from .plain import model_config, num_layers
-from .rest import SCHEDULER, iteration_of
-from .verl_files import EXTRA, MODEL, OPTIMIZER, rank_files
+from .state import SCHEDULER, iteration_of
 
 Values = list[dict[str, Any]]
 _RNG = "rng"
@@ -51,11 +50,11 @@ def read_verl(located: Located, options: ReadOptions) -> Source:
     opened = [read_rank_file(located.root, name, options.stubs) for name in files[MODEL]]
     wanted = files[OPTIMIZER] if options.optimizer else []
     optim = [read_rank_file(located.root, name, options.stubs) for name in wanted]
-    return _Reading(located, options, opened, optim, files[EXTRA]).source()
+    return _VerlReader(located, options, opened, optim, files[EXTRA]).source()
 
 
 @dataclass
-class _Reading:
+class _VerlReader:
     located: Located
     options: ReadOptions
     model: list[RankFile]
@@ -205,7 +204,7 @@ class _Reading:
         return next(count for count in range(most, world + 1) if world % count == 0)
 
     def _training(self, groups: tuple[ParamGroup, ...]) -> TrainingState:
-        """Scheduler and random states are those of the first rank."""
+        """Scheduler and RNG states are those of the first rank."""
         other: dict[str, object] = {}
         if self.extra:
             trees = {name: self._extra_of(name) for name in self.extra}

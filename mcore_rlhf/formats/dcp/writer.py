@@ -31,12 +31,10 @@ from mcore_rlhf.storage.dcp import (
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .choices import Choices, choose
-from .content import Constant, Content, Part, Planned
-from .derived import rest_of
+from .content import Choices, Constant, Content, Part, Planned, choose, rest_of
 from .folders import FULL_WEIGHTS
 from .keys import joined
-from .native import DcpState
+from .state import DcpState
 
 
 def dcp_target(source: Source, options: WriteOptions) -> Target:
@@ -60,7 +58,7 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     view = StateOrder(Renamed(source.catalog, source.role, names), {PARAM: order[PARAM]})
     content = Content(source, native, choices, view, rest_of(source, choices, report))
     _report(source, choices, options, report)
-    return _Writer(source, native, choices, content, view).target(report)
+    return _DcpTarget(source, native, choices, content, view).target(report)
 
 
 def _holds(source: Source, content: Content) -> Inventory:
@@ -86,7 +84,7 @@ def cut(shape: Shape, parts: int) -> Iterator[Box]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
+class _DcpTarget:
     source: Source
     native: ModuleState
     choices: Choices

@@ -1,8 +1,7 @@
 """Hugging Face's model folders: ``model.safetensors`` or several such files, ``config.json``, a tokenizer.
 
-``reader`` opens one (``series`` → ``config`` → ``kept`` → ``catalog``), ``writer`` describes one (``weights`` → ``shards``,
-``tokenizer``, ``config``, ``kept``). ``names`` has the file names of both, ``kept`` what lies in ``optimizer/`` beside the
-weights, in the JSON of ``exact_json``.
+``reader`` opens one (``series`` → ``config``), ``writer`` describes one (``shards``, ``tokenizer``, ``config``). ``names`` has the file
+names of both. What has no place in such a folder lies beside: :mod:`mcore_rlhf.families.sidecar`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class HuggingFaceFormat(Format):
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How transformers is told to load it."""
-        from .loading import loading_line
+        from .config import loading_line
 
         return loading_line(path)
 

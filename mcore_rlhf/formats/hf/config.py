@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import DType, dtype_of
-from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.models.huggingface.config import misfits
 from mcore_rlhf.storage.paths import ReadablePath
 
@@ -183,3 +183,35 @@ def dtype_in(config: Config) -> DType | None:
 def with_eos(config: Config, eos: tuple[int, ...]) -> dict[str, object]:
     """A description, of the model or of how it generates, with the ids of the tokens that end a text."""
     return {**config, "eos_token_id": eos[0] if len(eos) == 1 else list(eos)} if eos else dict(config)
+
+
+_CAUSAL = "ForCausalLM"
+_AUTO = (
+    _CAUSAL,
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForImageTextToText",
+    "ForQuestionAnswering",
+    "Model",
+)
+"""Ends of class names, each of which has an ``AutoModel`` of its own."""
+
+
+def loading_line(folder: ReadablePath) -> str:
+    """The line of Python; empty for a folder that does not say which model it is.
+
+    Args:
+        folder: The folder.
+    """
+    try:
+        config = read_own_config(folder)
+    except CheckpointError:
+        return ""
+    classes = config.get("architectures")
+    named = str(classes[0]) if isinstance(classes, list) and classes else _CAUSAL
+    if not isinstance(config.get("model_type"), str):
+        return ""
+    code = ", trust_remote_code=True" if config.get("auto_map") else ""
+    end = next((end for end in _AUTO if named.endswith(end)), None)
+    loader = named if end is None else f"AutoModel{end.removesuffix('Model')}"
+    return f'{loader}.from_pretrained("{folder}"{code})'

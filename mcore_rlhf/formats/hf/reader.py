@@ -1,14 +1,15 @@
-"""Opening a Hugging Face folder: weights, config and what we kept beside them become one Source."""
+"""Opening a Hugging Face folder: weights, config and what lies beside them become one Source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.dtype import FLOATING
-from mcore_rlhf.core.names import PARAM
+from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of
 from mcore_rlhf.families.module import ModuleState
@@ -20,7 +21,6 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .catalog import HuggingFaceCatalog
 from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
 from .names import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
 from .series import Series, find_series, read_series
@@ -44,8 +44,8 @@ def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
     notes, config = Report(), read_own_config(path)
     refuse_other_file(config, str(path / CONFIG))
     weights = read_series(path, *found, options.stubs)
-    kept = _sidecar(path, options, notes)
-    return _Reading(path, options, config, weights, kept, _step(path), notes).source()
+    sidecar = _sidecar(path, options, notes)
+    return _FolderReader(path, options, config, weights, sidecar, _step(path), notes).source()
 
 
 def _step(path: ReadablePath) -> int:
@@ -72,12 +72,12 @@ def _sidecar(path: ReadablePath, options: ReadOptions, notes: Report) -> Sidecar
 
 
 @dataclass
-class _Reading:
+class _FolderReader:
     path: ReadablePath
     options: ReadOptions
     config: Mapping[str, object]
     weights: Series
-    kept: Sidecar | None
+    sidecar: Sidecar | None
     step: int
     notes: Report
     states: dict[str, Series] = field(default_factory=dict)
@@ -91,14 +91,14 @@ class _Reading:
         if method:
             text = "they stay as they are in another Hugging Face folder, and are refused elsewhere"
             self.notes.add(Fate.NOTE, f"{CONFIG}: the weights are quantized, by {method}: {text}")
-        if self.kept is not None and self.options.optimizer:
-            self.states = {s: read_series(self.path, f"{OPTIMIZER}/{s}", SAFETENSORS) for s in self.kept.states}
+        if self.sidecar is not None and self.options.optimizer:
+            self.states = {s: read_series(self.path, f"{OPTIMIZER}/{s}", SAFETENSORS) for s in self.sidecar.states}
         shared, twice = self._shared()
         params = {name: stored for name, stored in self.weights.tensors.items() if name not in twice}
         self._check(params, shared, twice)
         role = self.options.role or "actor"
         model = self._model(params, shared)
-        optimizer = self.kept.optimizer or None if self.kept is not None and self.options.optimizer else None
+        optimizer = self.sidecar.optimizer or None if self.sidecar is not None and self.options.optimizer else None
         return Source(
             format="hf",
             root=self.path,
@@ -112,7 +112,7 @@ class _Reading:
             optimizer=optimizer,
             notes=self.notes,
             family=replace(self._native(model, shared), packs_experts=False),
-            origin={} if self.kept is None else self.kept.origin,
+            origin={} if self.sidecar is None else self.sidecar.origin,
         )
 
     def _shared(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -138,7 +138,7 @@ class _Reading:
 
     def _known_ties(self) -> dict[str, str]:
         """What was kept of ties, as far as it leads from a name to an owner, and not in circles."""
-        found = self.kept.shared if self.kept is not None else {}
+        found = self.sidecar.shared if self.sidecar is not None else {}
         return {alias: owner for alias, owner in found.items() if owner not in found}
 
     def _check(self, params: Mapping[str, StoredTensor], shared: Mapping[str, str], twice: Mapping[str, str]) -> None:
@@ -174,8 +174,8 @@ class _Reading:
             problems.add(LayoutMismatch, text, "Weights and optimizer are of different models, or steps.")
 
     def _model(self, params: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> ModelSpec:
-        known = self.kept.order if self.kept is not None else ()
-        still = {*self.kept.frozen, *self.kept.buffers} if self.kept is not None else set()
+        known = self.sidecar.order if self.sidecar is not None else ()
+        still = {*self.sidecar.frozen, *self.sidecar.buffers} if self.sidecar is not None else set()
         specs = []
         for name in dict.fromkeys([*(name for name in known if name in params), *params]):
             dtype = params[name].record.dtype
@@ -202,19 +202,18 @@ class _Reading:
         return places
 
     def _training(self) -> TrainingState:
-        if self.kept is not None:
-            state = self.kept.training
+        if self.sidecar is not None:
+            state = self.sidecar.training
             return state if self.options.optimizer else replace(state, groups=())
         return TrainingState(self.step, release=not self.step)
 
     def _native(self, model: ModelSpec, shared: Mapping[str, str]) -> ModuleState:
-        kept = self.kept
-        if kept is None:
+        if self.sidecar is None:
             buffers = tuple(spec.name for spec in model.params if not spec.trainable)
             return ModuleState(
                 f"global_step{self._training().iteration}", buffers=buffers, shared=shared, config=self.config
             )
-        return replace(kept.module, shared=shared, config=self.config)
+        return replace(self.sidecar.module, shared=shared, config=self.config)
 
     def _files(self) -> list[StoredFile]:
         """All files that matter."""
@@ -223,3 +222,36 @@ class _Reading:
             if (self.path / name).is_file():
                 files.append(StoredFile(name, (self.path / name).stat().st_size, ()))
         return [*files, *sidecar_files(self.path)]
+
+
+Places = Mapping[str, Mapping[str, tuple[StoredTensor, ...]]]
+"""For each parameter and each of its states, where its elements lie: in more than one place where it is stored twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceCatalog:
+    """Lazy mapping from tensor names to where their elements lie.
+
+    Args:
+        role: Role of all its tensors.
+        places: Where they lie.
+    """
+
+    role: str
+    places: Places
+
+    def __iter__(self) -> Iterator[TensorName]:
+        for param, states in self.places.items():
+            for state in states:
+                yield TensorName(self.role, param, state)
+
+    def __len__(self) -> int:
+        return sum(len(states) for states in self.places.values())
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """The entry of that name, or None."""
+        stored = self.places.get(name.param, {}).get(name.state) if name.role == self.role else None
+        if not stored:
+            return None
+        chunks = tuple(Chunk(Box.whole(s.shape), s.record, s.start, s.strides) for s in stored)
+        return TensorEntry(name, stored[0].shape, stored[0].record.dtype, chunks)

@@ -61,7 +61,7 @@ def read_series(root: ReadablePath, stem: str, ending: str, stubs: tuple[str, ..
     Raises:
         CheckpointError: Files are missing, damaged, or not what the index says; all problems together.
     """
-    reading = _Reading(root, ending, stubs)
+    reading = _SeriesReader(root, ending, stubs)
     whole, index = file_name(stem, ending), index_name(stem, ending)
     if inside(root, whole).is_file():
         reading.read([whole])
@@ -116,7 +116,7 @@ def _complete(root: ReadablePath, stem: str, ending: str) -> list[str]:
 
 
 @dataclass
-class _Reading:
+class _SeriesReader:
     root: ReadablePath
     ending: str
     stubs: tuple[str, ...]

@@ -27,7 +27,7 @@ DEFAULT_SHARD = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WrittenTensor:
     """One tensor to be written.
 
     Args:
@@ -63,7 +63,7 @@ class Shard:
         nbytes: Bytes of its tensors.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WrittenTensor] = field(default_factory=list)
     file: str = ""
     nbytes: int = 0
 
@@ -89,7 +89,12 @@ class Shard:
 
 
 def shards_of(
-    parts: Iterable[Part], stem: str, limit: int = DEFAULT_SHARD, ending: str = SAFETENSORS, *, copies: bool = True
+    parts: Iterable[WrittenTensor],
+    stem: str,
+    limit: int = DEFAULT_SHARD,
+    ending: str = SAFETENSORS,
+    *,
+    copies: bool = True,
 ) -> list[Shard]:
     """Deal tensors to files, in order.
 

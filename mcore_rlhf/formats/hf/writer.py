@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
-from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.errors import Incomplete, Unsupported, UsageError
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Catalog, TensorEntry
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType, dtype_of
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import FROM_MASTERS, Cast, StateOrder
+from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, without_quantization
 from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import ModuleState, config_in, read_config
@@ -20,6 +23,7 @@ from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import tell_kept
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 
@@ -36,9 +40,8 @@ from .config import (
     with_eos,
 )
 from .names import CONFIG, GENERATION_CONFIG, MODEL_STEM, OPTIMIZER, SAFETENSORS
-from .shards import DEFAULT_SHARD, Part, index_of, shards_of
+from .shards import DEFAULT_SHARD, WrittenTensor, index_of, shards_of
 from .tokenizer import check_vocabulary, files_beside, generation_config
-from .weights import Weights, main_dtype, shapes_of
 
 _OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.VALUE, "iteration"))
 """What a folder of weights alone says beside its config; the iteration stands in its manifest."""
@@ -63,7 +66,9 @@ def hf_target(source: Source, options: WriteOptions) -> Target:
     native = ModuleState.needed(source, "hf")
     _refuse_options(source, options)
     config, where = _config(source, native, options)
-    return _Writer(source, native, options, config, where, Weights(source, native, options, bool(config))).target()
+    return _FolderTarget(
+        source, native, options, config, where, Weights(source, native, options, bool(config))
+    ).target()
 
 
 def _refuse_options(source: Source, options: WriteOptions) -> None:
@@ -101,7 +106,7 @@ def _config(source: Source, native: ModuleState, options: WriteOptions) -> tuple
 
 
 @dataclass
-class _Writer:
+class _FolderTarget:
     source: Source
     native: ModuleState
     options: WriteOptions
@@ -143,7 +148,7 @@ class _Writer:
             return held
         return {item: value for item, value in held.items() if item.kind is Kind.CONFIG or item in _OF_MODEL}
 
-    def _series(self, parts: list[Part], stem: str, texts: dict[str, str | bytes]) -> list[TargetFile]:
+    def _series(self, parts: list[WrittenTensor], stem: str, texts: dict[str, str | bytes]) -> list[TargetFile]:
         """The files of one state dict; its index joins the texts."""
         shards = shards_of(parts, stem, self.options.max_shard_size or DEFAULT_SHARD)
         texts.update(index_of(shards, stem))
@@ -173,7 +178,7 @@ class _Writer:
             state, module, source.model.params, source.origin, optimizer=source.optimizer or "", states=states
         )
 
-    def _described(self, parts: list[Part], report: Report) -> dict[str, object]:
+    def _described(self, parts: list[WrittenTensor], report: Report) -> dict[str, object]:
         """The description, with what the conversion changes, held against the tensors."""
         shapes, shared = shapes_of(parts), self.native.shared
         pair = {LM_HEAD, EMBEDDING}
@@ -197,7 +202,7 @@ class _Writer:
             config = with_dtype(config, dtype)
         return with_eos(config, self.options.eos_token_ids)
 
-    def _beside(self, parts: list[Part], report: Report) -> dict[str, ReadablePath]:
+    def _beside(self, parts: list[WrittenTensor], report: Report) -> dict[str, ReadablePath]:
         """The tokenizer, and whatever else goes along."""
         own = self.source.carried.files if self.source.carried is not None else {}
         found = files_beside(own, self.options.tokenizer, report)
@@ -222,7 +227,7 @@ class _Writer:
             return reading.read_bytes(carried.files[CONFIG])
         return json.dumps(config, indent=2) + "\n"
 
-    def _report(self, parts: list[Part], report: Report) -> None:
+    def _report(self, parts: list[WrittenTensor], report: Report) -> None:
         source, options = self.source, self.options
         if not self.config:
             report.add(
@@ -247,7 +252,7 @@ class _Writer:
             report.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))
             report.leave(Reason.OF_LAYOUT, Item(Kind.MODEL, "keys"), Item(Kind.MODEL, "per_rank"))
 
-    def _report_types(self, parts: list[Part], report: Report) -> None:
+    def _report_types(self, parts: list[WrittenTensor], report: Report) -> None:
         """Said of weights that are not what the source stores."""
         specs = {spec.name: spec for spec in self.source.model.params}
         changed = [part for part in parts if part.dtype != specs[part.source.param].dtype]
@@ -261,7 +266,7 @@ class _Writer:
         for part in changed:
             self._report_cast(part, report)
 
-    def _report_cast(self, part: Part, report: Report) -> None:
+    def _report_cast(self, part: WrittenTensor, report: Report) -> None:
         """Said of a value that is converted and has no master: exact to a wider type, rounded otherwise."""
         entry = self._stored(part, PARAM)
         if entry is None or self._stored(part, MASTER) is not None:
@@ -270,7 +275,7 @@ class _Writer:
         text = f"weights: converted to {part.dtype}" + ("" if wider else ", and rounded")
         report.add(Fate.CHANGED if wider else Fate.LOST, text)
 
-    def _stored(self, part: Part, state: str) -> TensorEntry | None:
+    def _stored(self, part: WrittenTensor, state: str) -> TensorEntry | None:
         return self.source.catalog.get(part.source._replace(state=state))
 
 
@@ -294,3 +299,107 @@ def _item_of(where: str) -> Item:
     if section == "groups":
         return Item(Kind.GROUP, keys[2] if len(keys) > 2 else ANY)
     return Item(_SECTIONS.get(section, Kind.VALUE), keys[0] if keys else ANY)
+
+
+_FIXED_TYPE = ("e_score_correction_bias",)
+"""Tensors that the model computes with in fp32 whatever its type is.
+
+Source: transformers 5.23.0, ``models/deepseek_v3/modeling_deepseek_v3.py`` (``_keep_in_fp32_modules_strict``).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Decides what is written of a source.
+
+    Args:
+        source: The checkpoint.
+        native: Its own view of it.
+        options: What the user asked for.
+        described: Whether a ``config.json`` is written: then whoever loads the folder ties what is tied.
+    """
+
+    source: Source
+    native: ModuleState
+    options: WriteOptions
+    described: bool
+
+    @property
+    def view(self) -> Catalog:
+        """Where the tensors come from."""
+        if self.options.masters:
+            return StateOrder(self.source.catalog, FROM_MASTERS)
+        return Cast(self.source.catalog, None if self.options.dtype is None else dtype_of(self.options.dtype))
+
+    def parts(self) -> list[WrittenTensor]:
+        """The weights, in the module's order.
+
+        Raises:
+            Incomplete: Some are stored nowhere, or have no masters where those are asked for; all of them are named.
+        """
+        problems, found, view = Problems(), list[WrittenTensor](), self.view
+        for spec in self.source.model.params:
+            name = TensorName(self.source.role, spec.name, PARAM)
+            entry = view.get(name)
+            if entry is None:
+                problems.add(
+                    Incomplete, f"{spec.name}: neither the weight nor its fp32 master is in {self.source.root}"
+                )
+            elif self.options.masters and spec.trainable and not self._is_master(name, entry):
+                text = f"{spec.name}: --masters asks for its fp32 master, which is not in {self.source.root}"
+                problems.add(Incomplete, text, "Leave out --masters to take the weights themselves.")
+            else:
+                found.append(WrittenTensor(name, self.shape(spec), self._dtype(spec, entry), self._names(spec)))
+        problems.raise_if_any()
+        return found
+
+    def _is_master(self, name: TensorName, entry: TensorEntry) -> bool:
+        """Whether an entry is as exact as the run has it: an fp32 parameter is its own master where there is no other."""
+        return entry.dtype == FLOAT32 or self.source.catalog.get(name._replace(state=MASTER)) is not None
+
+    def state_parts(self, state: str) -> list[WrittenTensor]:
+        """One state of the optimizer, of every parameter that has it."""
+        found = []
+        for spec in self.source.model.params:
+            name = TensorName(self.source.role, spec.name, state)
+            entry = self.source.catalog.get(name) if spec.trainable else None
+            if entry is not None:
+                found.append(WrittenTensor(name, self.shape(spec), entry.dtype, (spec.name,)))
+        return found
+
+    def shape(self, spec: ParamSpec) -> Shape:
+        """The shape as written: without the padding of a vocabulary."""
+        rows = self.options.vocab_size or self.source.model.vocab_size
+        if not spec.partition.vocabulary or rows is None:
+            return spec.global_shape
+        return (min(rows, spec.global_shape[0]), *spec.global_shape[1:])
+
+    def _names(self, spec: ParamSpec) -> tuple[str, ...]:
+        """All names under which the tensor is written; a tied output layer is made by whoever loads the folder."""
+        names = (spec.name, *(alias for alias, owner in self.native.shared.items() if owner == spec.name))
+        kept = tuple(name for name in names if name != LM_HEAD)
+        if spec.name == LM_HEAD and self.options.with_optimizer:  # whose states lie under its name
+            return names
+        return kept if self.described and kept else names
+
+    def _dtype(self, spec: ParamSpec, entry: TensorEntry) -> DType:
+        fixed = spec.name in self.native.buffers or spec.name.endswith(_FIXED_TYPE) or spec.dtype not in FLOATING
+        if fixed:
+            return spec.dtype
+        if self.options.dtype is not None:
+            return dtype_of(self.options.dtype)
+        return entry.dtype if self.options.masters else spec.dtype
+
+
+def main_dtype(parts: list[WrittenTensor]) -> DType | None:
+    """The type of most bytes of the floating-point weights, or None without any."""
+    sizes: dict[DType, int] = {}
+    for part in parts:
+        if part.dtype in FLOATING:
+            sizes[part.dtype] = sizes.get(part.dtype, 0) + part.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+
+
+def shapes_of(parts: list[WrittenTensor]) -> Mapping[str, Shape]:
+    """The tensors by name, as they will be written."""
+    return {name: part.shape for part in parts for name in part.names}

@@ -42,11 +42,11 @@ def peft_target(source: Source, options: WriteOptions) -> Target:
     """
     if ModuleState.of(source) is None:
         raise Unsupported(f"from {source.format} to peft: its names are not those of a module with an adapter")
-    return _Writer(source, options, known_config(source, options.reference_config)).target()
+    return _AdapterTarget(source, options, known_config(source, options.reference_config)).target()
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
+class _AdapterTarget:
     source: Source
     options: WriteOptions
     given: AdapterConfig

@@ -15,7 +15,7 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, Unsupporte
 from mcore_rlhf.families.crossing import alike, crossed
 from mcore_rlhf.families.crossing.packing import in_memory
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.origin import Origin
+from mcore_rlhf.families.origin import FormerFamily
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from tests.helpers import universal_by_hand
@@ -286,5 +286,5 @@ def test_an_output_layer_that_is_missing_is_not_taken_for_a_tied_one(tmp_path: P
     ],
 )
 def test_experts_are_spelled_as_they_were(stored: dict[str, str], asked: str | None, expected: tuple[str, str]) -> None:
-    found = Origin(stored).spelling(asked)
+    found = FormerFamily(stored).spelling(asked)
     assert (found.implementation, found.experts) == expected

@@ -25,9 +25,8 @@ from mcore_rlhf.errors import (
     UsageError,
 )
 from mcore_rlhf.families.source import ReadOptions, Source
-from mcore_rlhf.formats.dcp.keys import KeyLayout, Style, find_layout, guess_paths, joined
-from mcore_rlhf.formats.dcp.native import DcpState
-from mcore_rlhf.formats.dcp.nest import leaves, nest
+from mcore_rlhf.formats.dcp.keys import KeyLayout, Style, find_layout, flattened, guess_paths, joined, unflattened
+from mcore_rlhf.formats.dcp.state import DcpState
 from mcore_rlhf.formats.dcp.writer import cut
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import DcpFolder
@@ -456,8 +455,8 @@ def test_nests_are_taken_apart_as_torch_does(tmp_path: Path) -> None:
     }
     save(tree, tmp_path)
     paths = pickle.loads((tmp_path / ".metadata").read_bytes()).planner_data
-    assert {joined(path): path for path, _ in leaves(tree)} == paths
-    back = nest(dict(leaves(tree)))
+    assert {joined(path): path for path, _ in flattened(tree)} == paths
+    back = unflattened(dict(flattened(tree)))
     assert back.pop("a")["c"][0] == {"d": 1}
     assert back == {"e": (1, {"f": 2}), "g": [[1], [{"h": 2}]]}
 
