@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
-from .box import Box, Shape, dot
+from .box import Box, Shape, dot, row_major
 from .dtype import DType
 from .names import TensorName
 
@@ -49,6 +49,11 @@ class Chunk:
     record: Record
     start: int
     strides: Shape
+
+    @classmethod
+    def whole(cls, record: Record, shape: Shape) -> Chunk:
+        """A tensor that lies in a record whole, row by row from its start."""
+        return cls(Box.whole(shape), record, 0, row_major(shape))
 
     def narrow(self, box: Box) -> Chunk:
         """The part of this chunk that holds ``box``, which must lie inside it."""

@@ -47,21 +47,21 @@ class Target:
 
     Args:
         format: Name of the format.
-        parallel: How the model will be cut.
         source: Where its tensors come from: the source's catalogue, or a view of it with other rows or names.
         files: The large files.
-        texts: Small files and their content; a text is stored as UTF-8.
         report: What was kept, derived, changed and dropped.
-        carried: Files that are taken over byte for byte, by their path in the target.
+        parallel: How the model will be cut.
+        texts: Small files and their content; a text is stored as UTF-8.
         holds: Everything but tensors that it will have of its source, under the source's own names, with its value.
+        carried: Files that are taken over byte for byte, by their path in the target.
     """
 
     format: str
-    parallel: ParallelConfig
     source: Catalog
     files: tuple[TargetFile, ...]
-    texts: dict[str, str | bytes]
     report: Report
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    texts: dict[str, str | bytes] = field(default_factory=dict)
     holds: Inventory = field(default_factory=dict)
     carried: dict[str, ReadablePath] = field(default_factory=dict)
 

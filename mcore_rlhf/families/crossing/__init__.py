@@ -38,7 +38,8 @@ def crossed(source: Source, to: Names, options: WriteOptions) -> Source:
     Raises:
         CheckpointError: The model has no names in the other family, or what decides its shapes is not known.
     """
-    refuse_quantized(source, to, options)
+    if ModuleState.of(source):
+        refuse_quantized(source, to, options)
     cross = _CROSSINGS.get((source.family.names, to.family))
     if cross is not None:
         source = _released(cross(source, options), to)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from mcore_rlhf.core.account import Fate, Reason
-from mcore_rlhf.core.box import Box, Shape, row_major
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
 from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
 from mcore_rlhf.core.names import PARAM, TensorName
@@ -194,7 +194,7 @@ class _Dequantizing:
             found = made.get(name.param) if name.state == PARAM else None
             if found is not None:
                 shape = found.weight.global_shape
-                chunk = Chunk(Box.whole(shape), found.record, 0, row_major(shape))
+                chunk = Chunk.whole(found.record, shape)
                 entries[name] = TensorEntry(name, shape, self.dtype, (chunk,))
             elif stored is not None and name.param not in gone:
                 entries[name] = stored

@@ -177,7 +177,7 @@ class Merge:
         total = LowRankSum(base, product, dtype)
         record = total.record(name)
         self._sums[record.file] = total
-        chunk = Chunk(Box.whole(base.global_shape), record, 0, row_major(base.global_shape))
+        chunk = Chunk.whole(record, base.global_shape)
         entries[name] = TensorEntry(entries[name].name, base.global_shape, dtype, (chunk,))
 
     def _replace_whole(

@@ -164,17 +164,42 @@ def arguments_for(
         optimizer: ``distributed``, ``plain`` or None.
         ckpt_format: Megatron's name of the format that is written: ``torch`` or ``torch_dist``.
     """
-    vpp = parallel.vpp if parallel.vpp > 1 else None
-    moe = bool(old.get("num_experts"))
-    always: dict[str, object] = {
+    where_present = _layout_arguments(old, parallel, split, padded_vocab_size)
+    if old.get("ckpt_format") not in (None, ckpt_format):
+        where_present.update(ckpt_format=ckpt_format, use_dist_ckpt=ckpt_format == "torch_dist")
+    if rank is not None:
+        where_present.update(rank=rank, local_rank=0)
+    new = {**old, **_degrees(parallel)}
+    new.update((name, value) for name, value in where_present.items() if name in old or value not in (None, False))
+    new.update(_virtual_stage_arguments(old, parallel, split))
+    if optimizer is not None:
+        new.update(_optimizer_arguments(old, optimizer))
+    if params_dtype is not None:
+        bf16 = params_dtype.name == "bfloat16"
+        new.update(bf16=bf16, fp16=params_dtype.name == "float16")
+        if "accumulate_allreduce_grads_in_fp32" in old:  # Megatron's default follows the parameters' type
+            new["accumulate_allreduce_grads_in_fp32"] = bf16 and not old.get("grad_reduce_in_bf16")
+    return new
+
+
+def _degrees(parallel: ParallelConfig) -> dict[str, object]:
+    """Arguments that every run stores."""
+    return {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "context_parallel_size": parallel.cp,
         "data_parallel_size": parallel.dp,
         "world_size": parallel.world_size,
-        "virtual_pipeline_model_parallel_size": vpp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
     }
-    where_present: dict[str, object] = {
+
+
+def _layout_arguments(
+    old: Mapping[str, object], parallel: ParallelConfig, split: PipelineSplit, padded_vocab_size: int | None
+) -> dict[str, object]:
+    """Arguments that are stored where the run has them, or the layout needs them."""
+    moe = bool(old.get("num_experts"))
+    found: dict[str, object] = {
         "transformer_pipeline_model_parallel_size": parallel.pp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
@@ -187,25 +212,10 @@ def arguments_for(
         "padded_vocab_size": padded_vocab_size,
     }
     if parallel.tp == 1:
-        where_present["tp_comm_overlap"] = False  # overlaps what sequence parallelism communicates
-    if old.get("ckpt_format") not in (None, ckpt_format):
-        where_present.update(ckpt_format=ckpt_format, use_dist_ckpt=ckpt_format == "torch_dist")
-    if rank is not None:
-        where_present.update(rank=rank, local_rank=0)
+        found["tp_comm_overlap"] = False  # overlaps what sequence parallelism communicates
     if old.get("inprocess_active_world_size") == old.get("world_size"):
-        where_present["inprocess_active_world_size"] = parallel.world_size
-    new = dict(old)
-    new.update(always)
-    new.update((name, value) for name, value in where_present.items() if name in old or value not in (None, False))
-    new.update(_virtual_stage_arguments(old, parallel, split))
-    if optimizer is not None:
-        new.update(_optimizer_arguments(old, optimizer))
-    if params_dtype is not None:
-        bf16 = params_dtype.name == "bfloat16"
-        new.update(bf16=bf16, fp16=params_dtype.name == "float16")
-        if "accumulate_allreduce_grads_in_fp32" in old:  # Megatron's default follows the parameters' type
-            new["accumulate_allreduce_grads_in_fp32"] = bf16 and not old.get("grad_reduce_in_bf16")
-    return new
+        found["inprocess_active_world_size"] = parallel.world_size
+    return found
 
 
 def _virtual_stage_arguments(

@@ -156,7 +156,7 @@ class _DcpTarget:
             numel = Box.whole(part.shape).numel
             record = Record(FULL_WEIGHTS, f"data/{len(holds)}", part.dtype, numel, 0)
             tree[part.name.param] = StoredTensor.whole(record, part.shape)
-            chunk = Chunk(Box.whole(part.shape), record, 0, row_major(part.shape))
+            chunk = Chunk.whole(record, part.shape)
             holds.append(TensorEntry(part.name, part.shape, part.dtype, (chunk,)))
         return FileLayout(holds, [chunk.record for entry in holds for chunk in entry.chunks], Pt.of(tree))
 

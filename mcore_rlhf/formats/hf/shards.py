@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import PurePosixPath
 
-from mcore_rlhf.core.box import Box, Shape, row_major
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import TensorName
@@ -49,7 +49,7 @@ class WrittenTensor:
 
     def placed(self, record: Record) -> TensorEntry:
         """The tensor as the whole of a record."""
-        chunk = Chunk(Box.whole(self.shape), record, 0, row_major(self.shape))
+        chunk = Chunk.whole(record, self.shape)
         return TensorEntry(self.source, self.shape, self.dtype, (chunk,))
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Report
-from mcore_rlhf.core.box import Box, row_major
 from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
@@ -104,7 +103,7 @@ class _AdapterTarget:
             spec = self.source.model.get(memory)
             assert spec is not None  # the adapter was found among these
             record = Record(SAFETENSORS, file, self._dtype(memory), prod(spec.global_shape), 0)
-            chunk = Chunk(Box.whole(spec.global_shape), record, 0, row_major(spec.global_shape))
+            chunk = Chunk.whole(record, spec.global_shape)
             entries.append(TensorEntry(TensorName(self.source.role, file), spec.global_shape, record.dtype, (chunk,)))
             tensors.append(StoredTensor.whole(record, spec.global_shape))
         return FileLayout(entries, [tensor.record for tensor in tensors], Safetensors(tensors, {"format": "pt"}))

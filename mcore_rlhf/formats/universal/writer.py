@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Report
-from mcore_rlhf.core.box import Box, Shape, row_major
+from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
@@ -218,7 +218,7 @@ class _TensorFile:
     def tensor(self, name: TensorName, global_shape: Shape, shape: Shape, dtype: DType) -> StoredTensor:
         """A tensor in a further record of its own."""
         record = Record(self.path, f"data/{len(self.records)}", dtype, prod(shape), 0)
-        chunk = Chunk(Box.whole(shape), record, 0, row_major(shape))
+        chunk = Chunk.whole(record, shape)
         self.records.append(record)
         self.holds.append(TensorEntry(name, global_shape, dtype, (chunk,)))
         return StoredTensor.whole(record, shape)
