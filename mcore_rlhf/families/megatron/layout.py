@@ -31,7 +31,7 @@ from mcore_rlhf.storage.ptfile import StoredTensor
 from .arguments import DISTRIBUTED, PLAIN, Arguments
 from .folders import FileRank
 from .groups import in_expert_optimizer
-from .new_run import Choices
+from .new_run import NewLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class LocalParam:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ChainedOptimizer:
     """One of the chained optimizers.
 
     Args:
@@ -90,19 +90,19 @@ class LocalBuffer:
     flat: FlatBuffer
 
 
-def members(args: Arguments, parallel: ParallelConfig) -> tuple[Member, ...]:
+def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer, ...]:
     """The chained optimizers of every rank, in the order in which they are saved."""
     chunks = tuple(range(parallel.vpp))
-    dense = [Member(chunks, expert=False)]
+    dense = [ChainedOptimizer(chunks, expert=False)]
     if args.flag("overlap_param_gather_with_optimizer_step") and parallel.vpp > 1:
-        dense = [Member(chunks[:1], expert=False), Member(chunks[1:], expert=False)]
-    experts = [Member(chunks, expert=True)] if args.num_experts and parallel.ep > 1 else []
+        dense = [ChainedOptimizer(chunks[:1], expert=False), ChainedOptimizer(chunks[1:], expert=False)]
+    experts = [ChainedOptimizer(chunks, expert=True)] if args.num_experts and parallel.ep > 1 else []
     return (*dense, *experts)
 
 
 def buffers(
     params: Sequence[LocalParam],
-    member: Member,
+    member: ChainedOptimizer,
     args: Arguments,
     parallel: ParallelConfig,
     at: FileRank,
@@ -160,7 +160,7 @@ _FINAL_NORM = ("final_layernorm.", "final_norm.")
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ModelKey:
     """One key of the model, with global numbers.
 
     Args:
@@ -192,12 +192,12 @@ class Blueprint:
     role: str
     model: ModelSpec
     args: Arguments
-    choices: Choices
+    choices: NewLayout
     chunks: Sequence[ModelChunk]
     order: Sequence[str]
     moments: tuple[str, ...]
     state_dtypes: Mapping[str, DType]
-    _sections: dict[object, list[Item]] = field(default_factory=dict)
+    _sections: dict[object, list[ModelKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen_layers = False
@@ -210,7 +210,7 @@ class Blueprint:
         """Whether the model has multi-token-prediction layers."""
         return any(chunk.mtp for chunk in self.chunks)
 
-    def items_of(self, chunk: ModelChunk) -> Iterator[Item]:
+    def items_of(self, chunk: ModelChunk) -> Iterator[ModelKey]:
         """The keys of one model chunk in registration order.
 
         Source: megatron-core 0.16.1, ``models/gpt/gpt_model.py``, ``transformer/transformer_block.py``
@@ -230,15 +230,15 @@ class Blueprint:
                 elif not chunk.embedding:
                     yield item if chunk.mtp else self._copy_of_embedding
 
-    def _is_tied_copy(self, item: Item) -> bool:
+    def _is_tied_copy(self, item: ModelKey) -> bool:
         """Whether a key is the output layer's copy of the embedding, and not a value head in its place."""
         return self.model.tied and item.name == OUTPUT and item.spec is not None and item.spec.partition.vocabulary
 
     @property
-    def _copy_of_embedding(self) -> Item:
+    def _copy_of_embedding(self) -> ModelKey:
         """The output layer of a last stage without MTP, which uses a copy of the embedding."""
         spec = self.model.get(EMBEDDING)
-        return Item(OUTPUT, EMBEDDING, None if spec is None else self._new_spec(spec))
+        return ModelKey(OUTPUT, EMBEDDING, None if spec is None else self._new_spec(spec))
 
     def _keys(self) -> Iterator[str]:
         """The source's keys, with the output layer that a tied model has only on a stage of its own."""
@@ -254,12 +254,12 @@ class Blueprint:
         if missing:
             yield OUTPUT
 
-    def _item(self, name: str) -> Item:
+    def _item(self, name: str) -> ModelKey:
         stored_as = name
         if name == OUTPUT and self.model.tied and self.model.get(OUTPUT) is None:
             stored_as = EMBEDDING
         spec = self.model.get(stored_as)
-        return Item(name, stored_as, None if spec is None else self._new_spec(spec))
+        return ModelKey(name, stored_as, None if spec is None else self._new_spec(spec))
 
     def _new_spec(self, spec: ParamSpec) -> ParamSpec:
         rows, dtype = self.choices.padded_vocab_size, self.choices.dtype
@@ -296,7 +296,7 @@ class LocalItem:
     """
 
     key: str
-    item: Item
+    item: ModelKey
     vpp_rank: int
     spec: ParamSpec | None = None
     layout: LocalLayout | None = None
@@ -359,7 +359,7 @@ class RankLayout:
             self._place_plain_states(trained)
 
     @property
-    def chained(self) -> tuple[Member, ...]:
+    def chained(self) -> tuple[ChainedOptimizer, ...]:
         """The chained optimizers of every rank."""
         return members(self.blueprint.args, self.blueprint.choices.parallel)
 
@@ -378,7 +378,7 @@ class RankLayout:
             if item.spec is not None and item.layout is not None and item.spec.trainable
         ]  # fmt: skip
 
-    def holds_member(self, member: Member) -> bool:
+    def holds_member(self, member: ChainedOptimizer) -> bool:
         """Whether this rank's ``distrib_optim.pt`` has the state of a chained optimizer."""
         return member.expert or self.at.holds_dense_optimizer
 
@@ -393,7 +393,7 @@ class RankLayout:
                         problems.add(type(error), f"{item.name}: {error}")
         problems.raise_if_any()
 
-    def _local(self, item: Item, chunk: ModelChunk) -> Iterator[LocalItem]:
+    def _local(self, item: ModelKey, chunk: ModelChunk) -> Iterator[LocalItem]:
         parallel = self.blueprint.choices.parallel
         routed = is_routed_expert(item.name)
         per_rank = self.blueprint.model.num_experts // parallel.ep

@@ -47,7 +47,7 @@ class NewRun:
 
     source: Source
     family: MegatronState
-    choices: Choices
+    choices: NewLayout
     options: WriteOptions
     report: Report
     ckpt_format: str = "torch"
@@ -252,7 +252,7 @@ class NewRun:
             )
 
 
-def _without_ranks(choices: Choices, family: MegatronState, options: WriteOptions) -> Choices:
+def _without_ranks(choices: NewLayout, family: MegatronState, options: WriteOptions) -> NewLayout:
     """Files that Megatron did not write have no ranks whose RNG could be kept, or derived from.
 
     Raises:
@@ -271,7 +271,7 @@ _DEFAULT_DIVISOR = 128  # Megatron's own default for --make-vocab-size-divisible
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class NewLayout:
     """The layout of a new Megatron checkpoint.
 
     Args:
@@ -291,7 +291,7 @@ class Choices:
     rng: str
 
 
-def choose(source: Source, args: Arguments, options: WriteOptions, report: Report) -> Choices:
+def choose(source: Source, args: Arguments, options: WriteOptions, report: Report) -> NewLayout:
     """Decide the layout; what the user did not say is kept from the source, and what follows from it is reported.
 
     Raises:
@@ -307,7 +307,7 @@ def choose(source: Source, args: Arguments, options: WriteOptions, report: Repor
             f"--rng keep: the RNG states of {source.parallel} belong to its ranks, and {parallel} has others\n"
             "Use --rng derive (the default for a changed layout) or --rng drop."
         )
-    return Choices(
+    return NewLayout(
         parallel, split, choose_rows(source.model, source.parallel, args, options, parallel.tp, report),
         _choose_dtype(source, options), _choose_optimizer(source, options, report), rng,
     )  # fmt: skip

@@ -22,7 +22,14 @@ from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Lossy, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
 from mcore_rlhf.families.megatron.groups import Membership, inner_state, merged_groups
-from mcore_rlhf.families.megatron.layout import LocalBuffer, LocalParam, Member, buffers, is_shared_embedding, members
+from mcore_rlhf.families.megatron.layout import (
+    ChainedOptimizer,
+    LocalBuffer,
+    LocalParam,
+    buffers,
+    is_shared_embedding,
+    members,
+)
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.flat import Place
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -168,7 +175,7 @@ def _read_rank(shard: RankShard, kind: str, run: _Run, reading: OptimizerReading
 
 def _read_flat(
     shard: RankShard,
-    chained: tuple[Member, ...],
+    chained: tuple[ChainedOptimizer, ...],
     params: list[LocalParam],
     stored: Mapping[tuple[int, str], StoredTensor],
     run: _Run,
@@ -187,7 +194,7 @@ def _read_flat(
                 )
             continue
 
-        def layout(candidates: Sequence[LocalParam], member: Member = member) -> list[object]:
+        def layout(candidates: Sequence[LocalParam], member: ChainedOptimizer = member) -> list[object]:
             return buffers(candidates, member, run.args, run.parallel, shard.at, numel)  # type: ignore[return-value]
 
         places = flat_states(content, shard.distrib.file, owned, stored, layout)  # type: ignore[arg-type]
@@ -195,7 +202,11 @@ def _read_flat(
 
 
 def _read_plain(
-    shard: RankShard, chained: tuple[Member, ...], params: list[LocalParam], run: _Run, reading: OptimizerReading
+    shard: RankShard,
+    chained: tuple[ChainedOptimizer, ...],
+    params: list[LocalParam],
+    run: _Run,
+    reading: OptimizerReading,
 ) -> None:
     stored = _members(shard)
     if len(stored) != len(chained):
@@ -227,7 +238,9 @@ States = dict[str, StoredTensor]
 Layout = Callable[[Sequence[LocalParam]], list[LocalBuffer]]
 
 
-def member_contents(tree: object, file: str, chained: tuple[Member, ...]) -> list[Mapping[object, object] | None]:
+def member_contents(
+    tree: object, file: str, chained: tuple[ChainedOptimizer, ...]
+) -> list[Mapping[object, object] | None]:
     """What the file has for each chained optimizer; None where another rank's file has it.
 
     Raises:

@@ -24,7 +24,7 @@ from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import Membership, groups_for
-from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, LocalParam, Member, RankLayout, Records
+from mcore_rlhf.families.megatron.layout import Blueprint, ChainedOptimizer, LocalItem, LocalParam, RankLayout, Records
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import COUNTER, PER_RANK_KEYS, RankValues
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
@@ -47,7 +47,7 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
         CheckpointError: It cannot be done; all problems together.
     """
     run = NewRun.of(source, options, "megatron", "torch")
-    writer = _Writer(run)
+    writer = _LegacyWriter(run)
     run.note()
     writer.opaque.note(run.report)
     files = [file for at in file_ranks(run.choices.parallel) for file in writer.files(at)]
@@ -63,7 +63,7 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
 
 
 @dataclass
-class _Writer:
+class _LegacyWriter:
     run: NewRun
 
     @cached_property
@@ -188,7 +188,7 @@ class TreeMaker:
         built = [self._member(member, expert if member.expert else dense) for member in chained]
         return built if len(built) > 1 else built[0]
 
-    def _member(self, member: Member, groups: Sequence[ParamGroup]) -> Tree:
+    def _member(self, member: ChainedOptimizer, groups: Sequence[ParamGroup]) -> Tree:
         if self.rank.blueprint.choices.optimizer == DISTRIBUTED:
             inner: Tree = {"param_groups": [dict(group.fields) for group in groups]}
             return self._with_scaler({"optimizer": inner})
@@ -199,7 +199,7 @@ class TreeMaker:
             tree["grad_scaler"] = self.state.grad_scaler
         return tree
 
-    def _plain_member(self, member: Member, groups: Sequence[ParamGroup]) -> Tree:
+    def _plain_member(self, member: ChainedOptimizer, groups: Sequence[ParamGroup]) -> Tree:
         ep = self.rank.blueprint.choices.parallel.ep
         dealt: list[list[LocalParam]] = [[] for _ in groups]
         for param in self.rank.trained():

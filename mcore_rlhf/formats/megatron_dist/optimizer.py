@@ -23,7 +23,7 @@ from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN
 from mcore_rlhf.families.megatron.folders import FileRank
 from mcore_rlhf.families.megatron.groups import inner_state, merged_groups
-from mcore_rlhf.families.megatron.layout import Blueprint, LocalBuffer, LocalItem, Member, RankLayout
+from mcore_rlhf.families.megatron.layout import Blueprint, ChainedOptimizer, LocalBuffer, LocalItem, RankLayout
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout
@@ -353,7 +353,7 @@ _ADVICE = (
 )
 
 
-def _group(at: FileRank, member: Member, parallel: ParallelConfig) -> int:
+def _group(at: FileRank, member: ChainedOptimizer, parallel: ParallelConfig) -> int:
     """The number of the data-parallel group: the rank in the group of all that differ in nothing but data parallelism."""
     if member.expert:
         return (at.pp_rank * parallel.ep + at.ep_rank) * parallel.etp + at.etp_rank

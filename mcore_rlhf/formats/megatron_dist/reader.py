@@ -18,7 +18,7 @@ from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
-from mcore_rlhf.families.megatron.new_run import Choices
+from mcore_rlhf.families.megatron.new_run import NewLayout
 from mcore_rlhf.families.megatron.state import (
     SCHEDULER_KEYS,
     MegatronTensors,
@@ -192,7 +192,7 @@ class _DistReader:
             return None
         flat, parallel, split = FlatStates(self.folder, self.optimizer.states), self.parallel, self.args.pipeline_split
         chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, split, model.mtp_layers)
-        choices = Choices(parallel, split, model.padded_vocab_size, None, DISTRIBUTED, "drop")
+        choices = NewLayout(parallel, split, model.padded_vocab_size, None, DISTRIBUTED, "drop")
         flat.add(Blueprint(role, model, self.args, choices, chunks, order, (), {}))
         return flat
 

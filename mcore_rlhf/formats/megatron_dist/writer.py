@@ -52,11 +52,11 @@ def dist_target(source: Source, options: WriteOptions) -> Target:
     """
     run = NewRun.of(source, options, "megatron-dist", BACKEND)
     spelling = spelling_of_names([spec.name for spec in source.model.params], run.family.args)
-    return _Writer(run, spelling, source.model.num_layers).target()
+    return _DistWriter(run, spelling, source.model.num_layers).target()
 
 
 @dataclass
-class _Writer:
+class _DistWriter:
     run: NewRun
     spelling: Spelling
     num_layers: int

@@ -13,7 +13,7 @@ import yaml
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
-from mcore_rlhf.families.megatron.new_run import Choices, choose
+from mcore_rlhf.families.megatron.new_run import NewLayout, choose
 from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -56,7 +56,7 @@ def report() -> Report:
 
 
 @pytest.fixture
-def choices(job: dict[str, Any], run: Run, model: Model, report: Report) -> Choices:
+def choices(job: dict[str, Any], run: Run, model: Model, report: Report) -> NewLayout:
     """What the writer itself decides for this job and a checkpoint of that run."""
     args = Arguments({**model.args(run.rows[0]), **run.split})
     spec = ModelSpec((), model.layers, model.tied, model.mtp, model.experts, None, run.rows[0])
@@ -122,13 +122,13 @@ def test_it_is_named_after_its_file(path: Path, job: dict[str, Any]) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-def test_the_degrees_are_those_that_were_asked_for(job: dict[str, Any], run: Run, choices: Choices) -> None:
+def test_the_degrees_are_those_that_were_asked_for(job: dict[str, Any], run: Run, choices: NewLayout) -> None:
     new = choices.parallel
     assert all(getattr(new, name) == job[name] for name in ("tp", "pp", "vpp", "ep", "etp", "dp") if name in job)
     assert (run.source.world_size, new.world_size) == run.gpus
 
 
-def test_the_layers_can_be_dealt(run: Run, model: Model, choices: Choices) -> None:
+def test_the_layers_can_be_dealt(run: Run, model: Model, choices: NewLayout) -> None:
     old = Arguments({**model.args(run.rows[0]), **run.split}).pipeline_split
     for parallel, split in ((run.source, old), (choices.parallel, choices.split)):
         chunks = model_chunks(model.layers, parallel.pp, parallel.vpp, split, model.mtp)
@@ -136,7 +136,7 @@ def test_the_layers_can_be_dealt(run: Run, model: Model, choices: Choices) -> No
         assert len(chunks) == parallel.pp * parallel.vpp
 
 
-def test_the_tensors_can_be_cut(run: Run, model: Model, choices: Choices) -> None:
+def test_the_tensors_can_be_cut(run: Run, model: Model, choices: NewLayout) -> None:
     for parallel in (run.source, choices.parallel):
         assert model.heads % parallel.tp == 0
         assert model.groups % parallel.tp == 0
@@ -146,13 +146,13 @@ def test_the_tensors_can_be_cut(run: Run, model: Model, choices: Choices) -> Non
         assert model.expert_ffn % parallel.etp == 0
 
 
-def test_megatron_can_name_the_files_of_both(run: Run, choices: Choices) -> None:
+def test_megatron_can_name_the_files_of_both(run: Run, choices: NewLayout) -> None:
     for parallel in (run.source, choices.parallel):
         assert len(file_ranks(parallel)) == parallel.pp * max(parallel.tp, parallel.ep * parallel.etp)
 
 
 def test_the_vocabulary_is_padded_as_the_comments_say(
-    job: dict[str, Any], run: Run, model: Model, choices: Choices
+    job: dict[str, Any], run: Run, model: Model, choices: NewLayout
 ) -> None:
     assert job["vocab_size"] == model.vocab
     assert run.rows[0] == padded_vocab_size(model.vocab, 128, run.source.tp)
@@ -160,13 +160,13 @@ def test_the_vocabulary_is_padded_as_the_comments_say(
 
 
 def test_nothing_is_lost_but_an_optimizer_that_was_not_wanted(
-    job: dict[str, Any], choices: Choices, report: Report
+    job: dict[str, Any], choices: NewLayout, report: Report
 ) -> None:
     assert (not report.lost) == (not job.get("no_optimizer"))
     assert choices.optimizer == (None if job.get("no_optimizer") else "distributed")
 
 
-def test_a_global_batch_of_1024_still_divides(job: dict[str, Any], choices: Choices) -> None:
+def test_a_global_batch_of_1024_still_divides(job: dict[str, Any], choices: NewLayout) -> None:
     assert 1024 % choices.parallel.dp == 0
 
 
