@@ -40,8 +40,8 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.safetensors import Safetensors, SafetensorsFile, read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .base import HeldTensor, LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
-from .load import fill_named
+from .base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment, StateTensor
+from .load import fill_places
 from .plain import FILE, TorchEngine
 from .save import Alive, Memory
 from .stateful import Stateful, Undo, no_bytes, refuse_unwritable
@@ -83,7 +83,7 @@ class AdapterEngine:
         wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
         self.adapter = LiveAdapter.of(model.module if wrapped else model, adapter, config)  # type: ignore[arg-type]
         self.base_path = str(base or self.adapter.config.values.get(_BASE_PATH) or "")
-        self._rest = TorchEngine(Trained(self.adapter), optimizer, scheduler, **others)
+        self._rest = TorchEngine(TrainedBesides(self.adapter), optimizer, scheduler, **others)
         self._known_base: ModelFingerprint | None = None
 
     @property
@@ -103,7 +103,9 @@ class AdapterEngine:
             Unsupported: The adapter is merged into the base just now, or tensors have no bytes.
         """
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
-            return LiveState("peft", self.layout, (), held=self._held(Memory(), self._rest.live(step)))
+            return LiveState(
+                "peft", self.layout, (), state_tensors=self._state_tensors(Memory(), self._rest.live(step))
+            )
         self.adapter.refuse_merged()
         if self._known_base is None:  # it is frozen: once is enough
             self._known_base = self.adapter.base()
@@ -115,12 +117,12 @@ class AdapterEngine:
         }
         memory = Memory()
         weights, rest = self._weights(memory), self._rest.live(step)
-        return LiveState("peft", self.layout, (weights, *rest.files), texts, self._held(memory, rest))
+        return LiveState("peft", self.layout, (weights, *rest.files), texts, self._state_tensors(memory, rest))
 
-    def _held(self, memory: Memory, rest: LiveState) -> tuple[HeldTensor, ...]:
+    def _state_tensors(self, memory: Memory, rest: LiveState) -> tuple[StateTensor, ...]:
         """What is trained, the same on all ranks; the base is none of the step's."""
         alive = (Alive(name, PARAM, tensor) for name, tensor in self.adapter.tensors().items())
-        return (*memory.held(alive, f"{self.layout} adapter"), *(rest.held or ()))
+        return (*memory.counted(alive, f"{self.layout} adapter"), *(rest.state_tensors or ()))
 
     def _weights(self, memory: Memory) -> LiveFile:
         """The widest elements first, then by name, as safetensors lays files out itself."""
@@ -150,7 +152,7 @@ class AdapterEngine:
         self._check_base(request.folder, report)
         report.add(Fate.KEPT, f"the adapter: {len(stored.tensors)} tensors")
         rest = self._prepare_rest(request)
-        return _Load(self.adapter, request.folder, stored, rest, report)
+        return AdapterLoad(self.adapter, request.folder, stored, rest, report)
 
     def _check(self, stored: SafetensorsFile, folder: Path) -> None:
         problems, live = Problems(), self.adapter.tensors()
@@ -188,7 +190,9 @@ class AdapterEngine:
 
 
 @dataclass(slots=True)
-class _Load:
+class AdapterLoad:
+    """A load of an adapter, checked, and of what the plain engine has besides."""
+
     adapter: LiveAdapter
     folder: Path
     stored: SafetensorsFile
@@ -217,7 +221,8 @@ class _Load:
         """The adapter's tensors, and what is trained besides, in place."""
         if self.rest is not None:
             self.rest.fill()
-        fill_named(self.folder, self.stored.tensors, self.adapter.tensors())
+        live = self.adapter.tensors()
+        fill_places(self.folder, ((place, live[name]) for name, place in self.stored.tensors.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,11 +318,11 @@ class LiveAdapter:
             if why := no_bytes(tensor):
                 raise Unsupported(f"{memory} {why}; the base model's fingerprint cannot be taken")
             seen.update({tensor.data_ptr()} if tensor.numel() else set())
-            yield Sampled(in_original(memory), tuple(tensor.shape), dtype_of(tensor.dtype), _Reader(tensor))
+            yield Sampled(in_original(memory), tuple(tensor.shape), dtype_of(tensor.dtype), _TensorBytes(tensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Reader:
+class _TensorBytes:
     """Gives parts of a live tensor."""
 
     tensor: torch.Tensor
@@ -356,7 +361,7 @@ def _plain(value: object) -> object:
     return value
 
 
-class Trained(torch.nn.Module):
+class TrainedBesides(torch.nn.Module):
     """Has the names of all parameters, and the state of those that are trained and belong to no adapter.
 
     Args:

@@ -69,7 +69,7 @@ class LiveFile:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class StateTensor:
     """A state tensor that a rank holds.
 
     Args:
@@ -99,7 +99,7 @@ class LiveState:
         files: Those that this rank contributes to.
         texts: Small files and their content, given by the first rank of the role's world only. What takes a while to put
             together is a function, called behind training, that holds no live value.
-        held: Every state tensor that this rank holds, and whether it writes it: see :mod:`.account`. None: the engine does not
+        state_tensors: Every state tensor that this rank holds, and whether it writes it: see :mod:`.save`. None: the engine does not
             count, and the manifest has no figures of the role.
     """
 
@@ -107,7 +107,7 @@ class LiveState:
     parallel: str
     files: tuple[LiveFile, ...]
     texts: Mapping[str, Text] = field(default_factory=dict)
-    held: Sequence[HeldTensor] | None = None
+    state_tensors: Sequence[StateTensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,120 +1,362 @@
-"""Filling live tensors from files."""
+"""Loading, once for all frameworks: what is matched, planned through the catalogue, checked, installed with an undo, and filled.
+
+A framework says which live tensors there are (:class:`Slot`), what the checkpoint calls that which they hold, and what its own
+code is handed besides (:class:`Hooks`). Where local tensors are the stored ones, the catalogue is this rank's own files
+(:func:`planned_locally`), and otherwise a source's (:func:`planned`): the planner checks both, and one piece of code fills.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from mcore_rlhf.core.box import Box, dot, flat_boxes, row_major
-from mcore_rlhf.core.catalog import Chunk, Record
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
+from mcore_rlhf.core.catalog import Catalog, Chunk, FixedCatalog, Record, TensorEntry
+from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.core.execute import FileRun
+from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
+from mcore_rlhf.errors import CheckpointError, Problem, Problems
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import StoredTensor
 from mcore_rlhf.storage.reading import OpenFiles
 
-SPAN_BYTES = 64 << 20
-"""Mapped at a time, so that loading needs no more memory than that."""
+from .stateful import Undo
 
-
-def fill_named(root: ReadablePath, stored: Mapping[str, object], live: Mapping[str, object]) -> None:
-    """Copy stored tensors into existing ones of the same names.
-
-    Args:
-        root: Folder of the file.
-        stored: Name → where it lies; other values are passed over.
-        live: Name → live tensor of the same shape, any device.
-    """
-    with OpenFiles(root) as files, torch.no_grad():
-        for name, place in stored.items():
-            target = live.get(name)
-            if isinstance(place, StoredTensor) and isinstance(target, torch.Tensor):
-                copy_into(files, place, target)
-
-
-def copy_into(files: OpenFiles, place: StoredTensor, target: torch.Tensor) -> None:
-    """Copy a stored tensor into an existing one.
-
-    Args:
-        files: The checkpoint's files.
-        place: Where it lies.
-        target: Of the same shape; any device and dtype (values are converted).
-    """
-    for part, rows in _parts(place, target):
-        itemsize = part.record.dtype.itemsize
-        at, nbytes = part.record.byte_offset + part.start * itemsize, (part.stop - part.start) * itemsize
-        data = files.view(part.record.file, at, nbytes)
-        flat = tensor_over(data, getattr(torch, part.record.dtype.name))
-        rows.copy_(flat.as_strided(part.shape, part.strides))
-        del flat, data
-        files.release(part.record.file, at, nbytes)
-
-
-def _parts(place: StoredTensor, target: torch.Tensor) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Large tensors a few rows at a time."""
-    nbytes = (place.stop - place.start) * place.record.dtype.itemsize
-    if not target.numel():
-        return
-    if nbytes <= SPAN_BYTES or not place.shape or place.shape[0] < 2:
-        yield place, target
-        return
-    step = max(1, place.shape[0] * SPAN_BYTES // nbytes)
-    for first in range(0, place.shape[0], step):
-        count = min(step, place.shape[0] - first)
-        start = place.start + first * place.strides[0]
-        yield StoredTensor(place.record, start, (count, *place.shape[1:]), place.strides), target[first : first + count]
-
-
-def tensor_over(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over mapped bytes, without a copy; read it only, and only while ``data`` lives.
-
-    ``torch.frombuffer`` warns about read-only memory, so that it is given the address instead.
-    """
-    buffer = (ctypes.c_char * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
-    return torch.frombuffer(buffer, dtype=dtype)
-
-
+LIVE = "live"
+"""What plans call the live model, where otherwise the name of a target file stands."""
+WINDOW_BYTES = 8 << 20
+MOST_PROBLEMS = 1000
+"""A user who built another model wants to see every difference."""
 BOUNCE_BYTES = 32 << 20
 """Size of each of the two pinned buffers: one is filled while the device takes the other."""
+
+T = TypeVar("T")
+Put = Callable[[Mapping[str, torch.Tensor]], None]
+Pair = tuple[StoredTensor, torch.Tensor]
+"""Where a tensor lies, and the live one of its shape that it is copied into: any strides, any device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot(Generic[T]):
+    """A live tensor that is to be filled.
+
+    Args:
+        owner: What the framework calls the parameter, buffer or flat tensor that it is, or that has it as a state.
+        state: ``param``, ``master``, or the name of an optimizer state.
+        record: Its memory as a record of the plan; the key is the slot's own.
+        tensor: Gives the memory, once the optimizer has its states; on any device.
+        start: Where the record begins in the flattened local tensor.
+        put: Takes all states of the owner by name, where they are kept in another form; they are filled in fp32 buffers.
+    """
+
+    owner: T
+    state: str
+    record: Record
+    tensor: Callable[[], torch.Tensor]
+    start: int = 0
+    put: Put | None = None
+
+    def entry(self, name: TensorName, global_shape: Shape, chunks: Iterable[Chunk]) -> TensorEntry:
+        """What it holds of a logical tensor."""
+        return TensorEntry(name, global_shape, self.record.dtype, tuple(chunks))
+
+
+@dataclass(slots=True)
+class Slots(Generic[T]):
+    """Collects what is to be filled."""
+
+    found: list[Slot[T]] = field(default_factory=list)
+
+    def add(
+        self,
+        owner: T,
+        state: str,
+        dtype: DType,
+        numel: int,
+        tensor: Callable[[], torch.Tensor],
+        start: int = 0,
+        put: Put | None = None,
+    ) -> Slot[T]:
+        """Add one; see :class:`Slot`."""
+        record = Record(LIVE, str(len(self.found)), dtype, numel, 0)
+        self.found.append(Slot(owner, state, record, tensor, start, put))
+        return self.found[-1]
+
+
+def planned(
+    slots: Iterable[Slot[T]], holds: Callable[[Slot[T]], Iterable[TensorEntry]], catalog: Catalog, problems: Problems
+) -> FilePlan:
+    """Plan a load out of a source's catalogue.
+
+    Args:
+        slots: What is to be filled.
+        holds: The logical tensors of which a slot holds parts, under the source's names.
+        catalog: The source's, as this run wants to see it.
+        problems: What was found before; with any, nothing is planned. They become the plan's.
+    """
+    entries = (entry for slot in slots for entry in holds(slot) if entry.chunks)
+    plan = FilePlan(LIVE) if problems else plan_file(LIVE, list(entries), catalog)
+    plan.problems.extend(problems.found)
+    return plan
+
+
+def planned_locally(
+    slots: Iterable[Slot[T]], find: Callable[[Slot[T]], object], missing: Callable[[Slot[T]], Problem]
+) -> FilePlan:
+    """Plan a load where local tensors are the stored ones: the catalogue has them under the slots' keys, flat.
+
+    Args:
+        slots: What is to be filled. One that is longer than what is stored ends in padding, which stays.
+        find: Where the local tensor lies that a slot is, or is a range of.
+        missing: What is wrong where it lies nowhere.
+    """
+    stored: dict[TensorName, TensorEntry] = {}
+    wanted: list[TensorEntry] = []
+    problems = Problems()
+    for slot in slots:
+        place = find(slot)
+        if not isinstance(place, StoredTensor):
+            problems.extend([missing(slot)])
+            continue
+        name, numel = TensorName("", slot.record.key, slot.state), place.stop - place.start
+        here = Box((slot.start,), (min(slot.record.numel, numel) if not slot.start else slot.record.numel,))
+        whole = Chunk(Box.whole((numel,)), place.record, place.start, (1,))
+        stored[name] = TensorEntry(name, (numel,), place.record.dtype, (whole,))
+        if here.numel:
+            wanted.append(slot.entry(name, (numel,), [Chunk(here, slot.record, 0, (1,))]))
+    plan = plan_file(LIVE, wanted, FixedCatalog(stored))
+    plan.problems.extend(problems.found)
+    return plan
+
+
+def fill_places(root: ReadablePath, pairs: Iterable[Pair]) -> None:
+    """Copy stored tensors into live ones of the same shapes; values are converted where the types differ.
+
+    Args:
+        root: Folder of the files.
+        pairs: See :data:`Pair`.
+    """
+    slots, plan = Slots[None](), FilePlan(LIVE)
+    for place, tensor in pairs:
+        if tensor.numel():
+            slot = slots.add(None, "", dtype_of(tensor.dtype), tensor.numel(), lambda tensor=tensor: tensor)  # type: ignore[misc]
+            shape, box = place.shape, Box.whole(place.shape)
+            have = Chunk(box, place.record, place.start, place.strides)
+            want = Chunk(box, slot.record, 0, tuple(tensor.stride()) if _is_dense(tensor) else row_major(shape))
+            name = TensorName("", slot.record.key)
+            source = FixedCatalog({name: TensorEntry(name, shape, place.record.dtype, (have,))})
+            plan.copies += plan_file(LIVE, [slot.entry(name, shape, [want])], source).copies
+    Filling(root, plan, slots.found).run()
+
+
+class Hooks(Protocol):
+    """What a framework does in a load besides its tensors."""
+
+    def check(self, problems: Problems) -> None:
+        """Note what its own code would refuse; nothing live changes."""
+        ...
+
+    def install(self, undo: Undo) -> None:
+        """Hand its code param groups, states to be filled, schedules; note first how each is put back."""
+        ...
+
+    def fill(self, copy: Callable[[], None]) -> None:
+        """Call ``copy``, which fills all slots, amid what has to be done before and after."""
+        ...
+
+
+@dataclass(slots=True)
+class Load(Generic[T]):
+    """A load as one rank sees it: once checked, everything that is needed to overwrite the live model.
+
+    Args:
+        root: Folder to which the plan's files are relative.
+        slots: What is filled.
+        plan: What fills it, and what does not fit.
+        report: What is kept, derived, changed and lost.
+        opened: Files that were read already, while the load was prepared.
+        rng: RNG states that this rank's own file holds, under the manager's names; None where it holds none.
+    """
+
+    root: ReadablePath
+    slots: Sequence[Slot[T]]
+    plan: FilePlan
+    report: Report
+    opened: Sequence[ReadablePath] = ()
+    rng: Mapping[str, object] | None = None
+    _hooks: Hooks | None = None
+
+    @property
+    def files(self) -> Sequence[ReadablePath]:
+        """The files that this rank will read."""
+        copied = dict.fromkeys(copy.source.file for copy in self.plan.copies)
+        return tuple(dict.fromkeys([*self.opened, *(self.root / file for file in copied)]))
+
+    def checked(self, hooks: Hooks) -> Load[T]:
+        """The load, when nothing is wrong with it.
+
+        Args:
+            hooks: What the framework does.
+
+        Raises:
+            CheckpointError: All problems together.
+        """
+        self._hooks, problems = hooks, Problems(list(self.plan.problems.found))
+        hooks.check(problems)
+        problems.raise_if_any(limit=MOST_PROBLEMS)
+        return self
+
+    def install(self, undo: Undo) -> None:
+        """All that may refuse.
+
+        Raises:
+            CheckpointError: A part refused its state.
+        """
+        assert self._hooks is not None
+        with torch.no_grad():
+            self._hooks.install(undo)
+
+    def fill(self) -> None:
+        """The tensors, in place.
+
+        Raises:
+            StorageError: A file cannot be read any more.
+        """
+        assert self._hooks is not None
+        with torch.no_grad():
+            self._hooks.fill(Filling(self.root, self.plan, self.slots).run)
+
+
+@dataclass(slots=True)
+class Filling(Generic[T]):
+    """Carries out a plan, one window at a time.
+
+    Args:
+        root: Folder of the files.
+        plan: What is copied.
+        slots: Where to.
+    """
+
+    root: ReadablePath
+    plan: FilePlan
+    slots: Sequence[Slot[T]]
+
+    def run(self) -> None:
+        """Copy everything; states in another form take the way through fp32 buffers, one owner at a time."""
+        by_key: dict[str, list[Copy]] = {}
+        for copy in self.plan.copies:
+            by_key.setdefault(copy.target.key, []).append(copy)
+        with OpenFiles(self.root) as source, torch.no_grad():
+            straight = [slot for slot in self.slots if slot.put is None and slot.record.numel]
+            _copy(source, by_key, straight, {slot.record.key: slot.tensor() for slot in straight})
+            converted = [slot for slot in self.slots if slot.put is not None]
+            for _, group in groupby(converted, key=lambda slot: id(slot.owner)):
+                inside = list(group)
+                buffers = {one.record.key: torch.empty(one.record.numel) for one in inside}
+                _copy(source, by_key, inside, buffers)
+                put = inside[0].put
+                assert put is not None
+                put({one.state: buffers[one.record.key] for one in inside})
+
+
+def _copy(
+    source: OpenFiles,
+    copies: Mapping[str, Sequence[Copy]],
+    slots: Sequence[Slot[T]],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    for slot in slots:
+        found = tensors[slot.record.key]
+        assert found.numel() * found.element_size() == slot.record.nbytes, (slot.owner, slot.state)
+    memory = LiveMemory(tensors)
+    plan = FilePlan(LIVE, [one for slot in slots for one in copies.get(slot.record.key, ())])
+    FileRun(plan, [slot.record for slot in slots], source, memory, Unchecked(), WINDOW_BYTES).run()
+    memory.finish()
+
+
+@contextmanager
+def naming(part: str, file: ReadablePath) -> Iterator[None]:
+    """Others' code may raise anything; the user is to hear whose state it was, and that nothing has changed."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{file}: {part} refused its state: {type(error).__name__}: {error}\n"
+            "What had been loaded was put back. Build this part as it was when it was saved, or load the weights alone: "
+            "load(optimizer=False)."
+        ) from error
 
 
 @dataclass(slots=True)
 class LiveMemory:
-    """A sink for the executor whose records are live tensors.
+    """A sink for the executor whose records are live tensors: host memory directly, a device's through pinned pages.
 
     Args:
-        tensors: By record key; contiguous, on any device.
+        tensors: By record key, on any device. One with gaps between its elements is filled through a copy.
     """
 
     tensors: Mapping[str, torch.Tensor]
     _bytes: dict[str, torch.Tensor] = field(default_factory=dict)
+    _gappy: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _bounce: Bounce | None = None
 
     def write(self, key: str, byte_offset: int, data: memoryview) -> None:
         """Put bytes into a live tensor."""
         target = self._target(key)[byte_offset : byte_offset + len(data)]
-        source = np.frombuffer(data, np.uint8)
         if target.device.type == "cpu":
-            np.copyto(target.numpy(), source)
+            target.copy_(_tensor_over(data))
             return
         if self._bounce is None:
             self._bounce = Bounce.make()
-        self._bounce.copy(source, target)
+        self._bounce.copy(np.frombuffer(data, np.uint8), target)
 
     def finish(self) -> None:
         """Wait until the device has everything."""
         if self._bounce is not None:
             self._bounce.wait()
+        for tensor, values in self._gappy:
+            tensor.copy_(values)
 
     def _target(self, key: str) -> torch.Tensor:
         if key not in self._bytes:
             tensor = self.tensors[key].detach()
-            assert tensor.is_contiguous(), key
-            self._bytes[key] = tensor.view(-1).view(torch.uint8)
+            if not _is_dense(tensor):
+                self._gappy.append((tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format)))
+                tensor = self._gappy[-1][1]
+            self._bytes[key] = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return self._bytes[key]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions."""
+    numel = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != numel:
+                return False
+            numel *= size
+    return True
+
+
+def _tensor_over(data: memoryview) -> torch.Tensor:
+    """Bytes as a tensor, without a copy; read it only, and only while ``data`` lives.
+
+    ``torch.frombuffer`` warns about read-only memory, so that it is given the address instead.
+    """
+    buffer = (ctypes.c_char * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 @dataclass(slots=True)

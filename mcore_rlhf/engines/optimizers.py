@@ -13,14 +13,14 @@ from torch import optim
 
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
-from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.stored import map_tensors
 
-from .load import copy_into
+from .load import Pair
 from .stateful import Stateful, Undo, not_writable
 
 LOG = logging.getLogger("mcore_rlhf")
 _KNOWN = ("torch.optim.", "deepspeed.", "apex.", "transformer_engine.", "bitsandbytes.")
+STEP = "step"
 RECORD = "optimizer_params"
 """Name of the part of the file that says whose state the part ``optimizer`` is."""
 
@@ -66,13 +66,8 @@ class SavedOptimizer:
             raise LayoutMismatch(f"{where}: {RECORD!r} does not describe the parameters of 'optimizer'")
         tuples = [[tuple(shape) for shape in group] for group in cast("list[list[list[int]]]", shapes or [])]
         known = cast("Names | None", names)
-        return cls(
-            stored["param_groups"],
-            stored["state"],
-            cast("str | None", kind),
-            known,
-            tuples if known is not None else None,
-        )
+        shaped = tuples if known is not None else None
+        return cls(stored["param_groups"], stored["state"], cast("str | None", kind), known, shaped)
 
 
 def described(optimizer: object, module: torch.nn.Module | None) -> dict[str, object]:
@@ -82,6 +77,25 @@ def described(optimizer: object, module: torch.nn.Module | None) -> dict[str, ob
         record["names"] = names_of(optimizer, module)
         record["shapes"] = [[list(parameter.shape) for parameter in params] for params in params_of(optimizer)]
     return record
+
+
+def is_elementwise(key: str, shape: Sequence[int] | None, trained: Sequence[int] | None = None) -> bool:
+    """Whether a state has one value per element of what the optimizer trains, whatever it is called: then it is cut, moved and
+    reshaped as that is. A number is one of each parameter; all else is kept whole.
+
+    Args:
+        key: Its name; ``step`` is a count, even of a parameter that is one number.
+        shape: Its shape; None for what is no tensor.
+        trained: Shape of what is trained; None where that is flat, so that only numbers are otherwise.
+    """
+    if key == STEP or shape is None:
+        return False
+    return len(shape) > 0 if trained is None else tuple(shape) == tuple(trained)
+
+
+def is_known(optimizer: object) -> bool:
+    """Whether it is one of those whose states are known."""
+    return type(optimizer).__module__.startswith(_KNOWN)
 
 
 def is_stock(optimizer: object) -> TypeGuard[optim.Optimizer]:
@@ -103,7 +117,7 @@ def say_what_is_unknown(engine: str, optimizer: object, trained: Iterable[torch.
         trained: The parameters of the model, where the optimizer should train nothing else.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith(_KNOWN):
+    if not is_known(optimizer):
         LOG.warning(
             "%s: optimizer %s.%s is not known: its states are saved and given back as they are, and not checked against what it "
             "needs", engine, kind.__module__, kind.__qualname__,
@@ -336,18 +350,18 @@ def _torchs_names(groups: Sequence[Mapping[str, object]]) -> Names | None:
 
 
 class OptimizerLoad(Protocol):
-    """A load of an optimizer in three steps, of which only the last cannot be taken back."""
+    """A load of an optimizer."""
 
-    def read(self) -> None:
-        """Read what is small or new; nothing live changes."""
+    def install(self, undo: Undo) -> Sequence[Pair]:
+        """Hand the optimizer its state, and say how that is undone.
+
+        Returns:
+            What is to be overwritten in place, once nothing can refuse any more.
+        """
         ...
 
-    def install(self, undo: Undo) -> None:
-        """Hand the optimizer its state, and say how that is undone."""
-        ...
-
-    def fill(self) -> None:
-        """Overwrite the live tensors that were there already."""
+    def states(self) -> set[str]:
+        """The names of the states that are stored, as far as is known."""
         ...
 
 
@@ -364,18 +378,15 @@ class OwnLoad:
     optimizer: Stateful
     pt: PtFile
     stored: object
-    _state: dict[str, object] = field(default_factory=dict)
 
-    def read(self) -> None:
-        """Read all of it."""
-        self._state = self.pt.materialize(self.stored)
-
-    def install(self, undo: Undo) -> None:
+    def install(self, undo: Undo) -> Sequence[Pair]:
         """Call its ``load_state_dict``."""
-        undo.handed(self.optimizer, self._state)
+        undo.handed(self.optimizer, self.pt.materialize(self.stored))
+        return ()
 
-    def fill(self) -> None:
-        """Nothing is left to do."""
+    def states(self) -> set[str]:
+        """Its own affair."""
+        return set()
 
 
 @dataclass(slots=True)
@@ -393,26 +404,32 @@ class StockLoad:
     pt: PtFile
     saved: SavedOptimizer
     order: Sequence[Sequence[int]]
-    _state: defaultdict[object, object] = field(default_factory=lambda: defaultdict(dict))
-    _groups: list[dict[str, object]] = field(default_factory=list)
-    _fills: list[tuple[StoredTensor, torch.Tensor]] = field(default_factory=list)
+    _fills: list[Pair] = field(default_factory=list)
 
-    def read(self) -> None:
-        """Make the groups and the state anew, from the file and from live tensors that will be filled."""
-        self._state, self._groups, self._fills = defaultdict(dict), [], []
+    def install(self, undo: Undo) -> Sequence[Pair]:
+        """Make the groups and the state anew, from the file and from live tensors that will be filled, and hand them over."""
+        state: defaultdict[object, object] = defaultdict(dict)
+        groups: list[dict[str, object]] = []
         known: set[object] = set()
         first = 0
+        self._fills = []
         for group, live, order in zip(self.saved.groups, self.optimizer.param_groups, self.order, strict=True):
-            ids = cast("list[object]", group["params"])
+            ids = ids_of(group)
             known.update(ids)
-            self._groups.append(self._group(group, live, range(first, first + len(ids))))
+            groups.append(self._group(group, live, range(first, first + len(ids))))
             first += len(ids)
             for parameter, at in zip(live["params"], order, strict=True):
                 if ids[at] in self.saved.state:
-                    self._state[parameter] = self._values(parameter, self.saved.state[ids[at]], group)
+                    state[parameter] = self._values(parameter, self.saved.state[ids[at]], group)
         for key, value in self.saved.state.items():
             if key not in known:
-                self._state[key] = self.pt.materialize(value)
+                state[key] = self.pt.materialize(value)
+        install_state(self.optimizer, state, groups, undo)
+        return self._fills
+
+    def states(self) -> set[str]:
+        """The names of all states."""
+        return {str(key) for one in self.saved.state.values() if isinstance(one, Mapping) for key in one}
 
     def _group(self, saved: Mapping[str, object], live: Mapping[str, object], params: range) -> dict[str, object]:
         group: dict[str, object] = {"params": list(params)}
@@ -445,16 +462,6 @@ class StockLoad:
 
     def _loader(self, device: torch.device) -> Callable[[StoredTensor], torch.Tensor]:
         return lambda place: self.pt.load(place).to(device)
-
-    def install(self, undo: Undo) -> None:
-        """Hand it over."""
-        install_state(self.optimizer, self._state, self._groups, undo)
-
-    def fill(self) -> None:
-        """Copy the file's bytes into the live tensors that were kept."""
-        with OpenFiles(self.pt.root) as files, torch.no_grad():
-            for place, target in self._fills:
-                copy_into(files, place, target)
 
 
 def install_state(

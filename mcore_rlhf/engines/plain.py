@@ -5,22 +5,22 @@ Everything lies in one file, ``state.pt``, as ``torch.save`` would write it; ``t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, UsageError
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.core.plan import FilePlan
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
-from .base import HeldTensor, LiveFile, LiveState, LoadRequest, PreparedLoad
-from .load import fill_named
+from .base import LiveFile, LiveState, LoadRequest, PreparedLoad, StateTensor
+from .load import Load, Pair, fill_places, naming
 from .optimizers import (
     RECORD,
     OptimizerLoad,
@@ -83,7 +83,7 @@ class TorchEngine:
         """
         del step
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
-            return LiveState("torch", self.layout, (), held=tuple(self._held(Memory())))
+            return LiveState("torch", self.layout, (), state_tensors=tuple(self._state_tensors(Memory())))
         parts = self._parts()
         refuse_unsavable(parts)
         live = LiveTree(FILE)
@@ -93,17 +93,19 @@ class TorchEngine:
         files = (LiveFile(FILE, self.ranks[:1], tuple(live.segments), Pt.of(tree)),)
         memory = Memory.of(files, (live,))
         given = (Alive(name, part, tensor) for part in self._given() for name, tensor in tensors_in(parts[part]))
-        return LiveState("torch", self.layout, files, held=(*self._held(memory), *memory.held(given)))
+        return LiveState(
+            "torch", self.layout, files, state_tensors=(*self._state_tensors(memory), *memory.counted(given))
+        )
 
-    def _held(self, memory: Memory) -> Iterator[HeldTensor]:
+    def _state_tensors(self, memory: Memory) -> Iterator[StateTensor]:
         """What the model and the optimizer hold, the same on all ranks."""
         given, module = self._given(), self.module
         if module is not None and "model" not in given:
-            yield from memory.held(of_module(module), self.layout)
+            yield from memory.counted(of_module(module), self.layout)
         if self.optimizer is not None and "optimizer" not in given:
             names = {id(param): name for name, param in module.named_parameters()} if module is not None else {}
             alive = of_optimizer(self.optimizer, lambda held: names.get(id(held), "a parameter of no name"))
-            yield from memory.held(alive, self.layout)
+            yield from memory.counted(alive, self.layout)
 
     def _given(self) -> list[str]:
         """Parts whose own code decides what is their state: there is nothing to compare it with."""
@@ -127,139 +129,103 @@ class TorchEngine:
             CheckpointError: It is missing, damaged, or another model's or optimizer's; all differences are listed.
         """
         pt = read_pt(request.folder, FILE)
-        where = str(request.folder / FILE)
+        where = request.folder / FILE
         if not isinstance(pt.tree, dict):
             raise LayoutMismatch(f"{where}: expected a dictionary with the model and its optimizer")
-        problems, report = Problems(), Report()
         wanted = [name for name in self._parts() if name == "model" or request.optimizer]
-        for name in wanted:
-            if name not in pt.tree:
-                problems.add(Incomplete, f"{where}: has no {name!r}; it has {', '.join(map(str, pt.tree))}")
-        if self.module is not None and "model" in pt.tree:
-            compare_model(self.module, pt.tree["model"], where, problems)
-        optimizer = self._prepare_optimizer(pt, where, problems, report) if request.optimizer else None
-        problems.raise_if_any()
-        for name in sorted(set(map(str, pt.tree)) - {*wanted, RECORD}):
-            report.add(Fate.NOTE, f"{name}: is in the checkpoint, and not loaded")
-        report.add(Fate.KEPT, ", ".join(wanted))
-        return _Load(self, pt, wanted, report, optimizer)
+        load = Load[None](pt.root, (), FilePlan(FILE), Report(), [pt.root / pt.file])
+        return load.checked(_Hooks(self, pt, where, wanted, load.report, request.optimizer))
 
-    def _prepare_optimizer(self, pt: PtFile, where: str, problems: Problems, report: Report) -> OptimizerLoad | None:
-        if self.optimizer is None or "optimizer" not in pt.tree:
-            return None
-        stored = pt.tree["optimizer"]
-        if not is_stock(self.optimizer):
-            return OwnLoad(self.optimizer, pt, stored)
+
+@dataclass(slots=True)
+class _Hooks:
+    """What a module, its optimizer and the other parts take.
+
+    Args:
+        engine: The live ones.
+        pt: The file.
+        where: Its path, for messages.
+        parts: What of it is loaded.
+        report: Takes what is kept.
+        optimizer: Whether the optimizer is restored.
+    """
+
+    engine: TorchEngine
+    pt: PtFile
+    where: Path
+    parts: Sequence[str]
+    report: Report
+    optimizer: bool
+    _optimizer: OptimizerLoad | None = None
+    _places: list[Pair] = field(default_factory=list)
+
+    def check(self, problems: Problems) -> None:
+        """Compare names, shapes and types of the module, and the optimizer with the stored one."""
+        tree, engine = self.pt.tree, self.engine
+        for name in self.parts:
+            if name not in tree:
+                problems.add(Incomplete, f"{self.where}: has no {name!r}; it has {', '.join(map(str, tree))}")
+        if engine.module is not None and "model" in tree:
+            compare_model(engine.module, tree["model"], str(self.where), problems)
+        if self.optimizer and engine.optimizer is not None and "optimizer" in tree:
+            self._optimizer = self._matched(engine.optimizer, tree["optimizer"], problems)
+        for name in sorted(set(map(str, tree)) - {*self.parts, RECORD}):
+            self.report.add(Fate.NOTE, f"{name}: is in the checkpoint, and not loaded")
+        self.report.add(Fate.KEPT, ", ".join(self.parts))
+
+    def _matched(self, optimizer: torch.optim.Optimizer, stored: object, problems: Problems) -> OptimizerLoad | None:
+        if not is_stock(optimizer):
+            return OwnLoad(optimizer, self.pt, stored)
         try:
-            saved = SavedOptimizer.parse(stored, pt.tree.get(RECORD), where)
+            saved = SavedOptimizer.parse(stored, self.pt.tree.get(RECORD), str(self.where))
         except LayoutMismatch as error:
             problems.add_error(error)
             return None
-        order = matched(self.optimizer, self.module, saved, where, problems)
+        order = matched(optimizer, self.engine.module, saved, str(self.where), problems)
         if any(indices != sorted(indices) for indices in order):
-            report.add(
-                Fate.DERIVED, "optimizer: its parameters are in another order than in the checkpoint; taken by name"
-            )
-        return StockLoad(self.optimizer, pt, saved, order)
-
-
-@dataclass(slots=True)
-class _Load:
-    engine: TorchEngine
-    pt: PtFile
-    parts: Sequence[str]
-    report: Report
-    optimizer: OptimizerLoad | None
-    files: Sequence[ReadablePath] = field(init=False)
-    rng: Mapping[str, object] | None = None
-    _model: ModelLoad | None = None
-
-    def __post_init__(self) -> None:
-        self.files = (self.pt.root / self.pt.file,)
+            text = "optimizer: its parameters are in another order than in the checkpoint; taken by name"
+            self.report.add(Fate.DERIVED, text)
+        return StockLoad(optimizer, self.pt, saved, order)
 
     def install(self, undo: Undo) -> None:
-        """All that may refuse: the optimizer, the other parts, what the module's own code takes back.
-
-        Raises:
-            CheckpointError: A part refused its state.
-        """
-        module = self.engine.module  # one of no layers is false
-        self._model = ModelLoad(module, self.pt) if module is not None and "model" in self.parts else None
-        others = {name: self.pt.materialize(self.pt.tree[name]) for name in self.parts if name in self.engine.others}
-        if self.optimizer is not None:
-            with _saying("optimizer", self.files[0]):
-                self.optimizer.read()
-                self.optimizer.install(undo)
+        """All that may refuse: the optimizer, the other parts, what the module's own code takes back."""
+        engine, tree, self._places = self.engine, self.pt.tree, []
+        others = {name: self.pt.materialize(tree[name]) for name in self.parts if name in engine.others}
+        if self._optimizer is not None:
+            with naming("optimizer", self.where):
+                self._places += self._optimizer.install(undo)
         for name, state in others.items():
-            with _saying(name, self.files[0]):
-                undo.handed(self.engine.others[name], state)
-        if self._model is not None:
-            with _saying("model", self.files[0]):
-                self._model.install(undo)
+            with naming(name, self.where):
+                undo.handed(engine.others[name], state)
+        if engine.module is not None and "model" in self.parts:  # one of no layers is false
+            with naming("model", self.where):
+                self._places += install_model(engine.module, self.pt, undo)
 
-    def fill(self) -> None:
-        """The tensors, in place.
-
-        Raises:
-            StorageError: The file cannot be read any more.
-        """
-        if self._model is not None:
-            self._model.fill()
-        if self.optimizer is not None:
-            self.optimizer.fill()
+    def fill(self, copy: Callable[[], None]) -> None:
+        """The tensors, each where it lies: there is nothing to cut, and no plan."""
+        del copy
+        fill_places(self.pt.root, self._places)
 
 
-@contextmanager
-def _saying(part: str, file: ReadablePath) -> Iterator[None]:
-    """Others' code may raise anything; the user is to hear whose state it was, and that nothing has changed."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{file}: {part} refused its state: {type(error).__name__}: {error}\n"
-            "What had been loaded was put back. Build this part as it was when it was saved, or load the weights alone: "
-            "load(optimizer=False)."
-        ) from error
-
-
-def _unwrapped(module: torch.nn.Module | None) -> torch.nn.Module | None:
-    wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
-    return module.module if wrapped else module  # type: ignore[union-attr, return-value]
-
-
-@dataclass(slots=True)
-class ModelLoad:
-    """A load of a module: what its own code takes back first, then the tensors.
+def install_model(module: torch.nn.Module, pt: PtFile, undo: Undo) -> list[Pair]:
+    """Hand a module what is no tensor of its own: extra state, and what its hooks made for saving.
 
     Args:
         module: The live one.
         pt: The file.
+        undo: Told how it is put back.
+
+    Returns:
+        Where the module's own tensors lie.
     """
-
-    module: torch.nn.Module
-    pt: PtFile
-    _tensors: dict[str, torch.Tensor] = field(init=False)
-    _handed: dict[str, object] = field(init=False)
-
-    def __post_init__(self) -> None:
-        stored = self.pt.tree["model"]
-        own = _own_tensors(self.module, self.module.state_dict())
-        self._tensors = {name: own[name] for name in own if isinstance(stored[name], StoredTensor)}
-        handed = {name: value for name, value in stored.items() if name not in self._tensors}
-        self._handed = self.pt.materialize(handed)
-
-    def install(self, undo: Undo) -> None:
-        """Hand the module what is no tensor of its own: extra state, and what its hooks made for saving."""
-        if self._handed:
-            before = {name: value for name, value in self.module.state_dict().items() if name in self._handed}
-            undo.note(partial(self.module.load_state_dict, copied(before), strict=False))
-            self.module.load_state_dict(self._handed, strict=False)
-
-    def fill(self) -> None:
-        """Copy the file's bytes into the live tensors."""
-        fill_named(self.pt.root, self.pt.tree["model"], self._tensors)
+    stored = pt.tree["model"]
+    own = _own_tensors(module, module.state_dict())
+    places = {name: (stored[name], own[name]) for name in own if isinstance(stored[name], StoredTensor)}
+    if handed := pt.materialize({name: value for name, value in stored.items() if name not in places}):
+        before = {name: value for name, value in module.state_dict().items() if name in handed}
+        undo.note(partial(module.load_state_dict, copied(before), strict=False))
+        module.load_state_dict(handed, strict=False)
+    return list(places.values())
 
 
 def compare_model(module: torch.nn.Module, stored: object, where: str, problems: Problems) -> None:
@@ -319,3 +285,8 @@ def _shape(value: object) -> tuple[int, ...] | None:
     if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
         return None
     return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
+
+
+def _unwrapped(module: torch.nn.Module | None) -> torch.nn.Module | None:
+    wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
+    return module.module if wrapped else module  # type: ignore[union-attr, return-value]

@@ -24,7 +24,7 @@ from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.stubs import NAMESPACES, Namespace
 
-from .base import HeldTensor, LiveFile, Segment
+from .base import LiveFile, Segment, StateTensor
 
 T = TypeVar("T")
 SMALL_NBYTES = 1 << 16
@@ -117,7 +117,7 @@ class Alive:
     """A tensor that is alive.
 
     Args:
-        name: See :class:`~.account.HeldTensor`.
+        name: See :class:`~.account.StateTensor`.
         state: See there.
         tensor: This rank's memory of it.
     """
@@ -168,15 +168,15 @@ def of_optimizer(optimizer: Any, name_of: Callable[[object], str], masters: Iter
         Unsupported: It keeps objects that no file can hold; they are named.
     """
     problems = Problems()
-    for held in masters:
-        if isinstance(held, torch.Tensor):
-            yield Alive(name_of(held), MASTER, held)
-    for held, values in optimizer.state.items():
+    for param in masters:
+        if isinstance(param, torch.Tensor):
+            yield Alive(name_of(param), MASTER, param)
+    for param, values in optimizer.state.items():
         for state, value in _leaves(values):
             if isinstance(value, torch.Tensor):
-                yield Alive(name_of(held), state, value)
+                yield Alive(name_of(param), state, value)
             elif not isinstance(value, _PLAIN):
-                text = f"{type(optimizer).__qualname__}: {state} of {name_of(held)} is a {type(value).__qualname__}"
+                text = f"{type(optimizer).__qualname__}: {state} of {name_of(param)} is a {type(value).__qualname__}"
                 problems.add(Unsupported, f"{text}; only tensors and plain values can be saved")
     problems.raise_if_any()
 
@@ -244,17 +244,17 @@ class Memory:
             self._merged[device] = starts, stops
         return self._merged[device]
 
-    def held(self, alive: Iterable[Alive], among: str | None = None) -> Iterator[HeldTensor]:
+    def counted(self, alive: Iterable[Alive], among: str | None = None) -> Iterator[StateTensor]:
         """What is alive, and whether this rank writes it.
 
         Args:
             alive: The tensors.
-            among: See :class:`~.account.HeldTensor`.
+            among: See :class:`~.account.StateTensor`.
         """
         for one in alive:
             tensor = one.tensor
             nbytes, what = tensor.numel() * tensor.element_size(), f"{tensor.dtype} {tuple(tensor.shape)}"
-            yield HeldTensor(one.name, one.state, what, nbytes, self.has(tensor), among)
+            yield StateTensor(one.name, one.state, what, nbytes, self.has(tensor), among)
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -308,16 +308,16 @@ RankAccount = dict[str | None, Holding]
 """A rank's holdings, by the set of ranks that hold the same; None: what it holds alone."""
 
 
-def account_of(held: Iterable[HeldTensor], role: str, problems: Problems) -> RankAccount:
+def account_of(state_tensors: Iterable[StateTensor], role: str, problems: Problems) -> RankAccount:
     """One rank's account.
 
     Args:
-        held: All its state tensors of a role.
+        state_tensors: All its state tensors of a role.
         role: The role, for messages.
         problems: Told what would be lost: what this rank holds alone and does not write.
     """
-    sets: dict[str | None, list[HeldTensor]] = {}
-    for one in held:
+    sets: dict[str | None, list[StateTensor]] = {}
+    for one in state_tensors:
         sets.setdefault(one.among, []).append(one)
     if lost := [one for one in sets.get(None, []) if not one.here]:
         text = (
@@ -327,14 +327,16 @@ def account_of(held: Iterable[HeldTensor], role: str, problems: Problems) -> Ran
     return {among: _holding(tensors, f"{role}: {among}", problems) for among, tensors in sets.items()}
 
 
-def _holding(held: Sequence[HeldTensor], where: str, problems: Problems) -> Holding:
-    found = Holding(here=any(one.here for one in held if one.nbytes) or not any(one.nbytes for one in held))
+def _holding(state_tensors: Sequence[StateTensor], where: str, problems: Problems) -> Holding:
+    found = Holding(
+        here=any(one.here for one in state_tensors if one.nbytes) or not any(one.nbytes for one in state_tensors)
+    )
     lines = []
-    for one in held:
+    for one in state_tensors:
         found.states.setdefault(one.state, Counted()).add(1, one.nbytes)
         lines.append(f"{one.name}\0{one.state}\0{one.what}")
     found.digest = sha256("\n".join(sorted(lines)).encode()).hexdigest()
-    if held[0].among is not None and found.here and (lost := [one for one in held if not one.here]):
+    if state_tensors[0].among is not None and found.here and (lost := [one for one in state_tensors if not one.here]):
         text = f"{where}: this rank writes it, but not {len(lost)} of its live tensors ({_named(lost)})"
         problems.add(Unsupported, text, _UNWRITTEN)
     return found
@@ -382,6 +384,6 @@ def _counted(holding: Holding) -> str:
     return ", ".join(f"{one.tensors} × {state} ({one.nbytes} bytes)" for state, one in states)
 
 
-def _named(held: Sequence[HeldTensor]) -> str:
-    names = [f"{one.state} of {one.name}" for one in held[:_MOST_NAMES]]
-    return ", ".join(names) + (", …" if len(held) > _MOST_NAMES else "")
+def _named(state_tensors: Sequence[StateTensor]) -> str:
+    names = [f"{one.state} of {one.name}" for one in state_tensors[:_MOST_NAMES]]
+    return ", ".join(names) + (", …" if len(state_tensors) > _MOST_NAMES else "")

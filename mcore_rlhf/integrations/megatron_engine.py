@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_rlhf.engines.base import LoadRequest
 from mcore_rlhf.engines.megatron.engine import MegatronEngine
-from mcore_rlhf.engines.megatron.load import PreparedMegatronLoad
-from mcore_rlhf.engines.megatron.slots import Origin
 
 from .megatron_arguments import Trained
 
@@ -25,9 +22,6 @@ class ScriptEngine(MegatronEngine):
         trained: The live objects.
         args: Megatron-LM's ``get_args``.
         further: Top-level values of the model file, as they are at the moment of a save; None for an engine that loads.
-
-    Attributes:
-        origin: What was loaded; None before.
     """
 
     def __init__(
@@ -37,14 +31,7 @@ class ScriptEngine(MegatronEngine):
         bare = saves and bool(getattr(args(), "no_save_optim", False))
         optimizer, scheduler = (None, None) if bare else (trained.optimizer, trained.scheduler)
         super().__init__(trained.chunks, optimizer, scheduler, args=args, further=further)
-        self.origin: Origin | None = None
-
-    def prepare_load(self, request: LoadRequest) -> PreparedMegatronLoad:
-        """See :class:`~mcore_rlhf.engines.base.Engine`."""
-        prepared = super().prepare_load(request)
-        self.origin = prepared.origin
-        return prepared
 
     def further(self, name: str, default: Any) -> Any:
         """A top-level value of the checkpoint that was loaded."""
-        return default if self.origin is None else self.origin.state.other.get(name, default)
+        return default if self.loaded is None else self.loaded.other.get(name, default)

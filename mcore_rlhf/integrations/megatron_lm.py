@@ -35,7 +35,7 @@ from mcore_rlhf.manager.run.snapshot import Data
 from mcore_rlhf.manager.state import RlhfState
 
 from .megatron_arguments import Trained, agreed_source, find, has_steps, refuse_unsupported
-from .megatron_session import Choices, Session
+from .megatron_session import Session, SessionChoices
 
 _MODULES = ("checkpointing", "async_utils", "training")
 _EXPLICIT = ("pipeline_rank", "expert_rank", "tensor_rank", "pipeline_parallel", "expert_parallel")
@@ -66,7 +66,9 @@ def install(
     if _installed:
         raise UsageError("the drop-in for Megatron-LM is installed already; uninstall() it first")
     modules = {name: _imported(name) for name in _MODULES}
-    session = Session(modules["checkpointing"], Choices(asynchronous, data, state, options or ManagerOptions(), role))
+    session = Session(
+        modules["checkpointing"], SessionChoices(asynchronous, data, state, options or ManagerOptions(), role)
+    )
     _installed.append(DropIn(session, modules).put_in_place())
 
 

@@ -28,7 +28,7 @@ Call = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class SessionChoices:
     """What the script chose when it installed the drop-in; see :func:`.megatron_lm.install`."""
 
     asynchronous: bool = False
@@ -46,7 +46,7 @@ class Session:
         choices: What the script chose.
     """
 
-    def __init__(self, training: Any, choices: Choices) -> None:
+    def __init__(self, training: Any, choices: SessionChoices) -> None:
         self.training, self.choices = training, choices
         self._manager: CheckpointManager | None = None
         self._trained: Trained | None = None

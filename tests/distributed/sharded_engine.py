@@ -12,12 +12,11 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.engines.base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
-from mcore_rlhf.engines.load import copy_into
+from mcore_rlhf.engines.load import fill_places
 from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
-from mcore_rlhf.storage.reading import OpenFiles
 
 WEIGHTS, MOMENTS = "weights.pt", "moments.pt"
 
@@ -97,6 +96,4 @@ class _Load:
         """Nothing here may refuse."""
 
     def fill(self) -> None:
-        with OpenFiles(self.folder) as files:
-            for name, place in self.places.items():
-                copy_into(files, place, self.engine.values[name])
+        fill_places(self.folder, ((place, self.engine.values[name]) for name, place in self.places.items()))

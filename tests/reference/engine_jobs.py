@@ -187,7 +187,7 @@ def load_and_train(session: Session, steps_before: int = 0, restore_rng: bool = 
     go_on(trainer, seen)
     lines = [(fate.value, text) for fate, text in prepared.report.lines]
     needed = sum(slot.record.numel for slot in prepared.slots)
-    read = sum(copy.numel for copy in prepared.origin.plan.copies if 0 not in copy.source_strides)
+    read = sum(copy.numel for copy in prepared.plan.copies if 0 not in copy.source_strides)
     return Loaded(seen, lines, [str(path) for path in prepared.files], dict(engine.loaded_args), needed, read)
 
 

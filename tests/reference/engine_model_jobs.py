@@ -93,9 +93,9 @@ def load_through_buffers(session: Session) -> Observation:
     """
     from unittest.mock import PropertyMock, patch
 
-    from mcore_rlhf.engines.megatron.optimizers import Member
+    from mcore_rlhf.engines.megatron.optimizers import ChainMember
 
-    with patch.object(Member, "converts", PropertyMock(return_value=True)):
+    with patch.object(ChainMember, "converts", PropertyMock(return_value=True)):
         return load_over_noise(session)
 
 

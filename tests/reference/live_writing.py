@@ -37,9 +37,9 @@ def check_account(state: LiveState) -> dict[str, Counted]:
     """Nothing that is alive on any rank is left out; what the step holds by state."""
     import torch.distributed as dist
 
-    assert state.held, "every engine counts"
+    assert state.state_tensors, "every engine counts"
     problems = Problems()
-    mine = account_of(state.held, "actor", problems)
+    mine = account_of(state.state_tensors, "actor", problems)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found = compare(everyone, "actor", problems)

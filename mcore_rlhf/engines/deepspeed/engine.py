@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.deepspeed.files import LATEST, TagFiles, is_tag_folder, locate
 from mcore_rlhf.formats.registry import detect, open_checkpoint
@@ -22,11 +22,12 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import Pt
 
 from ..base import Engine, LiveFile, LiveState, LoadRequest
+from ..load import Load
 from ..optimizers import say_what_is_unknown
 from ..save import LiveTree, Memory
-from .load import LivePlan, Origin, PreparedDeepSpeedLoad, Slot
-from .model import LiveOptimizer, held, live_optimizer, weights_of
-from .own_files import OwnFiles
+from .load import DeepSpeedHooks, LiveOwner, Restored, load_from
+from .model import LiveOptimizer, live_optimizer, state_tensors, weights_of
+from .own_files import OwnRankFiles
 from .restoring import client_state_of
 
 ClientState = Mapping[str, object]
@@ -127,10 +128,10 @@ class DeepSpeedEngine:
             trees.append(tree)
         texts = {LATEST: tag} if self.save_latest and rank == self.ranks[0] else {}
         weights, frozen = weights_of(self.engine, live), not self.exclude_frozen_parameters
-        alive = held(self.engine, live, weights, Memory.of(files, trees), frozen=frozen)
+        alive = state_tensors(self.engine, live, weights, Memory.of(files, trees), frozen=frozen)
         return LiveState(FORMAT.name, self.layout, tuple(files), texts, tuple(alive))
 
-    def prepare_load(self, request: LoadRequest) -> PreparedDeepSpeedLoad:
+    def prepare_load(self, request: LoadRequest) -> Load[LiveOwner]:
         """Open a native or universal checkpoint, check that it fits this rank, and plan the load.
 
         Raises:
@@ -138,25 +139,24 @@ class DeepSpeedEngine:
         """
         self._check_unfused("load")
         live = live_optimizer(self.engine)
-        origin, slots = self._origin(request, live)
+        load, restored = self._load(request, live)
 
         def done() -> None:
-            self.loaded_client_state = client_state_of(origin.state.other)
-            self.loaded_iteration = origin.state.iteration
+            self.loaded_client_state = client_state_of(restored.state.other)
+            self.loaded_iteration = restored.state.iteration
 
-        prepared = PreparedDeepSpeedLoad(self.engine, live, request.optimizer, origin, slots, done)
-        prepared.check()
-        return prepared
+        hooks = DeepSpeedHooks(self.engine, live, request.optimizer, restored, load.report, done)
+        return load.checked(hooks)
 
-    def _origin(self, request: LoadRequest, live: LiveOptimizer | None) -> tuple[Origin, list[Slot]]:
+    def _load(self, request: LoadRequest, live: LiveOptimizer | None) -> tuple[Load[LiveOwner], Restored]:
         weights = weights_of(self.engine, live)
         folder: ReadablePath = request.folder
         step = request.step
         if detect(folder).name == FORMAT.name:
             files = _tag_files(request)
-            own = OwnFiles.find(self.engine, files, live, weights, optimizer=request.optimizer)
+            own = OwnRankFiles.find(self.engine, files, live, weights, optimizer=request.optimizer)
             if own is not None:
-                return own.origin(optimizer=request.optimizer)
+                return own.load(optimizer=request.optimizer)
             folder, step = files.folder, None
         if self.parallel.tp > 1:
             raise Unsupported(
@@ -164,7 +164,7 @@ class DeepSpeedEngine:
                 "Load it with as many data-parallel ranks at the same ZeRO stage, or convert it to universal for DeepSpeed."
             )
         source = open_checkpoint(folder, ReadOptions(role=request.role, step=step, optimizer=request.optimizer))
-        return LivePlan(source, live, weights, f"DP {self.parallel.dp}").origin(optimizer=request.optimizer)
+        return load_from(source, live, weights, f"DP {self.parallel.dp}", optimizer=request.optimizer)
 
     def _own_files(self, tag: str, live: LiveOptimizer | None) -> dict[str, dict[str, Any]]:
         given = self._client_state() if callable(self._client_state) else self._client_state
@@ -236,7 +236,7 @@ RESERVED = frozenset({"checkpoint_parallel_dimensions"})
 
 
 @dataclass(slots=True)
-class _Keeper:
+class _CapturingEngine:
     """Stands in for DeepSpeed's checkpoint engine."""
 
     saved: dict[str, State] = field(default_factory=dict)
@@ -270,7 +270,7 @@ def own_files(
     """
     if clash := RESERVED & set(client_state):
         raise Unsupported(f"client_state: the key {min(clash)!r} is DeepSpeed's own\nGive it another name.")
-    keeper = _Keeper()
+    keeper = _CapturingEngine()
     others: dict[str, object] = {} if trained else {"optimizer": None, "save_zero_checkpoint": False}
     others |= {"_get_param_fragment_func": _fragment, "_copy_recovery_script": _nothing}
     with _replaced(engine, checkpoint_engine=keeper, **others):

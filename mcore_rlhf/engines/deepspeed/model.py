@@ -20,7 +20,8 @@ from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 
-from ..base import HeldTensor
+from ..base import StateTensor
+from ..optimizers import is_elementwise
 from ..save import BUFFER, Alive, Memory, of_optimizer
 
 States = Mapping[int, tuple[str, ...]]
@@ -38,7 +39,7 @@ class Flat:
         shapes: Their whole shapes.
         geometry: Where they lie, over all data-parallel ranks.
         rank: This rank's number among them.
-        held: What torch's optimizer has; in fp32, unless it is stage 0's parameter itself.
+        tensor: What torch's optimizer has; in fp32, unless it is stage 0's parameter itself.
         model: In stage 3, this rank's slices of the weights that the model computes with, laid out alike.
         whole: The states that are kept in whole parameters: see :class:`~mcore_rlhf.layouts.zero.BorderGroup`.
     """
@@ -49,9 +50,14 @@ class Flat:
     shapes: tuple[Shape, ...]
     geometry: Group
     rank: int
-    held: torch.Tensor
+    tensor: torch.Tensor
     model: torch.Tensor | None = None
     whole: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return ", ".join(self.names[:3])
 
     def geometry_of(self, state: str) -> Group | BorderGroup:
         """Where the parameters lie in a state."""
@@ -66,7 +72,7 @@ class Flat:
     def numel(self, state: str) -> int:
         """Elements of this rank's tensor of a state."""
         geometry = self.geometry_of(state)
-        return geometry.length_of(self.rank) if isinstance(geometry, BorderGroup) else self.held.numel()
+        return geometry.length_of(self.rank) if isinstance(geometry, BorderGroup) else self.tensor.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +107,12 @@ class LiveOptimizer:
 
     def state_of(self, flat: Flat) -> dict[str, Any]:
         """What torch's optimizer keeps of a flat tensor; empty before the first step."""
-        found: dict[str, Any] = self.inner.state.get(flat.held, {})
+        found: dict[str, Any] = self.inner.state.get(flat.tensor, {})
         return found
+
+    def elementwise(self, flat: Flat) -> list[str]:
+        """The states that the optimizer, once it has stepped, keeps of every element of a flat tensor."""
+        return [key for key, value in self.state_of(flat).items() if is_elementwise(key, getattr(value, "shape", None))]
 
     @contextmanager
     def with_members(self) -> Iterator[None]:
@@ -222,6 +232,11 @@ class Weight:
     sliced: SlicedGroup | None = None
     rank: int = 0
 
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return self.name
+
 
 def weights_of(engine: Any, optimizer: LiveOptimizer | None) -> list[Weight]:
     """The tensors of an engine's module that a checkpoint holds: parameters and persistent buffers, each once.
@@ -263,9 +278,9 @@ _ASIDE = "muon_momentum_buffer_partitioned_groups_flat"
 (deepspeed 0.19.8, ``runtime/zero/stage3.py``)."""
 
 
-def held(
+def state_tensors(
     engine: Any, live: LiveOptimizer | None, weights: Sequence[Weight], memory: Memory, *, frozen: bool
-) -> Iterator[HeldTensor]:
+) -> Iterator[StateTensor]:
     """All that is alive on this rank.
 
     Args:
@@ -282,14 +297,14 @@ def held(
             continue  # rounded from its master, which is counted
         if one.trained or frozen or one.name not in params:
             alive = Alive(one.name, PARAM if one.name in params else BUFFER, one.tensor)
-            yield from memory.held([alive], None if one.sliced is not None else replicas)
+            yield from memory.counted([alive], None if one.sliced is not None else replicas)
     if live is not None:
-        yield from memory.held(_kept(live), replicas if _is_whole(live) else None)
+        yield from memory.counted(_kept(live), replicas if _is_whole(live) else None)
 
 
 def _kept(live: LiveOptimizer) -> Iterator[Alive]:
-    names = {id(flat.held): _label(flat) for flat in live.flats}
-    masters = [flat.held for flat in live.flats] if live.masters else []
+    names = {id(flat.tensor): _label(flat) for flat in live.flats}
+    masters = [flat.tensor for flat in live.flats] if live.masters else []
     yield from of_optimizer(live.inner, lambda held: names.get(id(held), "a tensor of no flat group"), masters)
     for number, tensor in getattr(live.wrapper, _ASIDE, {}).items():
         yield Alive(f"sub-group {number}", "momentum_buffer", tensor)

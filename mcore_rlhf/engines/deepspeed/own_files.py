@@ -9,25 +9,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.core.plan import Copy, FilePlan
-from mcore_rlhf.errors import Corrupt, Incomplete
+from mcore_rlhf.errors import Corrupt, Incomplete, Problem
 from mcore_rlhf.families.module import LAYOUT_KEYS, scaler_of
 from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.formats.deepspeed.files import TagFiles
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
-from .load import LIVE, Origin, Slot, Slots
+from ..load import Load, Slot, planned_locally
+from ..optimizers import is_elementwise
+from .load import LiveOwner, Restored, slots_of
 from .model import Flat, LiveOptimizer, States, Weight
 from .restoring import WRAPPER
 
 
 @dataclass(frozen=True, slots=True)
-class OwnFiles:
+class OwnRankFiles:
     """This rank's files of a checkpoint whose local tensors are the live ones.
 
     Args:
@@ -47,7 +48,7 @@ class OwnFiles:
     @classmethod
     def find(
         cls, engine: Any, files: TagFiles, live: LiveOptimizer | None, weights: Sequence[Weight], *, optimizer: bool
-    ) -> OwnFiles | None:
+    ) -> OwnRankFiles | None:
         """The files, or None where the local tensors are others.
 
         Raises:
@@ -66,7 +67,7 @@ class OwnFiles:
         found = cls(files, model, _stored_optimizer(engine, files, model, live) if needed else None, live, weights)
         return found if found._same_weights() and (not needed or found._same_flats()) else None
 
-    def origin(self, *, optimizer: bool) -> tuple[Origin, list[Slot]]:
+    def load(self, *, optimizer: bool) -> tuple[Load[LiveOwner], Restored]:
         """Plan the load.
 
         Args:
@@ -74,16 +75,15 @@ class OwnFiles:
         """
         stored = self.stored if optimizer else None
         states = stored.tensor_states() if stored is not None else {}
-        slots = Slots(self.weights, self.live if stored is not None else None, states, self.live).all()
-        plan = FilePlan(LIVE)
-        for slot in slots:
-            self._plan(slot, plan)
-        used = dict.fromkeys([self.model.file, *(one.source.file for one in plan.copies)])
-        paths = tuple(self.files.root / file for file in used)
+        found = slots_of(self.weights, self.live, states, optimizer=stored is not None)
+        plan, report = planned_locally(found, self._place, self._missing), Report()
+        report.add(Fate.KEPT, "this rank's own files, bit for bit")
         wrapper = stored.wrapper() if stored is not None else {}
-        origin = Origin(self.files.root, paths, plan, self._state(stored), stored is not None, states, wrapper)
-        origin.report.add(Fate.KEPT, "this rank's own files, bit for bit")
-        return origin, slots
+        opened = [self.files.root / self.model.file]
+        return (
+            Load(self.files.root, found, plan, report, opened),
+            Restored(self._state(stored), stored is not None, states, wrapper),
+        )
 
     def _same_weights(self) -> bool:
         """Whether names, shapes and types of all weights are the live ones."""
@@ -141,26 +141,20 @@ class OwnFiles:
         whole = flat.geometry.length()
         return [(whole,), (whole - flat.geometry.padding(flat.rank),)]
 
-    def _plan(self, slot: Slot, plan: FilePlan) -> None:
-        stored = self._place(slot)
-        if not isinstance(stored, StoredTensor):
-            text = f"{self.files.folder}: no {slot.state} of {slot.label}"
-            plan.problems.add(Incomplete, text, "Load with optimizer=False to begin with fresh optimizer states.")
-            return
-        count = min(slot.record.numel, stored.stop - stored.start)
-        if count:
-            plan.copies.append(Copy((count,), stored.record, stored.start, (1,), slot.record, 0, (1,)))
+    def _missing(self, slot: Slot[LiveOwner]) -> Problem:
+        text = f"{self.files.folder}: no {slot.state} of {slot.owner.label}"
+        return Problem(Incomplete, text, "Load with optimizer=False to begin with fresh optimizer states.")
 
-    def _place(self, slot: Slot) -> object:
-        top = self.model.tree
-        if slot.weight is not None:
-            where = top["module"] if slot.weight.sliced is None else top["frozen_param_fragments"]
-            return where.get(slot.weight.name)
-        if self.stored is None or slot.flat is None:
+    def _place(self, slot: Slot[LiveOwner]) -> object:
+        top, owner = self.model.tree, slot.owner
+        if isinstance(owner, Weight):
+            where = top["module"] if owner.sliced is None else top["frozen_param_fragments"]
+            return where.get(owner.name)
+        if self.stored is None:
             return None
         if slot.state in (MASTER, PARAM):
-            return self.stored.masters[slot.flat.number]
-        return self.stored.states[slot.flat.number].get(slot.state)
+            return self.stored.masters[owner.number]
+        return self.stored.states[owner.number].get(slot.state)
 
     def _state(self, stored: StoredOptimizer | None) -> TrainingState:
         top, scheduler = self.model.tree, self.model.tree.get("lr_scheduler")
@@ -194,9 +188,6 @@ def _stored_optimizer(
 def _same(stored: StoredTensor, shape: tuple[int, ...], live: Any) -> bool:
     dense = stored.strides == row_major(shape) or 0 in shape
     return stored.shape == shape and dense and stored.record.dtype == dtype_of(live.dtype)
-
-
-_STEP = "step"
 
 
 @dataclass(slots=True)
@@ -239,7 +230,10 @@ class StoredOptimizer:
 
     def tensor_states(self) -> States:
         """Of every flat tensor, the names of the states that are one value per element, such as ``exp_avg``."""
-        wide = (tuple(key for key, value in state.items() if _is_wide(key, value)) for state in self.states)
+        wide = (
+            tuple(key for key, value in state.items() if is_elementwise(key, getattr(value, "shape", None)))
+            for state in self.states
+        )
         return dict(enumerate(wide))
 
     def param_groups_of(self, names: Mapping[int, tuple[str, ...]]) -> tuple[ParamGroup, ...]:
@@ -254,7 +248,7 @@ class StoredOptimizer:
             scalars: dict[str, object] = {}
             for of, state in zip(self.groups, self.states, strict=True):
                 if of == group:
-                    values = ((k, v) for k, v in state.items() if not _is_wide(k, v))
+                    values = ((k, v) for k, v in state.items() if not is_elementwise(k, getattr(v, "shape", None)))
                     scalars.update((key, self.pt.materialize(value)) for key, value in values if key not in scalars)
             found.append(ParamGroup({**fields, **scalars}, params=names.get(group, ()), scalars=tuple(scalars)))
         return tuple(found)
@@ -262,7 +256,3 @@ class StoredOptimizer:
     def wrapper(self) -> dict[str, object]:
         """What DeepSpeed's own optimizer keeps besides."""
         return {key: value for key, value in self.tree.items() if key in WRAPPER}
-
-
-def _is_wide(key: str, value: object) -> bool:
-    return key != _STEP and isinstance(value, StoredTensor) and bool(value.shape)

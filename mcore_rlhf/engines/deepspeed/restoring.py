@@ -49,7 +49,7 @@ def load_groups(live: LiveOptimizer, groups: Sequence[ParamGroup], states: State
         groups: What each group becomes.
         states: Names of every flat tensor's states.
     """
-    by_held = {id(flat.held): flat for flat in live.flats}
+    by_held = {id(flat.tensor): flat for flat in live.flats}
     with live.with_members():
         numbered: dict[int, dict[str, object]] = {}
         packed, count = [], 0
@@ -71,7 +71,7 @@ def load_groups(live: LiveOptimizer, groups: Sequence[ParamGroup], states: State
 def _state(live: LiveOptimizer, flat: Flat, group: ParamGroup, states: Sequence[str]) -> dict[str, object]:
     """A flat tensor's state: its own scalars, since ``step`` is counted in place."""
     was = live.state_of(flat)
-    held = flat.held.detach()
+    held = flat.tensor.detach()
     found: dict[str, object] = {}
     for key in group.scalars:
         value = group.fields[key]
@@ -119,7 +119,7 @@ def round_slices(live: LiveOptimizer) -> None:
     wrapper = live.wrapper
     for flat in live.flats:
         if flat.model is not None:
-            flat.model.copy_(flat.held)
+            flat.model.copy_(flat.tensor)
             slices = wrapper.fp16_partitioned_groups[flat.number]
             for param, part in zip(slices, wrapper.unflatten(flat.model, slices), strict=True):
                 param.data = part.data

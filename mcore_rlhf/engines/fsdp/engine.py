@@ -11,24 +11,25 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.crossing import crossed
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath
 
 from ..base import LiveState, LoadRequest
+from ..load import Load
 from ..optimizers import say_what_is_unknown
 from ..stateful import Stateful
-from .files import KEYS, LiveTable, States, Table, add_module, add_optimizer, live_state, states_of
+from .files import KEYS, LiveTable, StatesByParam, Table, add_module, add_optimizer, live_state, states_of
 from .geometry import FlatParams, Meshes
-from .load import LivePlan, PreparedFsdpLoad, ShardedOptimizerLoad, extra_states_of, others_of, schedules_of, values_of
-from .model import HeldModule, HeldOptimizer, held
+from .load import FsdpHooks, Matching, ShardedOptimizerLoad, extra_states_of, others_of, schedules_of
+from .model import LocalShard, ShardedModule, ShardedOptimizer, state_tensors
 
 Others = Mapping[str, object]
-_MOST_PROBLEMS = 1000
 
 
 class FsdpEngine:
@@ -81,8 +82,8 @@ class FsdpEngine:
         self._others = others
         self.world = ShardedWorld.of(module)
         self._made: dict[tuple[str, ...], bytes] = {}
-        self._ranks = Ranks.of(self.ranks)
-        check_alike(self._ranks, lambda: self._held()[0])
+        self._ranks = RankGroup.of(self.ranks)
+        check_same_model(self._ranks, lambda: self._sharded()[0])
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -106,22 +107,24 @@ class FsdpEngine:
             Unsupported: Something cannot be saved; all of it is named.
         """
         del step
-        states: list[States] = []
+        states: list[StatesByParam] = []
         if self.world.version == FSDP1 and self.optimizer is not None:
-            _, told = self._ranks.shared(self._held, lambda held: states_of(held[1]))
-            states = cast("list[States]", told)
-        table, told = self._ranks.shared(lambda: self._table(states), lambda table: table.table.digest(table.rank))
-        table.table.told = cast("list[str]", told)
+            _, gathered = self._ranks.all_gather(self._sharded, lambda sharded: states_of(sharded[1]))
+            states = cast("list[StatesByParam]", gathered)
+        table, gathered = self._ranks.all_gather(
+            lambda: self._table(states), lambda table: table.table.digest(table.rank)
+        )
+        table.table.digests = cast("list[str]", gathered)
         state = live_state(table, self.layout)
-        return replace(state, held=tuple(held(state, *self._held(), dist.get_rank(), self.ranks)))
+        return replace(state, state_tensors=tuple(state_tensors(state, *self._sharded(), dist.get_rank(), self.ranks)))
 
-    def _table(self, states: Sequence[States]) -> LiveTable:
+    def _table(self, states: Sequence[StatesByParam]) -> LiveTable:
         """All that is saved, and this rank's memory of it.
 
         Args:
             states: What each rank has of the optimizer, where they differ.
         """
-        module, optimizer = self._held()
+        module, optimizer = self._sharded()
         table = LiveTable(Table(self.ranks, made=self._made), dist.get_rank())
         add_module(table, module)
         if optimizer is not None:
@@ -133,7 +136,7 @@ class FsdpEngine:
             table.add_tree((*KEYS.rest, key), value)
         return table
 
-    def prepare_load(self, request: LoadRequest) -> PreparedFsdpLoad:
+    def prepare_load(self, request: LoadRequest) -> Load[LocalShard]:
         """Open a checkpoint, check that it fits this rank's parts, and plan the load.
 
         Raises:
@@ -141,26 +144,22 @@ class FsdpEngine:
         """
         options = ReadOptions(role=request.role, step=request.step, optimizer=request.optimizer)
         source = crossed(open_checkpoint(request.folder, options), FORMAT, WriteOptions())
-        module, optimizer = self._held()
+        module, optimizer = self._sharded()
         trained = optimizer if request.optimizer else None
-        planned = LivePlan(source, module, trained, dist.get_rank(), self.ranks).planned()
-        problems = Problems(list(planned.plan.problems.found))
-        load = None
-        if trained is not None and planned.optimizer:
-            load = ShardedOptimizerLoad.of(trained, planned, values_of(source), problems)
-        problems.raise_if_any(limit=_MOST_PROBLEMS)
-        handed = self._schedules(source, planned.report) if request.optimizer else []
+        matching = Matching.of(source, module, trained, dist.get_rank(), self.ranks)
+        load = matching.load(self._opened(source), wanted=trained is not None)
+        handed = self._schedules(source, load.report) if request.optimizer else []
         extra = [(module.extra[name], value) for name, value in extra_states_of(source, module.extra).items()]
 
         def done() -> None:
             self.loaded_others = others_of(source)
 
-        return PreparedFsdpLoad(planned, load, handed, extra, self._read_already(source), done)
+        return load.checked(FsdpHooks(source.root, ShardedOptimizerLoad.of(matching, load), handed, extra, done))
 
-    def _held(self) -> tuple[HeldModule, HeldOptimizer | None]:
+    def _sharded(self) -> tuple[ShardedModule, ShardedOptimizer | None]:
         meshes = Meshes(self.ranks[0])
-        module = HeldModule.of(self.module, meshes)
-        return module, HeldOptimizer.of(self.optimizer, module, meshes) if self.optimizer is not None else None
+        module = ShardedModule.of(self.module, meshes)
+        return module, ShardedOptimizer.of(self.optimizer, module, meshes) if self.optimizer is not None else None
 
     def _schedules(self, source: Source, report: Report) -> list[tuple[Stateful, dict[str, object]]]:
         """Every scheduler with its state."""
@@ -171,7 +170,7 @@ class FsdpEngine:
             return []
         return list(zip(self.schedulers, stored, strict=True)) if self.schedulers else []
 
-    def _read_already(self, source: Source) -> list[ReadablePath]:
+    def _opened(self, source: Source) -> list[ReadablePath]:
         """Files that were read to plan the load; the first rank speaks for those that nobody copies from."""
         if dist.get_rank() == self.ranks[0]:
             return [source.root / file.path for file in source.files]
@@ -216,7 +215,7 @@ class ShardedWorld:
         return cls(tuple(sorted(ranks)), f"FSDP{'×'.join(map(str, widest))}", FSDP1 if flat else FSDP2)
 
 
-def check_alike(ranks: Ranks, look: Callable[[], HeldModule]) -> None:
+def check_same_model(ranks: RankGroup, look: Callable[[], ShardedModule]) -> None:
     """See that all ranks have the same model: each describes the parts of all others by its own. Collective.
 
     Args:
@@ -224,11 +223,11 @@ def check_alike(ranks: Ranks, look: Callable[[], HeldModule]) -> None:
         look: Gives this rank's tensors.
 
     Raises:
-        Unsupported: Ranks have other tensors, as under pipeline parallelism.
+        Unsupported: RankGroup have other tensors, as under pipeline parallelism.
     """
-    _, told = ranks.shared(look, lambda module: [(one.name, one.split.global_shape) for one in module.tensors])
-    for rank, other in zip(ranks.ranks, told, strict=True):
-        if other != told[0]:
+    _, shapes = ranks.all_gather(look, lambda module: [(one.name, one.split.global_shape) for one in module.tensors])
+    for rank, other in zip(ranks.ranks, shapes, strict=True):
+        if other != shapes[0]:
             raise Unsupported(
                 f"FsdpEngine: rank {rank} has other tensors than rank {ranks.ranks[0]}\n"
                 "Every rank must hold a part of the same model; pipeline parallelism is not supported."
@@ -244,7 +243,7 @@ class _Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankGroup:
     """The ranks that a model is dealt out to, as a group.
 
     Args:
@@ -256,12 +255,12 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, ranks: tuple[int, ...]) -> Ranks:
+    def of(cls, ranks: tuple[int, ...]) -> RankGroup:
         """A group of these ranks, each of which calls."""
         whole = len(ranks) == dist.get_world_size()
         return cls(ranks, None if whole else dist.new_group(list(ranks), use_local_synchronization=True))
 
-    def shared(self, action: Callable[[], T], tell: Callable[[T], object]) -> tuple[T, list[object]]:
+    def all_gather(self, action: Callable[[], T], tell: Callable[[T], object]) -> tuple[T, list[object]]:
         """Do something on every rank, and tell the others of it; what fails on one, fails on all. Collective.
 
         Args:
@@ -269,20 +268,20 @@ class Ranks:
             tell: What the others hear of its result.
 
         Returns:
-            The result, and what each rank told, in the order of the ranks.
+            The result, and what each rank described, in the order of the ranks.
 
         Raises:
             Unsupported: It failed on another rank.
         """
         failure: Exception | None = None
-        told: object
+        described: object
         try:
             result = action()
-            told = tell(result)
+            described = tell(result)
         except Exception as error:  # whatever it is, the others wait for this rank
-            failure, told = error, _Failed(str(error) if isinstance(error, CheckpointError) else repr(error))
+            failure, described = error, _Failed(str(error) if isinstance(error, CheckpointError) else repr(error))
         everyone: list[object] = [None] * len(self.ranks)
-        dist.all_gather_object(everyone, told, self.group)
+        dist.all_gather_object(everyone, described, self.group)
         if failure is not None:
             raise failure
         for rank, other in zip(self.ranks, everyone, strict=True):

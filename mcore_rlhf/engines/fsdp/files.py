@@ -33,15 +33,15 @@ from mcore_rlhf.storage.dcp import (
 
 from ..base import LiveFile, LiveState, Segment
 from ..stateful import no_bytes
-from .geometry import Everywhere, Split
-from .model import Held, HeldModule, HeldOptimizer, State
+from .geometry import Replicated, Split
+from .model import LocalShard, OptimizerState, ShardedModule, ShardedOptimizer
 
 KEYS = RLINF
 FOLDER = "dcp_checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Logical:
+class LogicalTensor:
     """A tensor of the checkpoint; it holds no live value.
 
     Args:
@@ -76,15 +76,15 @@ class Table:
         ranks: The ranks that write; the first writes what all have.
         tensors: On all ranks that have a file, and on the first, which describes the others' too.
         objects: What is no tensor, by its path: as ``torch.save`` writes it.
-        told: Every rank's own :meth:`digest`.
-        made: The ``.metadata`` of the save before, by what was told then: it changes with the model or the ranks only, and
+        digests: Every rank's own :meth:`digest`.
+        made: The ``.metadata`` of the save before, by the digests of then: it changes with the model or the ranks only, and
             takes seconds where there are hundreds of ranks.
     """
 
     ranks: tuple[int, ...]
-    tensors: list[Logical] = field(default_factory=list)
+    tensors: list[LogicalTensor] = field(default_factory=list)
     objects: dict[Path_, bytes] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
     made: dict[tuple[str, ...], bytes] = field(default_factory=dict)
 
     def items(self, rank: int) -> list[Item]:
@@ -111,7 +111,7 @@ class Table:
         Raises:
             LayoutMismatch: A rank writes other items than this one thinks.
         """
-        key = tuple(self.told)
+        key = tuple(self.digests)
         if key not in self.made:
             found = self._metadata()
             self.made.clear()
@@ -119,7 +119,7 @@ class Table:
         return self.made[key]
 
     def _metadata(self) -> bytes:
-        wrong = [rank for rank, told in zip(self.ranks, self.told, strict=True) if told != self.digest(rank)]
+        wrong = [rank for rank, found in zip(self.ranks, self.digests, strict=True) if found != self.digest(rank)]
         if wrong:
             raise LayoutMismatch(
                 f"rank {wrong[0]} writes other parts than rank {self.ranks[0]} expects of it ({len(wrong)} ranks differ); the step "
@@ -153,7 +153,7 @@ class LiveTable:
             split: Which rank holds what.
             local: This rank's memory: what :meth:`.geometry.Split.boxes` says, end to end.
         """
-        tensor = Logical(path, dtype_of(local.dtype), split)
+        tensor = LogicalTensor(path, dtype_of(local.dtype), split)
         self.table.tensors.append(tensor)
         flat, at = local.reshape(-1), 0
         for item in tensor.items(self.rank):
@@ -164,7 +164,7 @@ class LiveTable:
 
     def add_elsewhere(self, path: Path_, split: Split, dtype: DType) -> None:
         """Add a tensor of which other ranks have all."""
-        self.table.tensors.append(Logical(path, dtype, split))
+        self.table.tensors.append(LogicalTensor(path, dtype, split))
 
     def add_tree(self, path: Path_, tree: object) -> None:
         """Add a nest of dictionaries and lists that all ranks have.
@@ -176,7 +176,7 @@ class LiveTable:
             if isinstance(value, torch.Tensor):
                 if why := no_bytes(value):
                     raise Unsupported(f"{joined(at)} {why}; only parameters and their states can be cut")
-                self.add(at, Everywhere(tuple(value.shape), self.table.ranks[0]), value.detach().contiguous())
+                self.add(at, Replicated(tuple(value.shape), self.table.ranks[0]), value.detach().contiguous())
             elif self.rank == self.table.ranks[0]:
                 self.table.objects[at] = saved(value)
 
@@ -195,7 +195,7 @@ def live_state(table: LiveTable, layout: str) -> LiveState:
     return LiveState("dcp", layout, (file,) if items else (), texts)
 
 
-def add_module(table: LiveTable, module: HeldModule) -> None:
+def add_module(table: LiveTable, module: ShardedModule) -> None:
     """Add weights and buffers under all their names, and extra state.
 
     A tied tensor is stored once for every name, as torch does: who loads it asks for all of them.
@@ -208,45 +208,45 @@ def add_module(table: LiveTable, module: HeldModule) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StateInfo:
     """What a rank tells of a state.
 
     Args:
         dtype: Of a tensor; None for a value that is none.
         shape: Of a tensor that is not cut.
-        wide: Whether it is cut as its parameter is.
+        elementwise: Whether it is cut as its parameter is.
         value: Of what is no tensor.
     """
 
     dtype: DType | None
     shape: tuple[int, ...] = ()
-    wide: bool = False
+    elementwise: bool = False
     value: object = None
 
-    def split(self, param: Held) -> Split:
+    def split(self, param: LocalShard) -> Split:
         """Which rank holds what of it."""
-        return param.split if self.wide else Everywhere(self.shape, param.split.first)
+        return param.split if self.elementwise else Replicated(self.shape, param.split.first)
 
 
-States = dict[tuple[str, str], Told]
+StatesByParam = dict[tuple[str, str], StateInfo]
 """By parameter and key."""
 
 
-def states_of(optimizer: HeldOptimizer | None) -> States:
+def states_of(optimizer: ShardedOptimizer | None) -> StatesByParam:
     """What this rank has of the optimizer."""
     if optimizer is None:
         return {}
-    told = {(state.param, state.key): _tell(state) for state in optimizer.states}
+    found = {(state.param, state.key): _tell(state) for state in optimizer.states}
     for param, values in optimizer.values.items():
-        told |= {(param, key): Told(None, value=value) for key, value in values.items()}
-    return told
+        found |= {(param, key): StateInfo(None, value=value) for key, value in values.items()}
+    return found
 
 
-def _tell(state: State) -> Told:
-    return Told(dtype_of(state.local.dtype), state.split.global_shape, state.wide)
+def _tell(state: OptimizerState) -> StateInfo:
+    return StateInfo(dtype_of(state.local.dtype), state.split.global_shape, state.elementwise)
 
 
-def add_optimizer(table: LiveTable, optimizer: HeldOptimizer, everyone: Sequence[States]) -> None:
+def add_optimizer(table: LiveTable, optimizer: ShardedOptimizer, everyone: Sequence[StatesByParam]) -> None:
     """Add states and param groups.
 
     Args:
@@ -257,11 +257,11 @@ def add_optimizer(table: LiveTable, optimizer: HeldOptimizer, everyone: Sequence
     """
     mine = {(state.param, state.key): state for state in optimizer.states}
     params = {param.name: param for _, params in optimizer.groups for param in params}
-    told: States = {}
+    found: StatesByParam = {}
     for states in everyone or [states_of(optimizer)]:
-        told |= states
+        found |= states
     order = {name: number for number, name in enumerate(params)}
-    for (param, key), one in sorted(told.items(), key=lambda item: order[item[0][0]]):
+    for (param, key), one in sorted(found.items(), key=lambda item: order[item[0][0]]):
         path, state = KEYS.state_path(param, key), mine.get((param, key))
         if state is not None:
             table.add(path, state.split, state.local)

@@ -144,7 +144,7 @@ class FlatSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Everywhere:
+class Replicated:
     """A tensor that all ranks have; the first writes it.
 
     Args:
@@ -245,7 +245,7 @@ _SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
+class _FlatPlace:
     split: FlatSplit
     handle: Any
 
@@ -254,7 +254,7 @@ class _Place:
 class FlatParams:
     """All original parameters of an FSDP1 model; empty for another."""
 
-    _places: dict[int, _Place] = field(default_factory=dict)
+    _places: dict[int, _FlatPlace] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -307,7 +307,7 @@ class FlatParams:
         mesh = Mesh.of((len(ranks),), ranks)
         for param, shape, start in zip(flat._params, flat._shapes, _starts(flat), strict=True):
             split = FlatSplit(tuple(shape), start, int(flat._sharded_size.numel()), mesh)
-            self._places[id(param)] = _Place(split, handle)
+            self._places[id(param)] = _FlatPlace(split, handle)
             self._kept.append(param)
 
 

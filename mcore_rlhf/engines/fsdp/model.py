@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Problems, Unsupported
 
-from ..base import HeldTensor, LiveState
-from ..optimizers import is_stock
+from ..base import LiveState, StateTensor
+from ..optimizers import is_elementwise, is_stock
 from ..save import BUFFER, Alive, Memory, of_optimizer
 from ..stateful import no_bytes
-from .geometry import Everywhere, FlatParams, FlatSplit, Meshes, MeshSplit, Split
+from .geometry import FlatParams, FlatSplit, Meshes, MeshSplit, Replicated, Split
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """What FSDP1, activation checkpointing and ``torch.compile`` put into names; torch's own checkpoints leave them out
@@ -30,7 +30,7 @@ _ADVICE = "Save when the model has all its weights in memory, each in a plain de
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class LocalShard:
     """A tensor of the whole model, and this rank's part.
 
     Args:
@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class HeldModule:
+class ShardedModule:
     """What a module keeps.
 
     Args:
@@ -58,12 +58,12 @@ class HeldModule:
         extra: Modules that have an extra state, by its name in the state dict: ``layers.0._extra_state``.
     """
 
-    tensors: list[Held] = field(default_factory=list)
+    tensors: list[LocalShard] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
     extra: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: torch.nn.Module, meshes: Meshes) -> HeldModule:
+    def of(cls, module: torch.nn.Module, meshes: Meshes) -> ShardedModule:
         """Look at a module; whatever is whole between steps is put back into its parts first, which moves no byte.
 
         Args:
@@ -76,22 +76,22 @@ class HeldModule:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-        return _Walk(FlatParams.of(module), meshes).of(module)
+        return _ModuleWalk(FlatParams.of(module), meshes).of(module)
 
-    def named(self) -> dict[int, Held]:
+    def named(self) -> dict[int, LocalShard]:
         """By the identity of the object in the module."""
         return {id(one.whole): one for one in self.tensors}
 
 
 @dataclass(slots=True)
-class _Walk:
+class _ModuleWalk:
     flat: FlatParams
     meshes: Meshes
     problems: Problems = field(default_factory=Problems)
-    found: HeldModule = field(default_factory=HeldModule)
+    found: ShardedModule = field(default_factory=ShardedModule)
     _known: dict[int, str] = field(default_factory=dict)
 
-    def of(self, module: torch.nn.Module) -> HeldModule:
+    def of(self, module: torch.nn.Module) -> ShardedModule:
         for name, tensor in _stored(module):
             self._add(_plain(name), tensor)
         for name, part in module.named_modules(remove_duplicate=False):
@@ -113,14 +113,14 @@ class _Walk:
             return
         if why := unfit(local):
             self.problems.add(Unsupported, f"{name} {why}; it cannot be saved or loaded in place", _ADVICE)
-        self.found.tensors.append(Held(name, split, local, tensor, trained))
+        self.found.tensors.append(LocalShard(name, split, local, tensor, trained))
 
     def _place(self, name: str, tensor: torch.Tensor) -> tuple[Split, torch.Tensor]:
         if self.flat.has(tensor):
             return self.flat.place(tensor)
         if self.meshes.has(tensor):
             return self.meshes.place(name, tensor)
-        return Everywhere(tuple(tensor.shape), self.meshes.first), tensor.detach()
+        return Replicated(tuple(tensor.shape), self.meshes.first), tensor.detach()
 
 
 def unfit(local: torch.Tensor) -> str:
@@ -148,12 +148,11 @@ def _plain(name: str) -> str:
     return name
 
 
-_STEP = "step"
 _OPTIMIZER_ADVICE = "Save when the optimizer has all its states in memory, or give this role no optimizer."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class State:
+class OptimizerState:
     """A tensor of the optimizer.
 
     Args:
@@ -161,18 +160,18 @@ class State:
         key: Its name: ``exp_avg``, ``step``.
         split: Which rank holds what; that of the parameter, or of a tensor that all have.
         local: This rank's memory of it; empty where it has none.
-        wide: Whether it has one value per element of the parameter.
+        elementwise: Whether it has one value per element of the parameter.
     """
 
     param: str
     key: str
     split: Split
     local: torch.Tensor
-    wide: bool
+    elementwise: bool
 
 
 @dataclass(slots=True)
-class HeldOptimizer:
+class ShardedOptimizer:
     """What an optimizer keeps.
 
     Args:
@@ -183,12 +182,12 @@ class HeldOptimizer:
     """
 
     optimizer: torch.optim.Optimizer
-    groups: list[tuple[dict[str, object], tuple[Held, ...]]] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)
+    groups: list[tuple[dict[str, object], tuple[LocalShard, ...]]] = field(default_factory=list)
+    states: list[OptimizerState] = field(default_factory=list)
     values: dict[str, dict[str, object]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, module: HeldModule, meshes: Meshes) -> HeldOptimizer:
+    def of(cls, optimizer: torch.optim.Optimizer, module: ShardedModule, meshes: Meshes) -> ShardedOptimizer:
         """Look at an optimizer.
 
         Raises:
@@ -210,7 +209,7 @@ class HeldOptimizer:
         problems.raise_if_any()
         return found
 
-    def _add(self, param: Held, meshes: Meshes, problems: Problems) -> None:
+    def _add(self, param: LocalShard, meshes: Meshes, problems: Problems) -> None:
         values = self.optimizer.state.get(param.whole, {})
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
@@ -223,11 +222,11 @@ class HeldOptimizer:
                 continue
             if why := unfit(local):
                 problems.add(Unsupported, f"{key} of {param.name} {why}; it cannot be saved", _OPTIMIZER_ADVICE)
-            wide = key != _STEP and split.global_shape == param.split.global_shape
-            self.states.append(State(param.name, str(key), split, local, wide))
+            elementwise = is_elementwise(str(key), split.global_shape, param.split.global_shape)
+            self.states.append(OptimizerState(param.name, str(key), split, local, elementwise))
 
 
-def _known(params: list[torch.Tensor], named: Mapping[int, Held], problems: Problems) -> Iterator[Held]:
+def _known(params: list[torch.Tensor], named: Mapping[int, LocalShard], problems: Problems) -> Iterator[LocalShard]:
     for number, param in enumerate(params):
         if id(param) in named:
             yield named[id(param)]
@@ -239,26 +238,26 @@ def _known(params: list[torch.Tensor], named: Mapping[int, Held], problems: Prob
             )
 
 
-def _place(param: Held, key: str, value: torch.Tensor, meshes: Meshes) -> tuple[Split, torch.Tensor]:
+def _place(param: LocalShard, key: str, value: torch.Tensor, meshes: Meshes) -> tuple[Split, torch.Tensor]:
     """Where a state lies: beside its parameter, or on all ranks."""
     if meshes.has(value):
         return meshes.place(f"{key} of {param.name}", value)
     split = param.split
     if isinstance(split, FlatSplit) and value.dim() and value.shape == param.local.shape:
         return split, value.detach()
-    if isinstance(split, Everywhere) and tuple(value.shape) == split.global_shape:
+    if isinstance(split, Replicated) and tuple(value.shape) == split.global_shape:
         return split, value.detach()
-    if value.numel() != 1 and not isinstance(split, Everywhere):
+    if value.numel() != 1 and not isinstance(split, Replicated):
         raise Unsupported(
             f"{key} of {param.name}: has the shape {tuple(value.shape)}; the parameter is cut into parts, and this is neither "
             f"a part of it nor one number\n{_OPTIMIZER_ADVICE}"
         )
-    return Everywhere(tuple(value.shape), split.first), value.detach()
+    return Replicated(tuple(value.shape), split.first), value.detach()
 
 
-def held(
-    state: LiveState, module: HeldModule, optimizer: HeldOptimizer | None, rank: int, ranks: Sequence[int]
-) -> Iterator[HeldTensor]:
+def state_tensors(
+    state: LiveState, module: ShardedModule, optimizer: ShardedOptimizer | None, rank: int, ranks: Sequence[int]
+) -> Iterator[StateTensor]:
     """All that is alive on this rank, apart from what others write, as every rank knows of every other.
 
     Args:
@@ -277,17 +276,17 @@ def held(
     if optimizer is not None:
         splits |= {(kept.param, kept.key): kept.split for kept in optimizer.states}
         whole = {
-            param.name for _, params in optimizer.groups for param in params if isinstance(param.split, Everywhere)
+            param.name for _, params in optimizer.groups for param in params if isinstance(param.split, Replicated)
         }
-        splits |= {(name, ""): Everywhere((1,), ranks[0]) for name in whole}
+        splits |= {(name, ""): Replicated((1,), ranks[0]) for name in whole}
         alive += _states(optimizer)
-    for found in memory.held(alive):
+    for found in memory.counted(alive):
         split = splits.get((found.name, found.state)) or splits.get((found.name, ""))
         if found.here or split is None or not _is_written(split, rank, ranks):
             yield replace(found, among=_among(split, rank))
 
 
-def _states(optimizer: HeldOptimizer) -> Iterator[Alive]:
+def _states(optimizer: ShardedOptimizer) -> Iterator[Alive]:
     """What torch's optimizer itself has, whatever was described of it."""
     names = {id(param.whole): param.name for _, params in optimizer.groups for param in params}
     for one in of_optimizer(optimizer.optimizer, lambda held: names.get(id(held), f"{held!s:.40}")):
@@ -304,7 +303,7 @@ def _among(split: Split | None, rank: int) -> str | None:
 
 def _is_written(split: Split, rank: int, ranks: Sequence[int]) -> bool:
     """Whether other ranks write all that this one holds of a tensor."""
-    if isinstance(split, Everywhere):
+    if isinstance(split, Replicated):
         return split.first in ranks
     written = {box for other in ranks for box in split.written(other)}
     return all(box in written for box in split.boxes(rank))

@@ -15,8 +15,8 @@ from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.models.meaning.arguments import ROWS
 
 from .model import LiveModel
-from .optimizers import Member, kind_of
-from .parallel_state import Place
+from .optimizers import ChainMember, kind_of
+from .parallel_state import ParallelRank
 
 _OF_THE_RUN = (
     "params_dtype", "bf16", "fp16", "hidden_dropout", "attention_dropout", "init_method_std", "moe_grouped_gemm",
@@ -32,7 +32,7 @@ _OF_THE_OPTIMIZER = (
 )  # fmt: skip
 
 
-def described(model: LiveModel, chain: Sequence[Member | None], place: Place) -> dict[str, object]:
+def described(model: LiveModel, chain: Sequence[ChainMember | None], place: ParallelRank) -> dict[str, object]:
     """The arguments that the model, its DDP and its optimizer tell.
 
     The true size of the vocabulary is not among them: without it, a checkpoint can be loaded at any layout whose padded
@@ -105,7 +105,7 @@ def _scaled_by(frequencies: torch.Tensor, base: float) -> float:
     return round(lowest / float(frequencies[-1]), 3)
 
 
-def _parallel(model: LiveModel, place: Place) -> dict[str, object]:
+def _parallel(model: LiveModel, place: ParallelRank) -> dict[str, object]:
     config: Any = model.config
     parallel = place.parallel
     layout = config.pipeline_model_parallel_layout
@@ -139,14 +139,14 @@ def _buckets(model: LiveModel) -> dict[str, object]:
     }
 
 
-def _optimizer(chain: Sequence[Member | None]) -> dict[str, object]:
+def _optimizer(chain: Sequence[ChainMember | None]) -> dict[str, object]:
     first = next((member for member in chain if member is not None), None)
     if first is None:
         return {"no_save_optim": True}
     config = first.optimizer.config
     found = {name: getattr(config, name) for name in _OF_THE_OPTIMIZER if hasattr(config, name)}
     if any("Muon" in member.label for member in chain if member is not None):  # Megatron's config says adam then
-        found["optimizer"] = "dist_muon" if first.dealt else "muon"
+        found["optimizer"] = "dist_muon" if first.layer_wise else "muon"
     return {**found, "use_distributed_optimizer": kind_of(chain) == DISTRIBUTED}
 
 

@@ -16,22 +16,22 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
 from mcore_rlhf.families.megatron.state import NAMES, RngMaker, RngState
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import TrainingState
 from mcore_rlhf.formats.megatron import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub
 
 from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
+from ..load import Load
 from ..save import Memory
 from .arguments import described
 from .files import Counting, LiveFiles
-from .load import LivePlan, PreparedMegatronLoad
+from .load import LocalPart, MegatronHooks, MegatronMatching, MegatronStored
 from .model import LiveModel
-from .optimizers import Member, is_whole, members
-from .own_files import OwnFiles
-from .parallel_state import Place, current_place
-from .slots import Origin, Slot
-from .whole import WholeOptimizer
+from .optimizers import ChainMember, is_whole, members
+from .own_files import OwnFiles, WholeOptimizer
+from .parallel_state import ParallelRank, current_rank
 
 Arguments = argparse.Namespace | Mapping[str, object]
 Further = Mapping[str, object]
@@ -52,6 +52,7 @@ class MegatronEngine:
             that gives them.
 
     Attributes:
+        loaded: What the checkpoint that was loaded holds besides tensors.
         loaded_args: The stored ``args`` of the checkpoint that was loaded, by name (``consumed_train_samples``, …),
             without those that are objects of Megatron's.
         loaded_iteration: Its iteration; 0 for a release.
@@ -73,9 +74,10 @@ class MegatronEngine:
         self.model = LiveModel.of(chunks)
         self.chain = members(optimizer)
         self.scheduler = scheduler
-        self.place: Place = current_place(len(self.model.chunks), moe=self.model.num_experts > 0)
+        self.place: ParallelRank = current_rank(len(self.model.chunks), moe=self.model.num_experts > 0)
         self.place.check()
         self._args, self._further = args, further
+        self.loaded: TrainingState | None = None
         self.loaded_args: dict[str, object] = {}
         self.loaded_iteration = 0
 
@@ -104,10 +106,10 @@ class MegatronEngine:
         whole = Memory.of(found, files.trees)
         found += [*files.optimizer_files(), *files.layer_wise_files()]
         texts = {TRACKER: str(step)} if self.place.rank == self.ranks[0] else {}
-        held = Counting(self.place, self.model, self.chain, whole, Memory.of(found, files.trees)).held()
-        return LiveState("megatron", self.layout, tuple(found), texts, tuple(held))
+        alive = Counting(self.place, self.model, self.chain, whole, Memory.of(found, files.trees)).state_tensors()
+        return LiveState("megatron", self.layout, tuple(found), texts, tuple(alive))
 
-    def prepare_load(self, request: LoadRequest) -> PreparedMegatronLoad:
+    def prepare_load(self, request: LoadRequest) -> Load[LocalPart]:
         """Open a checkpoint of any format that is known, check that it fits this rank, and plan the load.
 
         On an unchanged layout the rank opens its own files only.
@@ -118,32 +120,34 @@ class MegatronEngine:
         chain = self.chain if request.optimizer else ()
         whole: WholeOptimizer | None = None
         if is_whole(chain):
-            origin, wanted, whole = self._whole_origin(request)
+            load, stored, whole = self._whole_load(request)
         else:
-            origin, wanted = self._origin(request, chain)
+            load, stored = self._load(request, chain)
 
         def done() -> None:
-            args = origin.state.args
+            self.loaded = stored.state
+            args = stored.state.args
             self.loaded_args = {name: value for name, value in args.items() if not isinstance(value, Stub)}
-            self.loaded_iteration = origin.state.iteration
+            self.loaded_iteration = stored.state.iteration
 
-        prepared = PreparedMegatronLoad(
-            self.model, self.chain, request.optimizer, self.scheduler, origin, wanted, done, whole
+        hooks = MegatronHooks(
+            load.root, self.model, self.chain, request.optimizer, self.scheduler, stored, load.report, done, whole
         )
-        prepared.check()
-        return prepared
+        return load.checked(hooks)
 
-    def _origin(self, request: LoadRequest, chain: Sequence[Member | None]) -> tuple[Origin, list[Slot]]:
+    def _load(
+        self, request: LoadRequest, chain: Sequence[ChainMember | None]
+    ) -> tuple[Load[LocalPart], MegatronStored]:
         if FORMAT.detect(request.folder):
             located = locate(request.folder, request.step)
             own = OwnFiles.find(located, self.place, self.model, bool(chain))
             if own is not None:
-                return own.origin(self.model, chain)
+                return own.load(self.model, chain)
         options = ReadOptions(role=request.role, step=request.step, optimizer=bool(chain))
         source = open_checkpoint(request.folder, options)
-        return LivePlan(source, self.place, self.model, chain).origin()
+        return MegatronMatching(source, self.place, self.model, chain).load()
 
-    def _whole_origin(self, request: LoadRequest) -> tuple[Origin, list[Slot], WholeOptimizer | None]:
+    def _whole_load(self, request: LoadRequest) -> tuple[Load[LocalPart], MegatronStored, WholeOptimizer | None]:
         """For a chain that no plan can move: this rank's own files, or weights from wherever they are.
 
         Raises:
@@ -153,11 +157,11 @@ class MegatronEngine:
         if FORMAT.detect(request.folder):
             own = OwnFiles.find(locate(request.folder, request.step), self.place, self.model, optimizer=False)
         if own is not None:
-            origin, wanted = own.origin(self.model, ())
-            whole = WholeOptimizer.find(own, self.place, self.model, self.chain, origin.plan.problems)
+            load, stored = own.load(self.model, ())
+            whole = WholeOptimizer.find(own, self.place, self.model, self.chain, load.plan.problems)
             if whole is not None:
-                origin = replace(origin, files=tuple(dict.fromkeys((*origin.files, whole.file))))
-            return origin, wanted, whole
+                load = replace(load, opened=[*load.opened, whole.file])
+            return load, stored, whole
         source = open_checkpoint(request.folder, ReadOptions(role=request.role, step=request.step, optimizer=False))
         labels = ", ".join(member.label for member in self.chain if member is not None)
         raise Unsupported(

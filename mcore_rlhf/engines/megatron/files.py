@@ -23,14 +23,13 @@ from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, it
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from ..base import HeldTensor, LiveFile, Segment
+from ..base import LiveFile, Segment, StateTensor
 from ..save import Alive, LiveTree, Memory, of_module, of_optimizer
 from .model import LiveModel
-from .optimizers import PARAM_KEY, Member, Owned
-from .parallel_state import Place
+from .optimizers import PARAM_KEY, ChainMember, Owned
+from .parallel_state import ParallelRank
 
 CHECKPOINT_VERSION = 3.0
-_STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
 Tree = dict[object, object]
 
 
@@ -45,9 +44,9 @@ class LiveFiles:
         step: The iteration.
     """
 
-    place: Place
+    place: ParallelRank
     model: LiveModel
-    chain: Sequence[Member | None]
+    chain: Sequence[ChainMember | None]
     step: int
     trees: list[LiveTree] = field(default_factory=list)
     """Of the files that were described."""
@@ -71,7 +70,7 @@ class LiveFiles:
 
     def optimizer_files(self) -> list[LiveFile]:
         """The ``distrib_optim.pt`` files to which this rank contributes: its dense and its expert shards may go to two."""
-        found: dict[int, list[Member]] = {}
+        found: dict[int, list[ChainMember]] = {}
         for member in self._flat():
             first = dist.get_process_group_ranks(member.optimizer.data_parallel_group)[0]
             found.setdefault(first, []).append(member)
@@ -79,7 +78,7 @@ class LiveFiles:
 
     def layer_wise_files(self) -> list[LiveFile]:
         """Where whole parameters are dealt out, every rank's own states, as Megatron's ``save_state_dict_to_file`` writes them."""
-        if not any(member is not None and member.dealt for member in self.chain):
+        if not any(member is not None and member.layer_wise for member in self.chain):
             return []
         path = self._path(self.place.folder, self.place.layer_wise_file)
         live = LiveTree(path)
@@ -87,7 +86,7 @@ class LiveFiles:
         self.trees.append(live)
         return [LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed))]
 
-    def _flat(self) -> list[Member]:
+    def _flat(self) -> list[ChainMember]:
         """The members with shards; of several instances of the distributed optimizer, all hold the same."""
         return [
             member
@@ -97,7 +96,7 @@ class LiveFiles:
             and not getattr(member.optimizer, "distributed_optimizer_instance_id", 0)
         ]
 
-    def _optimizer_file(self, first: int, present: Sequence[Member]) -> LiveFile:
+    def _optimizer_file(self, first: int, present: Sequence[ChainMember]) -> LiveFile:
         """The file of a first data-parallel rank: its dense state, its experts' state, or both."""
         path = self._path(self.place.folder_of(first), OPTIMIZER_FILE)
         others = set[int]().union(
@@ -120,12 +119,12 @@ class LiveFiles:
         return f"{iteration_folder_name(self.step)}/{folder}/{name}"
 
 
-def _buffers(member: Member, live: LiveTree, labels: dict[str, str]) -> Tree:
+def _buffers(member: ChainMember, live: LiveTree, labels: dict[str, str]) -> Tree:
     """What the file holds of a member: a flat fp32 record for every buffer and state."""
     tree: Tree = {"buckets_coalesced": True}
     for index, buffer in enumerate(member.optimizer.buffers):
         numel, states = int(buffer.numel_unpadded), dict[object, object]()
-        for state in _STATES:
+        for state in (MASTER, *member.states()):
             record = live.record(torch.float32, numel)
             labels[_label(member, index, state)] = record.key
             states[PARAM_KEY if state == MASTER else state] = StoredTensor(record, 0, (numel,), (1,))
@@ -134,19 +133,20 @@ def _buffers(member: Member, live: LiveTree, labels: dict[str, str]) -> Tree:
     return tree
 
 
-def _segments(member: Member) -> Iterator[Segment]:
+def _segments(member: ChainMember) -> Iterator[Segment]:
     """This rank's shards, at their places in the gathered records.
 
     Moments that the optimizer has not made yet, because it never stepped, are left to read as zeros: what it would begin
     with. (Megatron itself cannot save before the first step.)
     """
+    states = {MASTER, *member.states()}
     for index, owned, start in shard_places(member):
         for state, tensor in member.tensors(owned).items():
-            if state in _STATES:
+            if state in states:
                 yield Segment(_label(member, index, state), start * 4, tensor.to(torch.float32).contiguous())
 
 
-def shard_places(member: Member) -> Iterator[tuple[int, Owned, int]]:
+def shard_places(member: ChainMember) -> Iterator[tuple[int, Owned, int]]:
     """(buffer, part, first element in the buffer's record) of every shard that this rank owns.
 
     The record has the buckets without the padding at their ends, one after the other.
@@ -161,7 +161,7 @@ def shard_places(member: Member) -> Iterator[tuple[int, Owned, int]]:
                     yield index, by_param[param], bucket_start + place["gbuf_world_in_bucket"].start
 
 
-def _label(member: Member, buffer: int, state: str) -> str:
+def _label(member: ChainMember, buffer: int, state: str) -> str:
     return f"{member.number}/{buffer}/{state}"
 
 
@@ -182,38 +182,38 @@ class Counting:
         memory: What it writes at all: in fp32 its shards of masters are the parameters' own memory.
     """
 
-    place: Place
+    place: ParallelRank
     model: LiveModel
-    chain: Sequence[Member | None]
+    chain: Sequence[ChainMember | None]
     whole: Memory
     memory: Memory
 
-    def held(self) -> Iterator[HeldTensor]:
+    def state_tensors(self) -> Iterator[StateTensor]:
         """All of it. Ranks with one folder have the same model, and of a plain optimizer the same states."""
         for chunk in self.model.chunks:
-            yield from self.whole.held(of_module(chunk.module, f"{self.model.key(chunk)}."), self.place.folder)
+            yield from self.whole.counted(of_module(chunk.module, f"{self.model.key(chunk)}."), self.place.folder)
         for member in filter(None, self.chain):
-            yield from self.memory.held(self._kept(member), self._among(member))
+            yield from self.memory.counted(self._kept(member), self._among(member))
 
-    def _kept(self, member: Member) -> Iterator[Alive]:
+    def _kept(self, member: ChainMember) -> Iterator[Alive]:
         """What a member keeps, apart from what goes into the file in another form: its count of steps, reduced precision."""
         params = {id(p): f"{self.model.key(c)}.{name}" for c in self.model.chunks for name, p in c.parameters().items()}
         names, masters = dict(params), []
         for owned in member.owned():
-            held = member.held(owned)
-            names[id(held)] = params[id(owned.param)]
-            if id(held) not in params and not member.converts:
-                masters.append(held)
+            main = member.main_param(owned)
+            names[id(main)] = params[id(owned.param)]
+            if id(main) not in params and not member.converts:
+                masters.append(main)
         other_form = _CONVERTED if member.converts else frozenset[str]()
-        for one in of_optimizer(member.optimizer.optimizer, lambda held: names.get(id(held), "no parameter"), masters):
+        for one in of_optimizer(member.optimizer.optimizer, lambda main: names.get(id(main), "no parameter"), masters):
             counted = member.kind == DISTRIBUTED and one.state == _STEP and not one.tensor.dim()
             if not counted and one.state not in other_form:
                 yield one
 
-    def _among(self, member: Member) -> str | None:
+    def _among(self, member: ChainMember) -> str | None:
         """Which ranks have the same of a member; None where every one has a part of its own."""
         if member.kind != DISTRIBUTED:
-            return None if member.dealt else self.place.folder
+            return None if member.layer_wise else self.place.folder
         if member.optimizer.ddp_config.num_distributed_optimizer_instances < 2:
             return None
         at, shard = self.place.at, dist.get_rank(member.optimizer.data_parallel_group)

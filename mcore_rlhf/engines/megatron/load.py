@@ -1,4 +1,4 @@
-"""Loading any other layout, or any other format: the live model as the target of a plan.
+"""Loading into a live Megatron model: its tensors as slots, any checkpoint as their source, and what Megatron's code is handed.
 
 The live tensors' own names and shapes decide what is wanted; where their elements lie in the whole model is computed from
 the source's own table of partitions and this run's degrees, and every shape is checked against the live one.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,32 +18,110 @@ import torch
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.core.execute import FileRun
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, TensorName
-from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
+from mcore_rlhf.core.dtype import FLOAT32, dtype_of
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.stored import StoredTensor
 
-from ..load import LiveMemory, Unchecked, range_chunks
+from ..load import Load, Pair, Slot, Slots, fill_places, planned, range_chunks
+from ..optimizers import OptimizerLoad
 from ..stateful import Undo, copied
 from .groups import continued
 from .model import LiveModel, other_attention, unexpected
-from .optimizers import Member, kind_of
-from .parallel_state import Place
-from .slots import LIVE, Origin, Slot, live_tensors, slots
-from .whole import WholeOptimizer
+from .optimizers import ChainMember, Owned, kind_of
+from .parallel_state import ParallelRank
 
 _ADVICE = "Build the model that the checkpoint holds, or load another checkpoint."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPart:
+    """A parameter or buffer of this rank, or the part of one whose optimizer states it has.
+
+    Args:
+        vpp_rank: The model chunk.
+        name: Local name.
+        shape: Local shape.
+        member: The optimizer that has the states; None for the parameter or buffer itself.
+        owned: The part.
+    """
+
+    vpp_rank: int
+    name: str
+    shape: Shape
+    member: ChainMember | None = None
+    owned: Owned | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronStored:
+    """What a checkpoint has for the live model besides tensors.
+
+    Args:
+        state: All of it, as every format gives it.
+        states: Names of the optimizer's tensor states, without the master.
+        kind: The optimizer that wrote it: ``distributed``, ``plain`` or None.
+        scalars: Values that a plain optimizer keeps per parameter.
+        opaque: By model chunk: values of the state dict that are no tensors.
+    """
+
+    state: TrainingState
+    states: tuple[str, ...]
+    kind: str | None
+    scalars: Mapping[str, object] = field(default_factory=dict)
+    opaque: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+
+
+def slots_of(model: LiveModel, chain: Sequence[ChainMember | None], states: Sequence[str]) -> list[Slot[LocalPart]]:
+    """What is filled: parameters and buffers whole, of optimizer states the parts that this rank has.
+
+    Args:
+        model: The live model.
+        chain: Its optimizers; empty to load weights only.
+        states: Names of the stored states without the master; each becomes a slot of every trained parameter.
+
+    Raises:
+        Unsupported: A live tensor is not contiguous.
+    """
+    slots = Slots[LocalPart]()
+    for chunk in model.chunks:
+        for name, tensor in chunk.tensors().items():
+            _check_contiguous(name, tensor)
+            owner = LocalPart(chunk.vpp_rank, name, tuple(tensor.shape))
+            slots.add(owner, PARAM, dtype_of(tensor.dtype), tensor.numel(), partial(_itself, tensor))
+    names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
+    for member in filter(None, chain):
+        for owned in member.owned():
+            owner = LocalPart(*names[owned.param], tuple(owned.param.shape), member, owned)
+            put = partial(member.put, owned) if member.converts else None
+            for state in (*([MASTER] if member.has_master(owned) else []), *states):
+                memory = partial(_state, member, owned, state)
+                slots.add(owner, state, FLOAT32, owned.stop - owned.start, memory, owned.start, put)
+    return slots.found
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _state(member: ChainMember, owned: Owned, state: str) -> torch.Tensor:
+    return member.tensors(owned)[state]
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise Unsupported(
+            f"{name}: the live tensor is not contiguous ({tuple(tensor.shape)}, strides {tensor.stride()})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +140,8 @@ class Named:
 
 
 @dataclass(slots=True)
-class LivePlan:
-    """Plans a source into the live model of this rank.
+class MegatronMatching:
+    """A checkpoint of any layout or format, matched with the live model of this rank.
 
     Args:
         source: The opened checkpoint.
@@ -74,19 +151,19 @@ class LivePlan:
     """
 
     source: Source
-    place: Place
+    place: ParallelRank
     model: LiveModel
-    chain: Sequence[Member | None]
+    chain: Sequence[ChainMember | None]
     problems: Problems = field(default_factory=Problems)
     report: Report = field(default_factory=Report)
     _live: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     _named: dict[tuple[int, str], Named] = field(default_factory=dict)
 
-    def origin(self) -> tuple[Origin, list[Slot]]:
+    def load(self) -> tuple[Load[LocalPart], MegatronStored]:
         """Plan the load; what does not fit is noted in the plan's problems."""
-        source = self.source
+        source, own = self.source, MegatronState.of(self.source)
         states = tuple(state for state in source.states if state != MASTER)
-        wanted = slots(self.model, self.chain if source.optimizer is not None else (), states)
+        found = slots_of(self.model, self.chain if source.optimizer is not None else (), states)
         self.report.extend(source.notes.lines)
         known: set[str] = set()
         for chunk in self.model.chunks:
@@ -97,31 +174,24 @@ class LivePlan:
                 self._live[chunk.vpp_rank, local] = tensor
                 self._name(chunk.vpp_rank, local, name, tuple(tensor.shape))
         self.problems.extend(unexpected(source.model, self.model, self.place, known))
-        plan = self._plan(wanted)
+        order = FROM_MASTERS if self._from_masters() else EITHER
+        plan = planned(
+            found,
+            self._holds,
+            Rows(StateOrder(source.catalog, order), source.model.with_vocabulary(self._rows())),
+            self.problems,
+        )
         self._note(plan)
-        files = dict.fromkeys(copy.source.file for copy in plan.copies)
-        own = MegatronState.of(source)
         scalars = own.scalars if own else {}
-        return Origin(
-            source.root, tuple(source.root / file for file in files), plan, source.state, states, source.optimizer,
-            self.report, scalars,
-        ), wanted  # fmt: skip
+        stored = MegatronStored(source.state, states, source.optimizer, scalars)
+        return Load(source.root, found, plan, self.report), stored
 
-    def _plan(self, wanted: Sequence[Slot]) -> FilePlan:
-        entries = list(self._entries(wanted))
-        states = StateOrder(self.source.catalog, FROM_MASTERS if self._from_masters() else EITHER)
-        view = Rows(states, self.source.model.with_vocabulary(self._rows()))
-        plan = FilePlan(LIVE) if self.problems else plan_file(LIVE, entries, view)
-        plan.problems.extend(self.problems.found)
-        return plan
-
-    def _entries(self, wanted: Sequence[Slot]) -> Iterator[TensorEntry]:
-        for slot in wanted:
-            named = self._named.get((slot.vpp_rank, slot.name))
-            if named is not None and slot.stop > slot.start:
-                chunks = tuple(range_chunks(named.layout, slot.record, slot.start, slot.stop))
-                name = TensorName(self.source.role, named.name, slot.state)
-                yield TensorEntry(name, named.spec.global_shape, slot.record.dtype, chunks)
+    def _holds(self, slot: Slot[LocalPart]) -> Iterator[TensorEntry]:
+        named, stop = self._named.get((slot.owner.vpp_rank, slot.owner.name)), slot.start + slot.record.numel
+        if named is not None and slot.record.numel:
+            name = TensorName(self.source.role, named.name, slot.state)
+            chunks = range_chunks(named.layout, slot.record, slot.start, stop)
+            yield slot.entry(name, named.spec.global_shape, chunks)
 
     def _name(self, vpp_rank: int, local: str, name: str, shape: Shape) -> None:
         """Note where a live tensor lies in the whole model, or why it does not fit."""
@@ -157,7 +227,7 @@ class LivePlan:
         rows = shape[0] * self.place.parallel.tp
         if words is not None and rows < words:
             return spec
-        return ParamSpec(spec.name, (rows, *spec.global_shape[1:]), spec.dtype, spec.partition, spec.trainable)
+        return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
     def _rows(self) -> int | None:
         """Rows of the live vocabulary, of which all vocabulary-shaped tensors have the same number."""
@@ -212,143 +282,80 @@ def _has_opaque(source: Source) -> bool:
     return any(value is not None and not (isinstance(value, StoredTensor) and 0 in value.shape) for value in values)
 
 
-WINDOW_BYTES = 8 << 20
-_MOST_PROBLEMS = 1000
-"""A user who built another model wants to see every difference."""
-
-_STATES = {EXP_AVG, EXP_AVG_SQ}
-
-
-@dataclass(frozen=True, slots=True)
-class _Filling:
-    """Fills slots from the mapped files."""
-
-    source: OpenFiles
-    copies: Mapping[str, Sequence[Copy]]
-
-    def fill(self, chosen: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> None:
-        memory = LiveMemory(tensors)
-        plan = FilePlan(LIVE, [one for slot in chosen for one in self.copies.get(slot.record.key, ())])
-        FileRun(plan, [slot.record for slot in chosen], self.source, memory, Unchecked(), WINDOW_BYTES).run()
-        memory.finish()
-
-    def convert(self, inside: Sequence[Slot]) -> None:
-        """Of one parameter's states, through fp32 buffers, into the form in which the optimizer keeps them."""
-        buffers = {slot.record.key: torch.empty(slot.stop - slot.start, dtype=torch.float32) for slot in inside}
-        self.fill(inside, buffers)
-        member, owned = inside[0].member, inside[0].owned
-        assert member is not None
-        assert owned is not None
-        member.put(owned, {slot.state: buffers[slot.record.key] for slot in inside})
-
-
 @dataclass(slots=True)
-class PreparedMegatronLoad:
-    """Everything that is needed to overwrite the live model of this rank.
+class MegatronHooks:
+    """What Megatron's code takes in a load, and gives back when it is undone.
 
     Args:
+        root: The checkpoint's folder.
         model: The live model.
         chain: Its optimizers.
         optimizer: Whether they are restored, and the schedule; otherwise they begin anew from the weights.
         scheduler: Its scheduler, or None.
-        origin: Where everything comes from.
-        slots: What is to be filled.
+        stored: What the checkpoint has besides tensors.
+        report: Takes what becomes of it.
         done: Called when the live model is the loaded one.
         whole: The optimizer, where no plan can move it and it is given back as it was saved.
     """
 
+    root: ReadablePath
     model: LiveModel
-    chain: Sequence[Member | None]
+    chain: Sequence[ChainMember | None]
     optimizer: bool
     scheduler: Any | None
-    origin: Origin
-    slots: Sequence[Slot]
+    stored: MegatronStored
+    report: Report
     done: Callable[[], None]
-    whole: WholeOptimizer | None = None
+    whole: OptimizerLoad | None = None
+    _pairs: Sequence[Pair] = ()
     _fields: list[dict[str, object]] = field(default_factory=list)
 
-    @property
-    def files(self) -> Sequence[ReadablePath]:
-        """The files that this rank will read."""
-        return self.origin.files
-
-    @property
-    def report(self) -> Report:
-        """What is kept, derived, changed and lost."""
-        return self.origin.report
-
-    @property
-    def rng(self) -> Mapping[str, object] | None:
-        """Random states that this rank's own file holds: Megatron stores those of the first data-parallel rank."""
-        return self.origin.rng
-
-    def check(self) -> None:
-        """Find everything that could go wrong.
-
-        Raises:
-            CheckpointError: All problems together.
-        """
-        problems = Problems(list(self.origin.plan.problems.found))
-        problems.extend(other_attention(Arguments(self.origin.state.args), self.model))
+    def check(self, problems: Problems) -> None:
+        """Compare heads, param groups, states and the schedule."""
+        problems.extend(other_attention(Arguments(self.stored.state.args), self.model))
         trained = [member for member in self.chain if member is not None]
         if self._restores and trained:
             live = [group for member in trained for group in member.groups]
-            self._fields = continued(live, self.origin.state.groups, problems)
+            self._fields = continued(live, self.stored.state.groups, problems)
             self._check_states(trained, problems)
         self._check_scheduler(problems)
         self._note(trained)
-        problems.raise_if_any(limit=_MOST_PROBLEMS)
 
     def install(self, undo: Undo) -> None:
-        """Hand Megatron's own code what it takes: param groups, loss scale, opaque values, the schedule."""
-        with torch.no_grad():
-            for member in filter(None, self.chain):
-                undo.optimizer(member.optimizer.optimizer)  # the schedule sets learning rates in any case
-            self._load_groups(undo)
-            if self.whole is not None:
-                self.whole.install(undo)
-            self._load_opaque(undo)
-            self._load_scheduler(undo)
+        """Hand over param groups, loss scale, opaque values, the schedule."""
+        for member in filter(None, self.chain):
+            undo.optimizer(member.optimizer.optimizer)  # the schedule sets learning rates in any case
+        self._load_groups(undo)
+        if self.whole is not None:
+            self._pairs = self.whole.install(undo)
+        self._load_opaque(undo)
+        self._load_scheduler(undo)
 
-    def fill(self) -> None:
-        """Copy all tensors; without an optimizer's, masters and moments begin anew from the weights."""
-        with torch.no_grad():
-            self._fill()
-            if self.whole is not None:
-                self.whole.fill()
-            elif not self._restores:
-                for member in filter(None, self.chain):
-                    member.forget()
+    def fill(self, copy: Callable[[], None]) -> None:
+        """Fill; without an optimizer's, masters and moments begin anew from the weights."""
+        copy()
+        if self.whole is not None:
+            fill_places(self.root, self._pairs)
+        elif not self._restores:
+            for member in filter(None, self.chain):
+                member.forget()
         self.done()
 
     @property
     def _restores(self) -> bool:
-        return self.optimizer and self.origin.kind is not None
+        return self.optimizer and self.stored.kind is not None
 
     def _load_groups(self, undo: Undo) -> None:
-        fields, state = iter(self._fields), self.origin.state
+        fields, state = iter(self._fields), self.stored.state
         for member in filter(None, self.chain if self._restores else ()):
             own = [next(fields) for _ in member.groups]
-            member.load(own, self.origin.states, self.origin.scalars)
+            member.load(own, self.stored.states, self.stored.scalars)
             if isinstance(state.grad_scaler, dict) and member.scaler is not None:
                 undo.handed(member.scaler, state.grad_scaler)
 
-    def _fill(self) -> None:
-        """Copy all tensors; states in another form take the way through a buffer, one parameter at a time."""
-        by_slot: dict[str, list[Copy]] = {}
-        for one in self.origin.plan.copies:
-            by_slot.setdefault(one.target.key, []).append(one)
-        with OpenFiles(self.origin.root) as source:
-            run = _Filling(source, by_slot)
-            plain = [slot for slot in self.slots if slot.member is None or not slot.member.converts]
-            run.fill(plain, live_tensors(self.model, plain))
-            others = [slot for slot in self.slots if slot.member is not None and slot.member.converts]
-            for _, inside in groupby(others, key=lambda slot: (slot.vpp_rank, slot.name)):
-                run.convert(list(inside))
-
     def _load_opaque(self, undo: Undo) -> None:
         for chunk in self.model.chunks:
-            stored, live = self.origin.opaque.get(chunk.vpp_rank, {}), chunk.opaque()
+            stored, live = self.stored.opaque.get(chunk.vpp_rank, {}), chunk.opaque()
             wanted = {name: stored[name] for name in live if stored.get(name) is not None}
             if wanted:
                 before = copied({name: live[name] for name in wanted})
@@ -356,7 +363,7 @@ class PreparedMegatronLoad:
                 chunk.module.load_state_dict(wanted, strict=False)
 
     def _load_scheduler(self, undo: Undo) -> None:
-        stored = self.origin.state.scheduler
+        stored = self.stored.state.scheduler
         if self.scheduler is not None and self.optimizer and stored is not None:
             undo.attributes(self.scheduler, [name for name in vars(self.scheduler) if name != "optimizer"])
             if hasattr(self.scheduler, "num_steps"):
@@ -365,7 +372,7 @@ class PreparedMegatronLoad:
 
     def _check_scheduler(self, problems: Problems) -> None:
         """Megatron compares the stored schedule with the live one by assertions: let it do so with a copy."""
-        stored = self.origin.state.scheduler
+        stored = self.stored.state.scheduler
         if self.scheduler is None or not self.optimizer or stored is None:
             return
         trial = copy.copy(self.scheduler)
@@ -379,33 +386,37 @@ class PreparedMegatronLoad:
                 "Use the checkpoint's (use_checkpoint_opt_param_scheduler) or this run's (override_opt_param_scheduler).",
             )
 
-    def _check_states(self, trained: Sequence[Member], problems: Problems) -> None:
-        flat = any(member.kind == DISTRIBUTED for member in trained)
-        found = set(self.origin.states)
-        if flat and found != _STATES:
+    def _check_states(self, trained: Sequence[ChainMember], problems: Problems) -> None:
+        found = set(self.stored.states)
+        other = [member for member in trained if member.kind == DISTRIBUTED and not member.may_keep(found)]
+        if other:
+            kept = sorted(other[0].states())
             problems.add(
                 LayoutMismatch,
-                f"optimizer states: this run's distributed optimizer keeps {sorted(_STATES)}, the checkpoint has {sorted(found)}",
+                f"optimizer states: this run's distributed optimizer keeps {kept}, the checkpoint has {sorted(found)}",
                 "Load with optimizer=False to begin with fresh optimizer states.",
             )
 
-    def _note(self, trained: Sequence[Member]) -> None:
+    def _note(self, trained: Sequence[ChainMember]) -> None:
         for fate, text in self._notes(trained):
             self.report.add(fate, text)
 
-    def _notes(self, trained: Sequence[Member]) -> Iterator[tuple[Fate, str]]:
-        state, live = self.origin.state, kind_of(trained)
+    def _notes(self, trained: Sequence[ChainMember]) -> Iterator[tuple[Fate, str]]:
+        state, live = self.stored.state, kind_of(trained)
         if self.whole is not None:
-            yield Fate.KEPT, f"optimizer, whole, as this rank saved it: {self.whole.states()}"
-        elif live is not None and self.origin.kind is None:
+            yield (
+                Fate.KEPT,
+                f"optimizer, whole, as this rank saved it: {', '.join(sorted(self.whole.states())) or 'its own'}",
+            )
+        elif live is not None and self.stored.kind is None:
             yield (
                 Fate.DERIVED,
                 "no optimizer state in the checkpoint: masters are copies of the weights, moments begin at zero",
             )
         elif live is not None:
             yield Fate.KEPT, "optimizer states and param groups"
-            if self.origin.kind != live:
-                yield Fate.CHANGED, f"optimizer: {self.origin.kind} → {live}"
+            if self.stored.kind != live:
+                yield Fate.CHANGED, f"optimizer: {self.stored.kind} → {live}"
         if self.scheduler is not None and self.optimizer:
             kept = state.scheduler is not None
             yield (Fate.KEPT, "learning-rate schedule") if kept else (Fate.NOTE, "no scheduler state in the checkpoint")

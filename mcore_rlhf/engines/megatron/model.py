@@ -13,11 +13,11 @@ from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.models.megatron import OUTPUT, expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.models.spec import ModelSpec
 
-from .parallel_state import Place
+from .parallel_state import ParallelRank
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class LiveChunk:
     """One model chunk of this rank.
 
     Args:
@@ -35,7 +35,7 @@ class Chunk:
     num_layers: int
 
     @classmethod
-    def of(cls, vpp_rank: int, wrapped: torch.nn.Module, module: torch.nn.Module) -> Chunk:
+    def of(cls, vpp_rank: int, wrapped: torch.nn.Module, module: torch.nn.Module) -> LiveChunk:
         """Look at a module."""
         layers = list(_layers(module))
         first = next((number - local for local, number in layers), 0)
@@ -72,7 +72,7 @@ class LiveModel:
         chunks: In the order of their numbers.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[LiveChunk, ...]
 
     @classmethod
     def of(cls, chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> LiveModel:
@@ -85,7 +85,9 @@ class LiveModel:
         if not listed:
             raise UsageError("a MegatronEngine needs at least one model chunk")
         unwrapped = unwrap_model(listed)
-        return cls(tuple(Chunk.of(number, *pair) for number, pair in enumerate(zip(listed, unwrapped, strict=True))))
+        return cls(
+            tuple(LiveChunk.of(number, *pair) for number, pair in enumerate(zip(listed, unwrapped, strict=True)))
+        )
 
     @property
     def config(self) -> object:
@@ -97,11 +99,11 @@ class LiveModel:
         """Routed experts per layer of the whole model; 0 for a dense one."""
         return int(getattr(self.config, "num_moe_experts", None) or 0)
 
-    def key(self, chunk: Chunk) -> str:
+    def key(self, chunk: LiveChunk) -> str:
         """What the model file calls a chunk: ``model``, or ``model0``, ``model1``, … with virtual stages."""
         return f"model{chunk.vpp_rank}" if len(self.chunks) > 1 else "model"
 
-    def global_name(self, chunk: Chunk, local: str, ep_rank: int, ep: int) -> str:
+    def global_name(self, chunk: LiveChunk, local: str, ep_rank: int, ep: int) -> str:
         """A name with the layer and expert numbers of the whole model."""
         experts = ep_rank * (self.num_experts // ep) if is_routed_expert(local) else 0
         return renumbered(local, chunk.first_layer, experts)
@@ -135,7 +137,7 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
 _ADVICE = "Build the model that the checkpoint holds, or load another checkpoint."
 
 
-def unexpected(stored: ModelSpec, live: LiveModel, place: Place, known: Collection[str]) -> Iterator[Problem]:
+def unexpected(stored: ModelSpec, live: LiveModel, place: ParallelRank, known: Collection[str]) -> Iterator[Problem]:
     """Problems with parameters that belong to this rank's chunks by their names, and are in none of them.
 
     Args:
@@ -176,7 +178,7 @@ def other_attention(args: Arguments, live: LiveModel) -> Iterator[Problem]:
             yield Problem(LayoutMismatch, f"{name}: live {ours}, checkpoint {theirs}", _ADVICE)
 
 
-def _is_here(name: str, stored: ModelSpec, live: LiveModel, place: Place) -> bool:
+def _is_here(name: str, stored: ModelSpec, live: LiveModel, place: ParallelRank) -> bool:
     layer, first = layer_of(name), [chunk.module for chunk in live.chunks if getattr(chunk.module, "pre_process", True)]
     if layer is not None:
         in_layers = any(0 <= layer - chunk.first_layer < chunk.num_layers for chunk in live.chunks)
@@ -188,7 +190,7 @@ def _is_here(name: str, stored: ModelSpec, live: LiveModel, place: Place) -> boo
     return any(getattr(chunk.module, "post_process", True) for chunk in live.chunks)
 
 
-def _is_own_expert(name: str, live: LiveModel, place: Place) -> bool:
+def _is_own_expert(name: str, live: LiveModel, place: ParallelRank) -> bool:
     number = expert_of(name) if is_routed_expert(name) else None
     if number is None:
         return True

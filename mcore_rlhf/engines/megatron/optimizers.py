@@ -7,7 +7,7 @@ Sources: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``Float16OptimizerWit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN
 
+from ..optimizers import is_elementwise, is_known
 from ..stateful import Stateful
 
 LOG = logging.getLogger("mcore_rlhf")
@@ -43,18 +44,18 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class ChainMember:
     """One of the chained optimizers, none of them a stub.
 
     Args:
         number: Its position in the chain.
         optimizer: Megatron's object.
-        dealt: Whether it has whole parameters that a layer-wise optimizer dealt out to the data-parallel ranks.
+        layer_wise: Whether it has whole parameters that a layer-wise optimizer dealt out to the data-parallel ranks.
     """
 
     number: int
     optimizer: Any
-    dealt: bool = False
+    layer_wise: bool = False
 
     @property
     def kind(self) -> str:
@@ -94,7 +95,7 @@ class Member:
         """What this rank owns, in the optimizer's order."""
         return list(self._shards() if self.kind == DISTRIBUTED else self._wholes())
 
-    def held(self, owned: Owned) -> torch.Tensor:
+    def main_param(self, owned: Owned) -> torch.Tensor:
         """What the torch optimizer inside trains of a part: a master, or the parameter or a shard of it."""
         if self.kind == PLAIN:
             return self._master(owned.param)
@@ -106,19 +107,32 @@ class Member:
         """Master and states of a part, by our names; those that the optimizer has not made yet are missing."""
         if self.kind == DISTRIBUTED and not self._stepped:
             return {
-                MASTER: self.held(owned).detach()
+                MASTER: self.main_param(owned).detach()
             }  # asking Megatron would leave empty states behind, which confuse its load
         if self.kind == DISTRIBUTED:
             tensors = dict(self.optimizer._get_main_param_and_optimizer_states(owned.param))
             named = {MASTER: tensors.pop(PARAM_KEY), **tensors}
         else:
-            held = self.held(owned)
+            held = self.main_param(owned)
             named = {} if held is owned.param else {MASTER: held}
             named |= self.optimizer.optimizer.state.get(held, {})
         count = owned.stop - owned.start
         return {
             k: v.detach() for k, v in named.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel() == count
         }
+
+    def states(self) -> tuple[str, ...]:
+        """The states of which a flat file has records: Adam's two, which Megatron looks for, and what else is elementwise here."""
+        states = () if self.converts else self.optimizer.optimizer.state.values()
+        found = {
+            key for one in states for key, value in one.items() if is_elementwise(key, getattr(value, "shape", None))
+        }
+        return (EXP_AVG, EXP_AVG_SQ, *sorted(found - {EXP_AVG, EXP_AVG_SQ}))
+
+    def may_keep(self, states: Set[str]) -> bool:
+        """Whether stored states can be its own: those that it keeps, or would if it is known; else Adam's and more."""
+        decided = self._stepped or is_known(self.optimizer.optimizer)
+        return states == set(self.states()) if decided else states >= set(self.states())
 
     def put(self, owned: Owned, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give a part new fp32 values where they are kept in another form; see :attr:`converts`."""
@@ -137,7 +151,7 @@ class Member:
 
     def has_master(self, owned: Owned) -> bool:
         """Whether there is an fp32 copy of the parameter, or a shard of the parameter itself that counts as one."""
-        return self.kind == DISTRIBUTED or self.held(owned) is not owned.param
+        return self.kind == DISTRIBUTED or self.main_param(owned) is not owned.param
 
     def load(
         self,
@@ -161,8 +175,15 @@ class Member:
             self.optimizer.load_state_dict({"optimizer": {"param_groups": stored}})
             for live, new in zip(self.groups, stored, strict=True):
                 live.update(new)  # groups that differ in their learning rates alone are one to Megatron
+            self._allocate([name for name in states if name not in (EXP_AVG, EXP_AVG_SQ)])
         else:
             load_plain(self.optimizer.optimizer, groups, states, scalars)
+
+    def _allocate(self, states: Sequence[str]) -> None:
+        """Megatron's load makes Adam's two states; those of other names are made like them."""
+        for held in map(self.main_param, self.owned() if states else ()):
+            live = self.optimizer.optimizer.state[held]
+            live.update({name: torch.zeros_like(held.detach()) for name in states if name not in live})
 
     @property
     def scaler(self) -> Stateful | None:
@@ -215,7 +236,7 @@ class Member:
         return {main: param for mains, params in pairs for main, param in zip(mains, params, strict=True)}
 
 
-def members(optimizer: Any | None) -> tuple[Member | None, ...]:
+def members(optimizer: Any | None) -> tuple[ChainMember | None, ...]:
     """The chained optimizers in order; None for a stub, which a rank without trainable parameters has.
 
     Raises:
@@ -224,11 +245,11 @@ def members(optimizer: Any | None) -> tuple[Member | None, ...]:
     if optimizer is None:
         return ()
     chained: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    dealt, problems = _is_a(optimizer, _LAYER_WISE), Problems()
-    if hasattr(optimizer, "chained_optimizers") and not (dealt or _is_a(optimizer, _CHAIN)):
+    layer_wise, problems = _is_a(optimizer, _LAYER_WISE), Problems()
+    if hasattr(optimizer, "chained_optimizers") and not (layer_wise or _is_a(optimizer, _CHAIN)):
         problems.add(Unsupported, f"{type(optimizer).__qualname__}: not a chain of optimizers that is known", _UNKNOWN)
     found = [
-        None if getattr(one, "is_stub_optimizer", False) else _checked(Member(number, one, dealt), problems)
+        None if getattr(one, "is_stub_optimizer", False) else _checked(ChainMember(number, one, layer_wise), problems)
         for number, one in enumerate(chained)
     ]
     problems.raise_if_any()
@@ -241,13 +262,13 @@ _KINDS = ("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Opti
 _UNKNOWN = "Give the engine an optimizer of megatron-core, or none: MegatronEngine(chunks) saves the weights alone."
 
 
-def _checked(member: Member, problems: Problems) -> Member:
+def _checked(member: ChainMember, problems: Problems) -> ChainMember:
     """A member, having said what is not known of it: what is found out now is not lost at the first save."""
     optimizer, kind = member.optimizer, type(member.optimizer).__qualname__
     if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
         text = "Megatron-FSDP keeps its state in files of its own (fsdp_dtensor), not in the torch format"
         problems.add(Unsupported, text, _UNKNOWN)
-    elif not any(_is_a(optimizer, known) for known in _KINDS) or (member.dealt and member.kind == DISTRIBUTED):
+    elif not any(_is_a(optimizer, known) for known in _KINDS) or (member.layer_wise and member.kind == DISTRIBUTED):
         problems.add(Unsupported, f"optimizer {member.number}: {kind}: how it keeps its states is not known", _UNKNOWN)
     elif member.kind == DISTRIBUTED and not member.is_adam:
         text = f"{member.label}: Megatron's distributed optimizer has files for Adam's two moments only"
@@ -255,12 +276,12 @@ def _checked(member: Member, problems: Problems) -> Member:
     return member
 
 
-def _say_what_is_not_adam(found: Sequence[Member | None]) -> None:
+def _say_what_is_not_adam(found: Sequence[ChainMember | None]) -> None:
     """An optimizer of another kind is named when the engine is made, and what becomes of its states."""
     fate = "resume at the same layout only" if is_whole(found) else "are reshaped where they are elementwise"
     for member in filter(None, found):
-        if member.dealt or not member.is_adam:
-            how = "whole, rank by rank" if member.dealt else "whole"
+        if member.layer_wise or not member.is_adam:
+            how = "whole, rank by rank" if member.layer_wise else "whole"
             LOG.warning("MegatronEngine: %s: its states are saved %s, and %s", member.label, how, fate)
 
 
@@ -269,13 +290,13 @@ def _is_a(optimizer: object, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(optimizer).__mro__)
 
 
-def is_whole(chain: Sequence[Member | None]) -> bool:
+def is_whole(chain: Sequence[ChainMember | None]) -> bool:
     """Whether no plan can move the chain: parameters are dealt out whole, or are in several optimizers by their kind."""
     present = [member for member in chain if member is not None and member.kind == PLAIN]
-    return any(member.dealt for member in present) or sum(not member.expert for member in present) > 1
+    return any(member.layer_wise for member in present) or sum(not member.expert for member in present) > 1
 
 
-def kind_of(chain: Sequence[Member | None]) -> str | None:
+def kind_of(chain: Sequence[ChainMember | None]) -> str | None:
     """The kind of a chain, or None where nothing is trained here."""
     return next((member.kind for member in chain if member is not None), None)
 

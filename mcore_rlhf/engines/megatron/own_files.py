@@ -6,31 +6,37 @@ files, and this rank needs a flat range of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.core.plan import Copy, FilePlan
-from mcore_rlhf.errors import CheckpointError, Incomplete
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
+from mcore_rlhf.families.megatron.groups import inner_state
 from mcore_rlhf.families.megatron.state import NAMES
-from mcore_rlhf.families.source import TrainingState
-from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
+from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, masters_of, read_optimizer
 from mcore_rlhf.formats.megatron.reader import training_state
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 
+from ..load import Load, Pair, Slot, planned_locally
+from ..optimizers import OptimizerLoad, OwnLoad, SavedOptimizer, StockLoad, is_stock, matched
+from ..stateful import Undo
+from .groups import describe, identity
+from .load import LocalPart, MegatronStored, slots_of
 from .model import LiveModel
-from .optimizers import Member
-from .parallel_state import Place
-from .slots import LIVE, Origin, Slot, slots
+from .optimizers import ChainMember
+from .parallel_state import ParallelRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class OwnFiles:
     shards: tuple[RankShard, ...]
 
     @classmethod
-    def find(cls, located: Located, place: Place, model: LiveModel, optimizer: bool) -> OwnFiles | None:
+    def find(cls, located: Located, place: ParallelRank, model: LiveModel, optimizer: bool) -> OwnFiles | None:
         """The files, or None where the local tensors are others.
 
         Raises:
@@ -71,44 +77,29 @@ class OwnFiles:
         shards = tuple(files.shards(ranks))
         return cls(located, args, parallel, chunks, shards) if _same_tensors(shards[0], model) else None
 
-    def origin(self, model: LiveModel, chain: Sequence[Member | None]) -> tuple[Origin, list[Slot]]:
+    def load(self, model: LiveModel, chain: Sequence[ChainMember | None]) -> tuple[Load[LocalPart], MegatronStored]:
         """Plan the load.
 
         Raises:
             CheckpointError: The optimizer's state is missing or does not fit.
         """
-        reading, report = OptimizerReading(), Report()
+        reading, report, own = OptimizerReading(), Report(), self.shards[0]
         if chain:
             reading = read_optimizer(self.shards, self.chunks, self.args, self.parallel, Rules())
         states = tuple(state for state in reading.states if state != MASTER)
-        wanted = slots(model, chain if reading.kind is not None else (), states)
-        plan = FilePlan(LIVE)
-        stored = self._stored(reading)
-        for slot in wanted:
-            self._plan(slot, stored, plan)
+        found, stored = slots_of(model, chain if reading.kind is not None else (), states), self._stored(reading)
+        plan = planned_locally(
+            found, lambda one: stored.get((one.owner.vpp_rank, one.owner.name, one.state)), self._missing
+        )
         state = training_state(self.shards, self.located, reading.groups, report)
         report.add(Fate.KEPT, "parameters: this rank's own, bit for bit")
-        return self._origin(plan, state, states, reading, report), wanted
+        opaque = {part.vpp_rank: own.pt.materialize(part.opaque) for part in own.parts}
+        besides = MegatronStored(state, states, reading.kind, reading.scalars, opaque)
+        return Load(self.located.root, found, plan, report, [self.located.root / own.pt.file], self._rng()), besides
 
-    def _origin(
-        self, plan: FilePlan, state: TrainingState, states: tuple[str, ...], reading: OptimizerReading, report: Report
-    ) -> Origin:
-        opaque = {part.vpp_rank: self.shards[0].pt.materialize(part.opaque) for part in self.shards[0].parts}
-        root = self.located.root
-        used = dict.fromkeys(copy.source.file for copy in plan.copies)
-        files = dict.fromkeys([self.shards[0].pt.file, *used])
-        return Origin(
-            root,
-            tuple(root / file for file in files),
-            plan,
-            state,
-            states,
-            reading.kind,
-            report,
-            reading.scalars,
-            opaque,
-            self._rng(),
-        )
+    def _missing(self, slot: Slot[LocalPart]) -> Problem:
+        text = f"{self.shards[0].pt.file}: no {slot.state} of {slot.owner.name}, which this run trains; was it frozen?"
+        return Problem(Incomplete, text, "Load with optimizer=False to begin with fresh optimizer states.")
 
     def _rng(self) -> Mapping[str, object] | None:
         """What Megatron-LM restores, whatever the data-parallel rank: the first entry, unless every rank began anew."""
@@ -131,18 +122,6 @@ class OwnFiles:
                     found.update(((vpp_rank, name, state), tensor) for state, tensor in states.items())
         return found
 
-    def _plan(self, slot: Slot, stored: Mapping[tuple[int, str, str], StoredTensor], plan: FilePlan) -> None:
-        tensor = stored.get((slot.vpp_rank, slot.name, slot.state))
-        if tensor is None:
-            plan.problems.add(
-                Incomplete,
-                f"{self.shards[0].pt.file}: no {slot.state} of {slot.name}, which this run trains; was it frozen?",
-                "Load with optimizer=False to begin with fresh optimizer states.",
-            )
-        elif slot.stop > slot.start:
-            count, start = slot.stop - slot.start, tensor.start + slot.start
-            plan.copies.append(Copy((count,), tensor.record, start, (1,), slot.record, 0, (1,)))
-
 
 def _same_degrees(stored: ParallelConfig, live: ParallelConfig) -> bool:
     def degrees(p: ParallelConfig) -> tuple[int, ...]:
@@ -159,7 +138,7 @@ def _stored_chunks(args: Arguments) -> tuple[ModelChunk, ...]:
         return ()
 
 
-def _ranks(stored: ParallelConfig, place: Place) -> tuple[FileRank, ...]:
+def _ranks(stored: ParallelConfig, place: ParallelRank) -> tuple[FileRank, ...]:
     """The rank that wrote this rank's folder, and the one that wrote the dense optimizer state of its stage."""
     ranks, at = file_ranks(stored), place.at
     own = [
@@ -171,7 +150,7 @@ def _ranks(stored: ParallelConfig, place: Place) -> tuple[FileRank, ...]:
     return tuple(dict.fromkeys([*own, *dense])) if own else ()
 
 
-def _same_chunks(stored: Sequence[ModelChunk], place: Place, model: LiveModel) -> bool:
+def _same_chunks(stored: Sequence[ModelChunk], place: ParallelRank, model: LiveModel) -> bool:
     by_number = {chunk.vpp_rank: chunk for chunk in stored if chunk.pp_rank == place.at.pp_rank}
     return len(by_number) == len(model.chunks) and all(
         by_number[live.vpp_rank].num_layers == live.num_layers
@@ -191,3 +170,149 @@ def _same_tensors(shard: RankShard, model: LiveModel) -> bool:
         if any(t.strides != row_major(t.shape) for t in tensors.values() if 0 not in t.shape):
             return False
     return len(parts) == len(model.chunks)
+
+
+_ADVICE = "Go on at the layout that was saved, or load the weights alone: load(optimizer=False)."
+
+
+@dataclass(slots=True)
+class WholeOptimizer:
+    """The stored states of a chain, for this rank.
+
+    Args:
+        pt: The file that holds them.
+        chain: The live members, without stubs.
+        loads: How each is given back.
+        masters: Where each live master lies in the file.
+        scalers: The members' stored loss scalers.
+    """
+
+    pt: PtFile
+    chain: tuple[ChainMember, ...]
+    loads: list[OptimizerLoad] = field(default_factory=list)
+    masters: list[Pair] = field(default_factory=list)
+    scalers: list[object] = field(default_factory=list)
+
+    @property
+    def file(self) -> ReadablePath:
+        """The file that is read."""
+        return self.pt.root / self.pt.file
+
+    @classmethod
+    def find(
+        cls,
+        own: OwnFiles,
+        place: ParallelRank,
+        model: LiveModel,
+        chain: Sequence[ChainMember | None],
+        problems: Problems,
+    ) -> WholeOptimizer | None:
+        """What the checkpoint has for this rank; None where it has no optimizer at all.
+
+        Args:
+            own: This rank's files, of the same layout but for the data-parallel size.
+            place: This rank.
+            model: Its model.
+            chain: Its optimizers.
+            problems: Told of all that does not fit.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        stored = own.shards[0].top.get("optimizer")
+        if stored is None:
+            return None
+        pt = own.shards[0].pt
+        if any(member.layer_wise for member in chain if member is not None):
+            if (own.parallel.dp, own.parallel.cp) != (place.parallel.dp, place.parallel.cp):
+                text = f"whole parameters are dealt out to data-parallel ranks: saved at {own.parallel}, now {place.parallel}"
+                problems.add(LayoutMismatch, text, _ADVICE)
+                return None
+            pt = _own_file(own, place)
+            stored = pt.tree
+        members = stored if isinstance(stored, list) else [stored]
+        if len(members) != len(chain) or not all(isinstance(one, Mapping) for one in members):
+            text = f"{pt.root / pt.file}: {len(members)} chained optimizers, this run has {len(chain)}"
+            problems.add(LayoutMismatch, text, _ADVICE)
+            return None
+        found = cls(pt, tuple(filter(None, chain)))
+        names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
+        for member, content in zip(chain, members, strict=True):
+            if member is not None:
+                found._add(member, content, own, names, problems)
+        return found
+
+    def _add(
+        self,
+        member: ChainMember,
+        stored: Mapping[str, object],
+        own: OwnFiles,
+        names: Mapping[torch.nn.Parameter, tuple[int, str]],
+        problems: Problems,
+    ) -> None:
+        where, optimizer = f"{self.file}: optimizer {member.number}", member.optimizer.optimizer
+        try:
+            saved = SavedOptimizer.parse(inner_state(stored), None, where)
+        except LayoutMismatch as error:
+            problems.add_error(error)
+            return
+        for live, group in zip(member.groups, saved.groups, strict=False):
+            if identity(live) != identity(group):
+                text = f"{where}: a param group with {describe(group)} stands where this run's has {describe(live)}"
+                problems.add(LayoutMismatch, text, _ADVICE)
+        order = matched(optimizer, None, saved, where, problems)
+        self.loads.append(
+            StockLoad(optimizer, self.pt, saved, order)
+            if is_stock(optimizer)
+            else OwnLoad(optimizer, self.pt, inner_state(stored))
+        )
+        self.scalers.append(stored.get("grad_scaler"))
+        for text in self._masters(member, stored, own, names):
+            problems.add(LayoutMismatch, f"{where}: {text}", _ADVICE)
+
+    def _masters(
+        self,
+        member: ChainMember,
+        stored: Mapping[str, object],
+        own: OwnFiles,
+        names: Mapping[torch.nn.Parameter, tuple[int, str]],
+    ) -> Iterator[str]:
+        """Note where the live masters lie; what does not fit in words. A master that does not round to its parameter is another's."""
+        params = [param for group in getattr(member.optimizer, "float16_groups", []) for param in group]
+        places = [place for group in masters_of(stored) or [] for place in group]
+        if len(params) != len(places):
+            yield f"has {len(places)} fp32 masters, this run has {len(params)}"
+            return
+        weights = {(part.vpp_rank, name): one for part in own.shards[0].parts for name, one in part.tensors.items()}
+        for param, place in zip(params, places, strict=True):
+            at = names[param]
+            weight = own.shards[0].pt.load(weights[at])
+            if place.shape != tuple(param.shape):
+                yield f"the master of {at[1]} has shape {place.shape}, the parameter {tuple(param.shape)}"
+            elif not torch.equal(self.pt.load(place).to(weight.dtype), weight):
+                yield f"what should be the master of {at[1]} does not round to it: the parameters are in another order"
+            self.masters.append((place, param.main_param))
+
+    def install(self, undo: Undo) -> Sequence[Pair]:
+        """Hand every member its groups, states and loss scale."""
+        pairs = list(self.masters)
+        for member, load, scaler in zip(self.chain, self.loads, self.scalers, strict=True):
+            pairs += load.install(undo)
+            if isinstance(scaler, dict) and member.scaler is not None:
+                undo.handed(member.scaler, self.pt.materialize(scaler))
+        return pairs
+
+    def states(self) -> set[str]:
+        """The names of all states, for the report."""
+        keys = {key for load in self.loads for key in load.states()}
+        return keys | ({MASTER} if self.masters else set())
+
+
+def _own_file(own: OwnFiles, place: ParallelRank) -> PtFile:
+    folder = own.located.folder / place.folder
+    try:
+        return read_pt(own.located.root, str((folder / place.layer_wise_file).relative_to(own.located.root)))
+    except CheckpointError as error:
+        raise Incomplete(
+            f"{folder / place.layer_wise_file}: cannot be read, and this rank's part of the layer-wise optimizer lies in it: {error}"
+        ) from error

@@ -17,7 +17,7 @@ from mcore_rlhf.layouts.parallel import Coordinates, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParallelRank:
     """One rank of a run.
 
     Args:
@@ -93,7 +93,7 @@ class Place:
         file_ranks(self.parallel)
 
 
-def current_place(vpp: int, moe: bool) -> Place:
+def current_rank(vpp: int, moe: bool) -> ParallelRank:
     """The calling rank's place.
 
     Args:
@@ -116,4 +116,4 @@ def current_place(vpp: int, moe: bool) -> Place:
     else:
         ep_rank, etp_rank, expert_dp_rank = 0, tp_rank, dp_rank * cp + cp_rank
     at = Coordinates(tp_rank, pp_rank, cp_rank, dp_rank, ep_rank, etp_rank, expert_dp_rank)
-    return Place(dist.get_rank(), parallel, at)
+    return ParallelRank(dist.get_rank(), parallel, at)

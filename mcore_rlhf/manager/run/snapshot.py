@@ -154,8 +154,8 @@ def described(parts: Components, world: World, step: int) -> Snapshot:
     for role, engine in parts.roles.items():
         live = engine.live(step)
         _add_role(snapshot, role, live, speaks=world.rank == engine.ranks[0])
-        if live.held is not None:
-            snapshot.accounts[role] = account_of(live.held, role, problems)
+        if live.state_tensors is not None:
+            snapshot.accounts[role] = account_of(live.state_tensors, role, problems)
     problems.raise_if_any()
     if world.commits and parts.state is not None:
         _add_state(snapshot, parts.state, world.rank)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.engines.base import HeldTensor, LiveFile, LiveState, Segment
+from mcore_rlhf.engines.base import LiveFile, LiveState, Segment, StateTensor
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.engines.save import (
     Alive,
@@ -32,11 +32,11 @@ OPTIONS = ManagerOptions(asynchronous=False, fsync=False, catch_signals=False)
 
 def held(
     name: str, *, here: bool = True, among: str | None = None, state: str = "exp_avg", nbytes: int = 8
-) -> HeldTensor:
-    return HeldTensor(name, state, "float32 (2,)", nbytes, here, among)
+) -> StateTensor:
+    return StateTensor(name, state, "float32 (2,)", nbytes, here, among)
 
 
-def accounts(*ranks: list[HeldTensor]) -> list[RankAccount]:
+def accounts(*ranks: list[StateTensor]) -> list[RankAccount]:
     problems = Problems()
     found = [account_of(rank, "actor", problems) for rank in ranks]
     problems.raise_if_any()
@@ -59,7 +59,7 @@ def test_what_several_ranks_hold_alike_counts_once() -> None:
     ([held("a", among="all", here=False), held("c", among="all", here=False)], "rank 1 holds 2 × exp_avg"),
     ([held("a", among="none", here=False)], "no rank writes it"),
 ])  # fmt: skip
-def test_a_copy_of_what_nobody_writes_is_told(other: list[HeldTensor], told: str) -> None:
+def test_a_copy_of_what_nobody_writes_is_told(other: list[StateTensor], told: str) -> None:
     ranks = accounts([held("a", among="all"), held("b", among="all")], other)
     problems = Problems()
     compare(ranks, "actor", problems)
@@ -183,4 +183,4 @@ def test_a_lazy_account_is_one_pass() -> None:
     def alive() -> Iterator[Alive]:
         yield Alive("w", "param", torch.zeros(2))
 
-    assert [one.here for one in Memory().held(alive())] == [False]
+    assert [one.here for one in Memory().counted(alive())] == [False]

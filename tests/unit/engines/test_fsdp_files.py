@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.engines.base import LiveState
 from mcore_rlhf.engines.fsdp.files import LiveTable, Table, live_state
-from mcore_rlhf.engines.fsdp.geometry import Everywhere, FlatSplit, Mesh, MeshSplit
+from mcore_rlhf.engines.fsdp.geometry import FlatSplit, Mesh, MeshSplit, Replicated
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.storage.checksum import crc32
 
@@ -29,7 +29,7 @@ def _table(rank: int, world: int = WORLD) -> LiveTable:
     local = WEIGHT.chunk(world)[rank] if rank < len(WEIGHT.chunk(world)) else WEIGHT[:0]
     table.add(("top", "model", "w"), rows, local)
     table.add(("top", "model", "f"), flat, FLAT.flatten()[first:stop])
-    table.add(("top", "model", "empty"), Everywhere((0, 2), 0), torch.zeros(0, 2))
+    table.add(("top", "model", "empty"), Replicated((0, 2), 0), torch.zeros(0, 2))
     table.add_tree(("top", "groups"), [{"lr": 1e-3, "betas": (0.9, 0.99), "step": torch.tensor(3.0)}])
     return table
 
@@ -57,9 +57,9 @@ def _write(state: LiveState, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_torch_loads_what_the_ranks_write(tmp_path: Path) -> None:
     tables = [_table(rank) for rank in range(WORLD)]
-    told = [table.table.digest(rank) for rank, table in enumerate(tables)]
+    digests = [table.table.digest(rank) for rank, table in enumerate(tables)]
     for table in tables:
-        table.table.told = told
+        table.table.digests = digests
         _write(live_state(table, "FSDP3"), tmp_path)
     found = {
         "top": {
@@ -77,23 +77,23 @@ def test_torch_loads_what_the_ranks_write(tmp_path: Path) -> None:
 
 def test_a_rank_that_writes_something_else_is_found_before_the_commit() -> None:
     tables = [_table(rank) for rank in range(WORLD)]
-    tables[1].add(("top", "model", "more"), Everywhere((2,), 1), torch.ones(2))
-    tables[0].table.told = [table.table.digest(rank) for rank, table in enumerate(tables)]
+    tables[1].add(("top", "model", "more"), Replicated((2,), 1), torch.ones(2))
+    tables[0].table.digests = [table.table.digest(rank) for rank, table in enumerate(tables)]
     with pytest.raises(LayoutMismatch, match="rank 1 writes other parts"):
         tables[0].table.metadata()
 
 
 def test_metadata_is_made_again_only_where_something_changed() -> None:
     tables = [_table(rank).table for rank in range(WORLD)]
-    tables[0].told = [table.digest(rank) for rank, table in enumerate(tables)]
+    tables[0].digests = [table.digest(rank) for rank, table in enumerate(tables)]
     first = tables[0].metadata()
     again = _table(0).table
-    again.told, again.made = tables[0].told, tables[0].made
+    again.digests, again.made = tables[0].digests, tables[0].made
     assert again.metadata() is first
     other = _table(0)
     other.add_tree(("top", "more"), 1)
     other.table.made = tables[0].made
-    other.table.told = [other.table.digest(0), *tables[0].told[1:]]
+    other.table.digests = [other.table.digest(0), *tables[0].digests[1:]]
     assert other.table.metadata() != first
     assert len(other.table.made) == 1
 
@@ -105,7 +105,7 @@ def test_a_value_without_bytes_is_named() -> None:
 
 def test_a_rank_with_nothing_has_no_file() -> None:
     table = LiveTable(Table((4, 5)), 5)
-    table.add(("m", "w"), Everywhere((2,), 4), torch.ones(2))
+    table.add(("m", "w"), Replicated((2,), 4), torch.ones(2))
     assert live_state(table, "FSDP2").files == ()
     assert live_state(table, "FSDP2").texts == {}
     assert table.table.name(5) == "__1_0.distcp"
@@ -113,6 +113,6 @@ def test_a_rank_with_nothing_has_no_file() -> None:
 
 def test_a_tensor_of_other_ranks_is_described_all_the_same() -> None:
     table = LiveTable(Table((0, 1)), 0)
-    table.add_elsewhere(("m", "w"), Everywhere((2,), 1), dtype_of("float32"))
+    table.add_elsewhere(("m", "w"), Replicated((2,), 1), dtype_of("float32"))
     assert table.segments == []
     assert [item.fqn for item in table.table.items(1)] == ["m.w"]

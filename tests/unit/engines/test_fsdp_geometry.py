@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from mcore_rlhf.core.box import Box
-from mcore_rlhf.engines.fsdp.geometry import Everywhere, FlatSplit, Mesh, MeshSplit, Split, cuts_of
+from mcore_rlhf.engines.fsdp.geometry import FlatSplit, Mesh, MeshSplit, Replicated, Split, cuts_of
 from mcore_rlhf.errors import Unsupported
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
@@ -97,7 +97,7 @@ def test_flat_parameters_are_dealt_out_whole(shapes: list[tuple[int, ...]], worl
 
 
 def test_what_all_have_is_written_once() -> None:
-    scalar = Everywhere((), 2)
+    scalar = Replicated((), 2)
     assert scalar.written(2) == scalar.boxes(0) == (Box((), ()),)
     assert scalar.written(0) == ()
-    assert Everywhere((0, 3), 0).written(0) == ()
+    assert Replicated((0, 3), 0).written(0) == ()
