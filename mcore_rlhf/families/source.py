@@ -82,8 +82,7 @@ class StoredFile:
     @classmethod
     def of_zip(cls, path: str, directory: Directory) -> StoredFile:
         """A ``.pt`` file, or another zip, with the checksums of its members where it has any."""
-        members = directory.members.values() if directory.checksummed else ()
-        return cls(path, directory.nbytes, tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members))
+        return cls(path, directory.nbytes, directory.checksums)
 
 
 @dataclass(frozen=True, slots=True)

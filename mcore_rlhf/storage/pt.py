@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
+from ..errors import Unsupported
 from .checksum import crc32
+from .paths import ReadablePath
 from .pickling import PickledTree, pickle_tree
-from .record_file import Container, Layout, Piece, joined
+from .ptfile import read_pt
+from .record_file import Container, Layout, OpenedFile, Piece, joined
+from .stored import StoredTensor
 from .zipheaders import ALIGNMENT, Placed, central_entry, descriptor, end_records, local_header, place
 
 SERIALIZATION_ID = ".data/serialization_id"
@@ -32,12 +37,30 @@ class Pt(Container):
     """
 
     name: ClassVar[str] = ".pt"
+    suffixes: ClassVar[tuple[str, ...]] = (".pt", ".pth", ".bin")
     make: Callable[[], Any]
 
     @classmethod
     def of(cls, tree: Any) -> Pt:
         """A file that holds this; nothing in it may change before the file is laid out."""
         return cls(lambda: tree)
+
+    @classmethod
+    def open(cls, root: ReadablePath, file: str, stubs: Collection[str] = ()) -> OpenedFile:
+        """See :meth:`.record_file.Container.open`: a state dict, and nothing else.
+
+        Raises:
+            Unsupported: It holds something else than names and tensors.
+        """
+        pt = read_pt(root, file, stubs=stubs)
+        tree, path = pt.tree, pt.directory.path
+        if type(tree) not in (dict, OrderedDict) or not tree or not all(isinstance(name, str) for name in tree):
+            raise Unsupported(f"{path}: expected a state dict of names and tensors, found {type(tree).__name__}")
+        others = [name for name, value in tree.items() if not isinstance(value, StoredTensor)]
+        if others:
+            some = ", ".join(others[:3])
+            raise Unsupported(f"{path}: holds what are no tensors: {some}; expected a model's state dict alone")
+        return OpenedFile(file, pt.directory.nbytes, tree, pt.directory.checksums)
 
     def layout(self, file: str) -> Layout:
         """Everything but the records' bytes and what follows from them; real tensors are written at once.

@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ..core.catalog import Record
-from ..errors import StorageError
+from ..errors import StorageError, Unsupported
 from .checksum import combine, crc32
 from .manifest import FileEntry
-from .paths import human, pwrite_all, storage_error
+from .paths import ReadablePath, human, inside, pwrite_all, storage_error
+from .stored import StoredTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -59,14 +60,47 @@ class Layout:
     ending: Callable[[Mapping[str, int]], Iterable[Piece]] = _nothing
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedFile:
+    """A file of tensors that was opened; none of their bytes was read.
+
+    Args:
+        file: Its path relative to the checkpoint's root.
+        nbytes: Its length.
+        tensors: By name, in the file's order.
+        records: ``(key, byte offset, bytes, crc32)`` of every part whose checksum the file stores.
+    """
+
+    file: str
+    nbytes: int
+    tensors: Mapping[str, StoredTensor]
+    records: Sequence[tuple[str, int, int, int]] = ()
+
+
 class Container(ABC):
     """A kind of file that holds records, and, as an object, what one such file is to hold.
 
     Attributes:
         name: What people call the kind.
+        suffixes: What the names of such files end with, where that is enough to know them and their tensors.
     """
 
     name: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def open(cls, root: ReadablePath, file: str, stubs: Collection[str] = ()) -> OpenedFile:
+        """Open a file of this kind. No byte of a tensor is read.
+
+        Args:
+            root: The checkpoint's folder.
+            file: Path relative to it, with ``/``.
+            stubs: Full names of classes that a pickle in it may name.
+
+        Raises:
+            CheckpointError: It is missing, damaged, or its tensors have no names of their own.
+        """
+        raise Unsupported(f"{inside(root, file)}: a {cls.name} file does not say by itself what lies in it")
 
     @abstractmethod
     def layout(self, file: str) -> Layout:

@@ -10,7 +10,7 @@ Source: safetensors 0.8.0, ``README.md`` ("Format"), ``safetensors/src/tensor.rs
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -21,7 +21,7 @@ from ..core.dtype import DType, dtype_of
 from ..errors import Corrupt, Incomplete, Problems, Unsupported
 from .paths import ReadablePath, human, inside
 from .reading import opened, parse_json
-from .record_file import Container, Layout, Piece, end_to_end
+from .record_file import Container, Layout, OpenedFile, Piece, end_to_end
 from .stored import StoredTensor
 
 DTYPES = {
@@ -52,8 +52,15 @@ class Safetensors(Container):
     """
 
     name: ClassVar[str] = "safetensors"
+    suffixes: ClassVar[tuple[str, ...]] = (".safetensors",)
     tensors: Sequence[StoredTensor]
     metadata: Mapping[str, str]
+
+    @classmethod
+    def open(cls, root: ReadablePath, file: str, stubs: Collection[str] = ()) -> OpenedFile:
+        """See :meth:`.record_file.Container.open` and :func:`read_safetensors`."""
+        opened = read_safetensors(root, file)
+        return OpenedFile(file, opened.nbytes, opened.tensors)
 
     def layout(self, file: str) -> Layout:
         """The header, and the tensors behind it.

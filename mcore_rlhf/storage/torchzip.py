@@ -55,6 +55,12 @@ class Directory:
     members: Mapping[str, Member]
     checksummed: bool
 
+    @property
+    def checksums(self) -> tuple[tuple[str, int, int, int], ...]:
+        """``(key, byte offset, bytes, crc32)`` of every member, where it has any."""
+        members = self.members.values() if self.checksummed else ()
+        return tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members)
+
     def read(self, name: str) -> bytes:
         """The bytes of a small member, checked against their CRC.
 

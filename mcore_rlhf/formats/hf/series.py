@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -11,12 +10,11 @@ from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
-from mcore_rlhf.storage.ptfile import PtFile, read_pt
-from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .names import BIN, MODEL_STEM, SAFETENSORS, file_name, index_name, shard_count
+from .names import BIN, MODEL_STEM, file_name, index_name, shard_count
 
 _AGAIN = "Download or copy the folder again; every file that the index names must be in it."
 
@@ -172,27 +170,9 @@ class _SeriesReader:
                 self.problems.add(Corrupt, f"{self.root / file}: holds {name}, which {index} does not name", _AGAIN)
 
     def _tensors(self, file: str) -> Mapping[str, StoredTensor]:
-        if self.ending == SAFETENSORS:
-            opened = read_safetensors(self.root, file)
-            self.series.files.append(StoredFile(file, opened.nbytes, ()))
-            return opened.tensors
-        pt = read_pt(self.root, file, stubs=self.stubs)
-        self.series.files.append(StoredFile.of_zip(pt.file, pt.directory))
-        return self._state_dict(pt)
-
-    def _state_dict(self, pt: PtFile) -> Mapping[str, StoredTensor]:
-        tree = pt.tree
-        if type(tree) not in (dict, OrderedDict) or not tree or not all(isinstance(name, str) for name in tree):
-            raise Unsupported(
-                f"{pt.root / pt.file}: expected a state dict of names and tensors, found {type(tree).__name__}"
-            )
-        others = [name for name, value in tree.items() if not isinstance(value, StoredTensor)]
-        if others:
-            some = ", ".join(others[:3])
-            raise Unsupported(
-                f"{pt.root / pt.file}: holds what are no tensors: {some}; expected a model's state dict alone"
-            )
-        return tree  # type: ignore[no-any-return]
+        opened = open_tensors(self.root, file, self.stubs)
+        self.series.files.append(StoredFile(file, opened.nbytes, opened.records))
+        return opened.tensors
 
     def _add(self, name: str, tensor: StoredTensor) -> None:
         """Note a tensor; one that lies exactly where another does is its second name."""

@@ -32,9 +32,8 @@ from mcore_rlhf.families.sidecar import sidecar_files
 from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import read_pt
-from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -95,13 +94,8 @@ def _check_files(path: ReadablePath) -> None:
 
 
 def _tensors(path: ReadablePath, stubs: tuple[str, ...]) -> tuple[Mapping[str, StoredTensor], StoredFile]:
-    if (path / SAFETENSORS).is_file():
-        opened = read_safetensors(path, SAFETENSORS)
-        return opened.tensors, StoredFile(SAFETENSORS, opened.nbytes, ())
-    pt = read_pt(path, BIN, stubs=stubs)
-    if not isinstance(pt.tree, dict) or not all(isinstance(value, StoredTensor) for value in pt.tree.values()):
-        raise Unsupported(f"{path / BIN}: expected a dictionary of tensors")
-    return pt.tree, StoredFile.of_zip(BIN, pt.directory)
+    opened = open_tensors(path, next(name for name in WEIGHTS if (path / name).is_file()), stubs)
+    return opened.tensors, StoredFile(opened.file, opened.nbytes, opened.records)
 
 
 def _check(path: ReadablePath, named: Mapping[str, AdapterTensor], stored: Mapping[str, StoredTensor]) -> None:

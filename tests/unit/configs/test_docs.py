@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,11 +14,12 @@ import pytest
 import yaml
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import CheckpointError, Lossy
+from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
 from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.megatron import FORMAT as MEGATRON
 from mcore_rlhf.models.rules import read_rules
+from mcore_rlhf.storage import containers
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
@@ -26,6 +28,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 DOCS = PROJECT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
+MODEL = PROJECT / "tests" / "goldens" / "huggingface" / "llama_tied_bf16_sharded"
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -155,3 +158,34 @@ def test_the_format_of_the_documentation_is_honest(flat: ModuleType, tmp_path: P
     data[1000] ^= 1
     (tmp_path / "flat" / "weights.bin").write_bytes(data)
     assert "CRC-32" in verify(tmp_path / "flat", ReadOptions(), Depth.FULL).problems.describe()
+
+
+def test_the_container_of_the_documentation_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (block,) = _blocks(_page("how-to/add-a-container.md"), "python")
+    module = ModuleType("lined")
+    monkeypatch.setitem(__import__("sys").modules, "lined", module)
+    exec(compile(block, "add-a-container.md", "exec"), module.__dict__)
+    monkeypatch.setattr(containers, "CONTAINERS", (*containers.CONTAINERS, module.Lined))
+    source = containers.open_tensors(MODEL, "model-00001-of-00002.safetensors")
+    with OpenFiles(MODEL) as files:
+        data = {
+            name: bytes(files.view(tensor.record.file, tensor.record.byte_offset, tensor.record.nbytes))
+            for name, tensor in source.tensors.items()
+        }
+    with module.Lined(list(source.tensors.values())).create(tmp_path / "x.lined") as writer:
+        for name in reversed(data):
+            writer.write(name, 0, data[name])
+        entry = writer.finish({name: zlib.crc32(content) for name, content in data.items()}, fsync=True)
+    whole = (tmp_path / "x.lined").read_bytes()
+    assert (entry.nbytes, entry.crc32) == (len(whole), zlib.crc32(whole))
+    found = containers.open_tensors(tmp_path, "x.lined")
+    assert {name: tensor.shape for name, tensor in found.tensors.items()} == {
+        name: tensor.shape for name, tensor in source.tensors.items()
+    }
+    for name, tensor in found.tensors.items():
+        assert whole[tensor.record.byte_offset :][: tensor.record.nbytes] == data[name]
+    (tmp_path / "x.lined").write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="first line says"):
+        containers.open_tensors(tmp_path, "x.lined")
+    with pytest.raises(Unsupported, match=r"known are .*\.lined"):
+        containers.open_tensors(tmp_path, "x.other")
