@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.manager.run.manager import ManagerOptions
+from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.snapshot import Data
 from mcore_rlhf.manager.state import RlhfState
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions, Resumed
+from mcore_rlhf.manager.run.manager import CheckpointManager, Resumed
+from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.run.rng import captured, put_back
 from mcore_rlhf.manager.run.snapshot import Data

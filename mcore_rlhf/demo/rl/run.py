@@ -27,7 +27,8 @@ from mcore_rlhf.engines.megatron import MegatronEngine
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.rlhf.prompts import Prompt
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
-from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions, Resumed
+from mcore_rlhf.manager.run.manager import CheckpointManager, Resumed
+from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.policies import AnyOf, AtEnd, EverySteps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.state import AdaptiveKL, BestMetric, FixedKL, KLController, RlhfState, RunningStatistics

@@ -14,8 +14,9 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 
 from mcore_rlhf.engines.base import Engine, HasRng, LiveFile, LiveState, Segment, Text
-from mcore_rlhf.engines.plain import Stateful, TorchEngine
+from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare
+from mcore_rlhf.engines.stateful import Stateful
 from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.storage.pt import Pt
 

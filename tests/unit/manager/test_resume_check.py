@@ -197,6 +197,18 @@ def test_a_kill_after_the_last_commit_is_a_miss(tmp_path: Path, moment: str) -> 
     assert plan.strike(FakeCommand(polls=50), Watch(tmp_path), lambda: None) is None  # type: ignore[arg-type]
 
 
+def test_a_kill_that_came_too_late_is_a_miss_and_no_failure_of_the_command(tmp_path: Path) -> None:
+    """It was killed, so that its exit code says nothing; the step that was being written was whole by then."""
+    check = ResumeCheck(script(tmp_path, "sleep 60"), tmp_path / "check", CheckOptions(1, 2))
+    places = RunPlaces(check.folder, "B")
+
+    class Late(KillPlan):
+        def strike(self, command: Command, *others: object) -> None:  # type: ignore[override]
+            command.kill()
+
+    assert check._kill_once(places, Late("during-save", 1, 3, 0.0, random.Random(0)), 0) is None
+
+
 def test_two_roots_are_ambiguous(tmp_path: Path) -> None:
     make_step(tmp_path / "a" / "checkpoints", 1)
     assert root_of(tmp_path) == tmp_path / "a" / "checkpoints"
