@@ -7,7 +7,7 @@
 * ``passes``: one pass of Megatron's pipeline schedule, forward only or with gradients.
 * ``losses``: the arithmetic of GRPO and PPO, advantages included, on plain tensors.
 * ``task``: the prompts, their tokens, and the reward of an answer.
-* ``options`` (with ``settings`` and ``configuring``): the command line, and what it takes from a run's configuration.
+* ``options`` (with ``settings``): the command line, and what it takes from a run's configuration.
 * ``metrics``: one line per step, from which two runs can be compared byte by byte.
 * ``continuing``: a stretch of a run as a job for a pool of workers.
 """

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.demo.rl.configuring import options_of
-from mcore_rlhf.demo.rl.options import Options, parse
+from mcore_rlhf.demo.rl.options import Options, options_of, parse
 from mcore_rlhf.demo.rl.settings import Settings
 from mcore_rlhf.errors import Unsupported, UsageError
 
