@@ -57,6 +57,38 @@ def save_without_args(session: Session, root: str) -> Observation:
     return seen
 
 
+def save_a_third_moment(session: Session, root: str) -> int:
+    """Save with a state of its own name beside Adam's two, half as large as the first; how many parts have it on this rank."""
+    trainer, _ = new_trainer(session)
+    while trainer.iteration < LOOK:
+        trainer.train_step()
+    engine, count = engine_of(trainer), 0
+    for member in filter(None, engine.chain):
+        for owned in member.owned():
+            state = member.optimizer.optimizer.state[member.main_param(owned)]
+            state["exp_avg_slow"] = state["exp_avg"] * 0.5
+            count += bool(state["exp_avg"].any())
+    write_live(engine.live(LOOK), Path(root))
+    return count
+
+
+def load_a_third_moment(session: Session) -> list[str]:
+    """Load that into a trainer that has made no step; the parameters whose third moment is not half of their first."""
+    import torch
+
+    trainer, _ = new_trainer(session)
+    engine = engine_of(trainer)
+    assert session.load is not None
+    apply(engine.prepare_load(LoadRequest(Path(session.load), "actor")))
+    states = [member.tensors(owned) for member in filter(None, engine.chain) for owned in member.owned()]
+    assert any(state["exp_avg"].any() for state in states)
+    return [
+        f"part {number}"
+        for number, state in enumerate(states)
+        if not torch.equal(state["exp_avg_slow"], state["exp_avg"] * 0.5)
+    ]
+
+
 def load_at_once(session: Session) -> Observation:
     """Load what :func:`save_at_once` saved over a trainer that has gone two steps, and make the first steps."""
     from mcore_rlhf.demo import live_state

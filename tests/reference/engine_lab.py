@@ -71,6 +71,14 @@ class EngineLab:
     def start_from(self, root: Path, model: TinyGPT, parallel: Parallel, training: Training) -> list[Observation]:
         return self._run(engine_jobs.start_from, Session(model, parallel, training, load=str(root)))
 
+    def save_a_third_moment(self, root: Path, model: TinyGPT, parallel: Parallel, training: Training) -> list[int]:
+        return self._run(engine_jobs.save_a_third_moment, Session(model, parallel, training), str(root))
+
+    def load_a_third_moment(
+        self, root: Path, model: TinyGPT, parallel: Parallel, training: Training
+    ) -> list[list[str]]:
+        return self._run(engine_jobs.load_a_third_moment, Session(model, parallel, training, load=str(root)))
+
     def with_swapped_shards(self, saved: Saved) -> Saved:
         """The run with a copy of its checkpoint in which two data-parallel ranks' masters are in each other's place."""
         root = self.lab.new_root()

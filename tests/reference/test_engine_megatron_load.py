@@ -113,6 +113,16 @@ SLOW = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("training", [ADAM, PLAIN], ids=["distributed", "plain"])
+def test_a_state_of_any_name_goes_where_its_parameter_goes(training: Training, engine_lab: EngineLab) -> None:
+    """One that is elementwise: at the same layout out of this rank's own files, at another through a plan."""
+    root, tp2 = engine_lab.lab.new_root(), Parallel(tp=2, dp=2 if training is ADAM else 1)
+    assert all(engine_lab.save_a_third_moment(root, SAME_ROWS, tp2, training))
+    for parallel in (tp2, Parallel(pp=2)):
+        ranks = engine_lab.load_a_third_moment(root, SAME_ROWS, parallel, training)
+        assert ranks == [[]] * parallel.world_size
+
+
 @pytest.mark.parametrize(
     "case", [*(pytest.param(c, id=c.name) for c in QUICK), *(pytest.param(c, id=c.name, marks=slow) for c in SLOW)]
 )
