@@ -96,4 +96,10 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOMES[name].partition(":")
-    return getattr(import_module(f".{module}", __name__), attribute)
+    try:
+        return getattr(import_module(f".{module}", __name__), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        needs = f"{__name__}.{name} needs torch, which is not installed here"
+        raise ImportError(f"{needs}; install it with: pip install 'mcore_rlhf[torch]'", name="torch") from error

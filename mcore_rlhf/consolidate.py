@@ -14,8 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, is_checkpoint, write_target
-from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog, FixedCatalog, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, FLOATING
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
@@ -150,22 +151,25 @@ def load_fp32_state_dict(
     Raises:
         CheckpointError: It is incomplete or damaged: every byte that is used is checked.
     """
+    import torch
+
     source = open_tag(Path(path), tag, ())
     wanted = fp32_state_dict(source, exclude_frozen_parameters)
     memory: dict[str, _MemoryFile] = {}
     files = tuple(TargetFile(part.names[0], partial(_memory_layout, part, memory)) for part in wanted.tensors)
     copy_into(wanted, files, Path(), ConvertOptions(fsync=False))
-    found = {name: memory[part.names[0]].tensor for part in wanted.tensors for name in part.names}
+    found: dict[str, torch.Tensor] = {}
+    for part in wanted.tensors:
+        filled = torch.from_numpy(memory[part.names[0]].data).view(getattr(torch, part.dtype.name)).reshape(part.shape)
+        found.update(dict.fromkeys(part.names, filled))
     return OrderedDict((name, found[name]) for name in wanted.order)
 
 
 class _MemoryFile(RecordFile):
-    """A tensor that is filled as if it were a file."""
+    """The bytes of a tensor, filled as if they were a file."""
 
-    def __init__(self, record: Record, shape: Shape) -> None:
-        import torch
-
-        self.tensor = torch.zeros(shape, dtype=getattr(torch, record.dtype.name))
+    def __init__(self, record: Record) -> None:
+        self.data = np.zeros(record.nbytes, np.uint8)
         super().__init__(Path(record.file), Raw([record]).layout(record.file))
 
     def _create(self) -> None:
@@ -175,11 +179,7 @@ class _MemoryFile(RecordFile):
         """It is there."""
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
-        import numpy as np
-        import torch
-
-        flat = self.tensor.reshape(-1).view(torch.uint8)
-        flat.numpy()[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        self.data[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def _close(self, fsync: bool) -> None:
         """Nothing more to do."""
@@ -190,23 +190,21 @@ class _InMemory(Raw):
     """Makes tensors in memory.
 
     Args:
-        shape: That of the tensor.
-        made: Told of it, by the file's name.
+        made: Told of each, by the file's name.
     """
 
-    shape: Shape = ()
     made: dict[str, _MemoryFile] = field(default_factory=dict)
 
     def create_below(self, root: Path, file: str) -> RecordFile:
         (record,) = self.records
-        self.made[file] = _MemoryFile(record, self.shape)
+        self.made[file] = _MemoryFile(record)
         return self.made[file]
 
 
 def _memory_layout(part: WrittenTensor, memory: dict[str, _MemoryFile]) -> FileLayout:
     name = part.names[0]
     record = Record(name, name, part.dtype, prod(part.shape), 0)
-    return FileLayout([part.placed(record)], [record], _InMemory([record], shape=part.shape, made=memory))
+    return FileLayout([part.placed(record)], [record], _InMemory([record], made=memory))
 
 
 @dataclass(frozen=True, slots=True)

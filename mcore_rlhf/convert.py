@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from threading import Event
+
+from mcore_rlhf.core.lowrank import LowRankSum, products_in_one_thread
 
 from .core.account import Account, Report
 from .core.catalog import Traced
@@ -312,19 +314,17 @@ class _Conversion:
 
     @contextmanager
     def _pool(self) -> Iterator[ThreadPoolExecutor]:
-        import torch
-
         pool = ThreadPoolExecutor(max(1, self.options.workers), "convert")
-        torch_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the workers are the threads; torch's own would fight with them
-        try:
-            yield pool
-        except BaseException:
-            self.stopped.set()
-            raise
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-            torch.set_num_threads(torch_threads)
+        computed = (self.job.seen or self.job.source).computed
+        multiplies = computed is not None and any(isinstance(one, LowRankSum) for one in computed.computations.values())
+        with products_in_one_thread() if multiplies else nullcontext():
+            try:
+                yield pool
+            except BaseException:
+                self.stopped.set()
+                raise
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def _all(self, pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], None]]) -> None:
         """Run tasks, many at a time but never all in memory; the first real error stops the rest."""

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from .dtype import BFLOAT16, FLOAT16, FLOAT32, DType
@@ -78,17 +77,17 @@ def convert(words: Words, source: DType, target: DType) -> Words:
     Returns:
         Words as wide as ``target``, of the same shape.
     """
-    numbers = _numbers(words, source)
+    values = numbers(words, source)
     with np.errstate(all="ignore"):  # of numbers that are too large, and of NaNs that signal
         if target == BFLOAT16:
-            return _to_bfloat16(numbers.astype(np.float32, copy=False), 0xFFFF if source == FLOAT32 else 0x7FC0)
+            return _to_bfloat16(values.astype(np.float32, copy=False), 0xFFFF if source == FLOAT32 else 0x7FC0)
         if _is_float8(target):
-            return _to_float8(numbers.astype(np.float32, copy=False), target.name)
+            return _to_float8(values.astype(np.float32, copy=False), target.name)
         if target == FLOAT16:
-            return _with_quiet_nans(numbers.astype(np.float32, copy=False), np.uint32, np.dtype(np.float16))
+            return _with_quiet_nans(values.astype(np.float32, copy=False), np.uint32, np.dtype(np.float16))
         if source == FLOAT16:
-            return _with_quiet_nans(numbers, np.uint16, np.dtype(target.name))
-        return numbers.astype(target.name).view(_word(target.itemsize))
+            return _with_quiet_nans(values, np.uint16, np.dtype(target.name))
+        return values.astype(target.name).view(_word(target.itemsize))
 
 
 def differing_after_rounding(masters: Words, params: Words, master: DType, param: DType) -> int:
@@ -110,23 +109,31 @@ def differing_after_rounding(masters: Words, params: Words, master: DType, param
 
 def as_floats(words: Words, dtype: DType) -> Words:
     """The values of elements as float64, for comparing with a tolerance."""
-    return _numbers(words, dtype).astype(np.float64)
+    return numbers(words, dtype).astype(np.float64)
+
+
+def numbers(words: Words, dtype: DType) -> Words:
+    """Elements as numbers of a type that numpy has: their own, or fp32 where it has none."""
+    if dtype == BFLOAT16:
+        found: Words = words.view(_bfloat16()).astype(np.float32)
+        return found
+    return _float8_values(dtype.name).take(words) if _is_float8(dtype) else words.view(dtype.name)
 
 
 def _word(itemsize: int) -> Any:
     return np.dtype(f"u{itemsize}" if itemsize <= 8 else np.complex128)
 
 
+@cache
+def _bfloat16() -> Any:
+    """Imported where it is needed, which is not for looking at a checkpoint."""
+    from ml_dtypes import bfloat16
+
+    return np.dtype(bfloat16)
+
+
 def _is_float8(dtype: DType) -> bool:
     return dtype.name.startswith("float8")
-
-
-def _numbers(words: Words, dtype: DType) -> Words:
-    """Elements as numbers of a type that numpy has: their own, or fp32 where it has none."""
-    if dtype == BFLOAT16:
-        found: Words = words.view(bfloat16).astype(np.float32)
-        return found
-    return _float8_values(dtype.name).take(words) if _is_float8(dtype) else words.view(dtype.name)
 
 
 def _has_nan(values: Words) -> bool:
@@ -134,7 +141,7 @@ def _has_nan(values: Words) -> bool:
 
 
 def _to_bfloat16(values: Words, nan: int) -> Words:
-    result: Words = values.astype(bfloat16).view(np.uint16)
+    result: Words = values.astype(_bfloat16()).view(np.uint16)
     if _has_nan(values):
         result[np.isnan(values)] = nan
     return result

@@ -5,9 +5,14 @@ The sum is a record that is stored nowhere (see :mod:`.computed`); it is compute
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from mcore_rlhf.errors import Unsupported
 
 from .box import Box, Shape
 from .cast import Words, convert
@@ -100,9 +105,35 @@ def floats(entry: TensorEntry, box: Box, source: SourceBytes) -> Words:
     return words_of(entry, box, FLOAT32, source).view(np.float32)
 
 
-def _product(left: Words, right: Words) -> Words:
-    """By torch, whose threads the caller limits; numpy's BLAS would start its own."""
-    import torch
+@contextmanager
+def products_in_one_thread() -> Iterator[None]:
+    """Limit torch to one thread: the workers are the threads, and its own would fight with them.
 
+    Raises:
+        Unsupported: Torch is not installed.
+    """
+    torch = _torch()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _torch() -> Any:
+    """Multiplies: with the bits of the model that PEFT merges, and without numpy's BLAS, which would start threads of its own."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Unsupported(
+            "--merge-adapter multiplies matrices with torch, which is not installed here\n"
+            "Install it with: pip install 'mcore_rlhf[torch]'"
+        ) from error
+    return torch
+
+
+def _product(left: Words, right: Words) -> Words:
+    torch = _torch()
     result: Words = (torch.from_numpy(left) @ torch.from_numpy(right)).numpy()
     return result

@@ -11,6 +11,7 @@ from typing import Protocol, TypeGuard, cast
 import torch
 from torch import optim
 
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
 from mcore_rlhf.storage.stored import map_tensors
@@ -381,7 +382,7 @@ class OwnLoad:
 
     def install(self, undo: Undo) -> Sequence[Pair]:
         """Call its ``load_state_dict``."""
-        undo.handed(self.optimizer, self.pt.materialize(self.stored))
+        undo.handed(self.optimizer, torch_values(self.pt.materialize(self.stored)))
         return ()
 
     def states(self) -> set[str]:
@@ -423,7 +424,7 @@ class StockLoad:
                     state[parameter] = self._values(parameter, self.saved.state[ids[at]], group)
         for key, value in self.saved.state.items():
             if key not in known:
-                state[key] = self.pt.materialize(value)
+                state[key] = torch_values(self.pt.materialize(value))
         install_state(self.optimizer, state, groups, undo)
         return self._fills
 
@@ -439,7 +440,7 @@ class StockLoad:
                 group |= {key: beside} if beside is not None else {}
             elif key != "params":
                 device = beside.device if isinstance(beside, torch.Tensor) else torch.device("cpu")
-                group[key] = map_tensors(value, self._loader(device))
+                group[key] = torch_values(map_tensors(value, self._loader(device)))
         return group
 
     def _values(self, parameter: torch.Tensor, values: object, group: Mapping[str, object]) -> object:
@@ -461,7 +462,7 @@ class StockLoad:
         return map_tensors(place, self._loader(device))
 
     def _loader(self, device: torch.device) -> Callable[[StoredTensor], torch.Tensor]:
-        return lambda place: self.pt.load(place).to(device)
+        return lambda place: torch_values(self.pt.load(place)).to(device)
 
 
 def install_state(

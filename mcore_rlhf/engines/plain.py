@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.plan import FilePlan
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
@@ -190,7 +191,7 @@ class _Hooks:
     def install(self, undo: Undo) -> None:
         """All that may refuse: the optimizer, the other parts, what the module's own code takes back."""
         engine, tree, self._places = self.engine, self.pt.tree, []
-        others = {name: self.pt.materialize(tree[name]) for name in self.parts if name in engine.others}
+        others = {name: torch_values(self.pt.materialize(tree[name])) for name in self.parts if name in engine.others}
         if self._optimizer is not None:
             with naming("optimizer", self.where):
                 self._places += self._optimizer.install(undo)
@@ -221,7 +222,7 @@ def install_model(module: torch.nn.Module, pt: PtFile, undo: Undo) -> list[Pair]
     stored = pt.tree["model"]
     own = _own_tensors(module, module.state_dict())
     places = {name: (stored[name], own[name]) for name in own if isinstance(stored[name], StoredTensor)}
-    if handed := pt.materialize({name: value for name, value in stored.items() if name not in places}):
+    if handed := torch_values(pt.materialize({name: value for name, value in stored.items() if name not in places})):
         before = {name: value for name, value in module.state_dict().items() if name in handed}
         undo.note(partial(module.load_state_dict, copied(before), strict=False))
         module.load_state_dict(handed, strict=False)

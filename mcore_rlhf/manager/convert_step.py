@@ -15,9 +15,7 @@ from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap,
 
 from .run import steps
 from .run.checks import check_values
-from .run.rng import FILE as RNG_FILE
-from .run.steps import NOTE
-from .run.write import TRACKER
+from .run.steps import NOTE, RNG_FILE, TRACKER
 from .subject import Subject
 
 

@@ -14,7 +14,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
+
+from mcore_rlhf.core.box import row_major
+from mcore_rlhf.storage.torch_values import SmallTensor, TorchDtype, TorchSize, torch_dtype
 
 from ..core.dtype import dtype_of
 from ..errors import Corrupt, Untrusted
@@ -49,10 +53,6 @@ def _exactly(kind: type) -> Callable[[Any], bool]:
     return lambda value: type(value) is kind
 
 
-def _of_torch(name: str) -> Callable[[Any], bool]:
-    return lambda value: (type(value).__module__, type(value).__name__) == ("torch", name)
-
-
 def _sorted(values: Any) -> list[Any]:
     return sorted(values, key=repr)
 
@@ -81,32 +81,16 @@ def _stub_of(parts: Any) -> Stub:
     return made
 
 
-def _size_of(shape: Any) -> Any:
-    import torch
-
-    return torch.Size(shape)
-
-
-def _torch_dtype(name: Any) -> Any:
-    import torch
-
-    return getattr(torch, dtype_of(name).name)
-
-
 def _tensor_parts(tensor: Any) -> list[Any]:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
+    return [tensor.dtype.name, list(tensor.shape), tensor.contiguous()]
 
 
 def _tensor_of(parts: Any) -> Any:
-    import torch
-
     name, shape, text = parts
-    dtype, data = _torch_dtype(name), bytearray(_bytes(text))
-    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+    dtype, data = dtype_of(name), bytes(_bytes(text))
+    if len(data) != prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {shape} and dtype {dtype} does not have {len(data)} bytes")
+    return SmallTensor(data, dtype, tuple(shape), row_major(tuple(shape)))
 
 
 def _is_array(value: Any) -> bool:
@@ -150,10 +134,10 @@ _KINDS = (
     _Kind("$namespace", lambda value: type(value) in NAMESPACES, lambda value: dict(vars(value)), Namespace),
     _Kind("$stub", lambda value: isinstance(value, Stub), _stub_parts, _stub_of),
     _Kind("$class", lambda value: isinstance(value, StubType), lambda value: value.stub_name, stub_class),
-    _Kind("$size", _of_torch("Size"), list, _size_of),
-    _Kind("$dtype", _of_torch("dtype"), lambda value: str(value).removeprefix("torch."), _torch_dtype),
+    _Kind("$size", _exactly(TorchSize), list, TorchSize),
+    _Kind("$dtype", _exactly(TorchDtype), lambda value: value.name, torch_dtype),
     _Kind(
-        "$tensor", lambda value: _of_torch("Tensor")(value) and value.nbytes <= MAX_ARRAY_NBYTES, _tensor_parts, _tensor_of
+        "$tensor", lambda value: type(value) is SmallTensor and value.nbytes <= MAX_ARRAY_NBYTES, _tensor_parts, _tensor_of
     ),
     _Kind("$array", _is_array, _array_parts, _array_of),
     _Kind("$scalar", _is_scalar, _array_parts, lambda parts: _array_of(parts)[()]),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, Corrupt, Unsupported
 from .stubs import Namespace, Stub, StubType
+from .torch_values import TorchSize, torch_device, torch_dtype
 
 if TYPE_CHECKING:
     from .resolve import Resolver
@@ -99,12 +100,10 @@ def class_value(cls: StubType) -> Any:
     """
     name = cls.stub_name
     if _DTYPE.fullmatch(name):
-        import torch
-
-        dtype = getattr(torch, name.removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise Unfit(Unsupported, f"the element type {name}, which torch {torch.__version__} does not have")
+        try:
+            return torch_dtype(name)
+        except ValueError:
+            raise Unfit(Unsupported, f"the element type {name}, which torch does not have") from None
     if has_meaning(name):
         raise Unfit(Unsupported, f"the class {name} itself")
     return cls
@@ -328,23 +327,19 @@ def _scalar(resolver: Resolver, stub: Stub) -> Any:
 
 
 def _size(resolver: Resolver, stub: Stub) -> Any:
-    import torch
-
     (values,) = _arguments(stub, 1, 1)
     resolver.charge(len(shape_of(values)))
-    return torch.Size(shape_of(values))
+    return TorchSize(shape_of(values))
 
 
 def _device(_resolver: Resolver, stub: Stub) -> Any:
-    import torch
-
     args = _arguments(stub, 2, 1)
     if type(args[0]) is not str or any(type(arg) is not int for arg in args[1:]):
         raise Unfit(Corrupt, "a torch.device that is not made of a name and a number")
     try:
-        return torch.device(*args)
-    except RuntimeError:
-        raise Unfit(Unsupported, f"the device {_short(args)}, which torch {torch.__version__} does not know") from None
+        return torch_device(*args)
+    except ValueError:
+        raise Unfit(Unsupported, f"the device {_short(args)}, which torch does not know") from None
 
 
 def _tensor_v1(resolver: Resolver, stub: Stub) -> Any:

@@ -1,5 +1,5 @@
 """Pickling a tree with stored tensors the way ``torch.save`` does: protocol 2, torch's own globals, stubs
-under their names.
+under their names. Torch itself is not needed.
 
 Source: torch ``_tensor.py`` (``_reduce_ex_internal``), ``serialization.py`` (``_save``), ``_utils.py`` of
 2.13; the result is compared opcode for opcode with torch's. Opcodes are those that torch's ``weights_only``
@@ -12,20 +12,21 @@ import argparse
 import copyreg
 import io
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from mcore_rlhf.storage.torch_values import is_tensor
 
 from ..core.catalog import Record
 from ..core.dtype import DType, dtype_of
 from ..errors import CheckpointError, Unsupported
+from .meanings import STORAGES
 from .stored import StoredTensor
-from .stubs import Namespace, Stub, StubType
-
-if TYPE_CHECKING:
-    import torch
+from .stubs import Namespace, Stub, StubType, stub_class
+from .torch_values import SmallTensor, TorchDevice, TorchDtype, TorchSize, inert, torch_dtype
 
 
 @dataclass(slots=True)
@@ -35,13 +36,12 @@ class PickledTree:
     Args:
         data: The pickle.
         records: Length in bytes of every record, by its key (``data/0``), in the order of first use.
-        contents: The real tensors of the tree, by the key of the record that each one got: one-dimensional,
-            contiguous.
+        contents: The bytes of the tensors that the tree holds itself, by the key of the record that each one got.
     """
 
     data: bytes = b""
     records: dict[str, int] = field(default_factory=dict)
-    contents: dict[str, torch.Tensor] = field(default_factory=dict)
+    contents: dict[str, memoryview] = field(default_factory=dict)
 
 
 def pickle_tree(tree: Any, file: str) -> PickledTree:
@@ -49,8 +49,8 @@ def pickle_tree(tree: Any, file: str) -> PickledTree:
 
     Args:
         tree: A nest of containers, Namespaces, stubs, numpy arrays and plain values; tensors are
-            :class:`~.stored.StoredTensor` of records of ``file``, or real ones, which get records of their
-            own.
+            :class:`~.stored.StoredTensor` of records of ``file``, or :class:`~.torch_values.SmallTensor` or a
+            live trainer's own, which get records of their own.
         file: The file that the records belong to.
 
     Raises:
@@ -87,11 +87,19 @@ class _Records:
             raise ValueError(f"{self.file}: record {record.key} has two lengths")
         self.dtypes.setdefault(record.key, set()).add(record.dtype)
 
-    def adopt(self, tensor: torch.Tensor) -> StoredTensor:
-        """Give a real tensor's storage a record; tensors that share a storage share it here too."""
-        import torch
+    def adopt(self, tensor: Any) -> StoredTensor:
+        """Give a tensor's storage a record; a live trainer's that share a storage share it here too."""
+        if isinstance(tensor, SmallTensor):
+            key = self._key_of(tensor, id(tensor), memoryview(tensor.data))
+            record = Record(self.file, key, tensor.dtype, len(tensor.data) // tensor.dtype.itemsize, 0)
+            self.note(record)
+            return StoredTensor(
+                record, 0, (*tensor.shape,), (*tensor.strides,)
+            )  # tuples of its own, as torch makes them
+        return self._adopt_live(tensor)
 
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    def _adopt_live(self, tensor: Any) -> StoredTensor:
+        if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise Unsupported(f"{self.file}: a sparse, quantized or lazily negated tensor cannot be saved")
         tensor = tensor.detach().cpu()
         storage = tensor.untyped_storage()
@@ -99,22 +107,22 @@ class _Records:
             dtype = dtype_of(tensor.dtype)
         except ValueError:
             raise Unsupported(f"{self.file}: a tensor of the dtype {tensor.dtype} cannot be saved") from None
-        key = self._key_of(storage)
-        record = Record(self.file, key, dtype, storage.nbytes() // dtype.itemsize, 0)
+        data = tensor.new_empty(0, dtype=_live_torch().uint8).set_(storage).numpy().data
+        record = Record(
+            self.file, self._key_of(storage, storage._cdata, data), dtype, storage.nbytes() // dtype.itemsize, 0
+        )
         self.note(record)
         return StoredTensor(record, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
-    def _key_of(self, storage: torch.UntypedStorage) -> str:
-        import torch
-
-        known = self.adopted.get(storage._cdata)
+    def _key_of(self, storage: object, identity: int, data: memoryview) -> str:
+        known = self.adopted.get(identity)
         if known is not None:
             return known[1]
         while f"data/{self.fresh}" in self.lengths:
             self.fresh += 1
         key = f"data/{self.fresh}"
-        self.adopted[storage._cdata] = (storage, key)
-        self.result.contents[key] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.adopted[identity] = (storage, key)  # held: nothing else gets its address
+        self.result.contents[key] = data
         return key
 
     def use(self, record: Record) -> _Storage:
@@ -123,12 +131,12 @@ class _Records:
         self.result.records.setdefault(record.key, record.nbytes)
         key = record.key.removeprefix("data/")
         if self.is_untyped(record):
-            return _Storage(("storage", _untyped_storage(), key, "cpu", record.nbytes))
-        return _Storage(("storage", _storage_types()[record.dtype.name], key, "cpu", record.numel))
+            return _Storage(("storage", stub_class("torch.storage.UntypedStorage"), key, "cpu", record.nbytes))
+        return _Storage(("storage", stub_class(_STORAGES[record.dtype.name]), key, "cpu", record.numel))
 
     def is_untyped(self, record: Record) -> bool:
         """Whether it has no storage class of its own (float8, uint16, …) or is seen under two dtypes."""
-        return record.dtype.name not in _storage_types() or len(self.dtypes[record.key]) > 1
+        return record.dtype.name not in _STORAGES or len(self.dtypes[record.key]) > 1
 
 
 def _find_records(tree: Any, file: str) -> _Records:
@@ -165,26 +173,13 @@ class _Storage:
     pid: tuple[Any, ...]
 
 
-@cache
-def _storage_types() -> dict[str, type]:
-    """Typed storage classes by dtype; torch calls them legacy and writes them all the same."""
-    import torch
-
-    types = {
-        "complex64": "ComplexFloat",
-        "complex128": "ComplexDouble",
-        "bfloat16": "BFloat16",
-        "float32": "Float",
-    }
-    types |= {"float64": "Double", "float16": "Half", "int64": "Long", "int32": "Int", "int16": "Short"}
-    types |= {"int8": "Char", "uint8": "Byte", "bool": "Bool"}
-    return {dtype: getattr(torch, f"{name}Storage") for dtype, name in types.items()}
+_STORAGES = {dtype: name for name, dtype in STORAGES.items() if name != "torch.storage.UntypedStorage"}
+"""Typed storage classes by dtype; torch calls them legacy and writes them all the same."""
 
 
-def _untyped_storage() -> type:
-    from torch.storage import UntypedStorage
-
-    return UntypedStorage
+def _live_torch() -> Any:
+    """Torch where a live trainer has loaded it; None where no tensor can be its own."""
+    return sys.modules.get("torch")
 
 
 if TYPE_CHECKING:
@@ -211,13 +206,10 @@ class _Pickler(_PythonPickler):
     """Python's own pickler in Python: only there a class can be written under another name than its own."""
 
     def __init__(self, buffer: io.BytesIO, records: _Records) -> None:
-        import torch
-        from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
-
         super().__init__(buffer, protocol=2)
-        self._records, self._torch = records, torch
-        self._typed, self._untyped = _rebuild_tensor_v2, _rebuild_tensor_v3
-        self._tensors: dict[int, Any] = {}
+        self._records = records
+        torch = _live_torch()
+        self._live: tuple[type, ...] = (torch.Tensor, torch.Size, torch.dtype, torch.device) if torch else ()
 
     def persistent_id(self, obj: Any) -> Any:
         return obj.pid if type(obj) is _Storage else None
@@ -228,8 +220,8 @@ class _Pickler(_PythonPickler):
             special(self, obj)
         elif isinstance(obj, Stub):
             self._once(obj, self._save_stub)
-        elif isinstance(obj, self._torch.Tensor):
-            self._once(obj, self._save_real_tensor)
+        elif isinstance(obj, self._live):
+            self._save_torch(obj)
         else:
             super().save(obj, save_persistent_id)
 
@@ -240,8 +232,22 @@ class _Pickler(_PythonPickler):
         else:
             save(obj)
 
-    def _save_real_tensor(self, tensor: torch.Tensor) -> None:
-        self._save_stored(self._records.adopt(tensor), tensor)
+    def _save_torch(self, obj: Any) -> None:
+        """Our stand-in for something of torch's, or a live trainer's own."""
+
+        def write(obj: Any) -> None:
+            if is_tensor(obj):
+                self._save_stored(self._records.adopt(obj), obj)
+                return
+            meant = inert(obj)
+            if isinstance(meant, TorchDtype):
+                self.save(stub_class(str(meant)))
+            elif isinstance(meant, TorchSize):
+                self.save_reduce(stub_class("torch.Size"), (tuple(meant),), obj=obj)
+            else:
+                self.save_reduce(stub_class("torch.device"), meant.args, obj=obj)
+
+        self._once(obj, write)
 
     def _save_tensor(self, stored: StoredTensor) -> None:
         self._once(stored, lambda tensor: self._save_stored(tensor, tensor))
@@ -251,10 +257,10 @@ class _Pickler(_PythonPickler):
         hooks: OrderedDict[str, Any] = OrderedDict()
         args = (self._records.use(record), stored.start, stored.shape, stored.strides, False, hooks)
         if self._records.is_untyped(record):
-            dtype = getattr(self._torch, record.dtype.name)
-            self.save_reduce(self._untyped, (*args, dtype), obj=memo_as)
+            dtype = torch_dtype(record.dtype.name)
+            self.save_reduce(stub_class("torch._utils._rebuild_tensor_v3"), (*args, dtype), obj=memo_as)
         else:
-            self.save_reduce(self._typed, args, obj=memo_as)
+            self.save_reduce(stub_class("torch._utils._rebuild_tensor_v2"), args, obj=memo_as)
 
     def _save_stub(self, stub: Stub) -> None:
         cls, items = type(stub), stub.stub_items
@@ -307,6 +313,7 @@ class _Pickler(_PythonPickler):
 
     _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
         StoredTensor: _save_tensor, StubType: _save_stub_class, set: _save_set, frozenset: _save_set,
-        Namespace: _save_namespace,
+        Namespace: _save_namespace, SmallTensor: _save_torch, TorchSize: _save_torch, TorchDtype: _save_torch,
+        TorchDevice: _save_torch,
     }  # fmt: skip
     dispatch: ClassVar[dict[type, Any]] = {**_PythonPickler.dispatch, type: save_global}

@@ -109,7 +109,7 @@ def zip_layout(stem: str, pickled: PickledTree, id_order: Callable[[Iterable[str
 
     start = members[SERIALIZATION_ID].end
     filled = [name for name in pickled.records if name not in pickled.contents]
-    contents = (Piece(members[name].data_offset, t.numpy().data, name) for name, t in pickled.contents.items())
+    contents = (Piece(members[name].data_offset, data, name) for name, data in pickled.contents.items())
     return Layout(
         start + len(_directory(members, {})),
         {name: (members[name].data_offset, members[name].nbytes) for name in filled},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .checksum import crc32
 from .paths import ReadablePath, inside
@@ -12,10 +12,8 @@ from .reading import opened
 from .resolve import read_tree
 from .stored import StoredTensor as StoredTensor
 from .stored import map_tensors
+from .torch_values import SmallTensor
 from .torchzip import Directory, read_directory
-
-if TYPE_CHECKING:
-    import torch
 
 _CHECKED_NBYTES = 16 << 20
 """Records up to this size are read whole when one of their tensors is loaded, so that the CRC can be checked.
@@ -39,7 +37,7 @@ class PtFile:
     tree: Any
     directory: Directory
 
-    def load(self, stored: StoredTensor) -> torch.Tensor:
+    def load(self, stored: StoredTensor) -> SmallTensor:
         """Read one tensor: just its bytes, or its whole record where that is small, whose CRC is then
         checked.
 
@@ -50,13 +48,8 @@ class PtFile:
             Corrupt: The record does not have its CRC.
             StorageError: The file cannot be read.
         """
-        import torch
-
-        dtype: torch.dtype = getattr(torch, stored.record.dtype.name)
-        if 0 in stored.shape:
-            return torch.empty_strided(stored.shape, stored.strides, dtype=dtype)
-        span = torch.frombuffer(self._span(stored), dtype=dtype)
-        return span.as_strided(stored.shape, stored.strides)
+        data = b"" if 0 in stored.shape else bytes(self._span(stored))
+        return SmallTensor(data, stored.record.dtype, stored.shape, stored.strides)
 
     def _span(self, stored: StoredTensor) -> bytearray:
         """The bytes from the tensor's first element to its last."""

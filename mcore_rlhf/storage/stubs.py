@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copyreg
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ..errors import shown
@@ -99,6 +99,11 @@ class Stub(metaclass=StubType):
         if isinstance(state, dict) and name in state:
             return state[name]
         raise AttributeError(f"{type(self).stub_name}: the checkpoint stores no {name!r}")
+
+    def mapped(self, function: Callable[[Any], Any]) -> Stub:
+        """A copy with a function applied to its arguments, state and items."""
+        args, state, items = (function(part) for part in self._content())
+        return _rebuild(type(self).stub_name, args, self.stub_called, items, state)
 
     def _content(self) -> tuple[Any, ...]:
         return self.stub_args, self.stub_state, self.stub_items

@@ -20,6 +20,7 @@ from mcore_rlhf.core.catalog import Chunk, TensorEntry
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import FilePlan
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
@@ -150,9 +151,11 @@ def load_from(
 
     plan = planned(found, holds, stored.view(), stored.problems)
     _note(stored.report, source, live, parallel, plan, restored=restored)
-    kept = ModuleState.needed(source, "deepspeed").optimizer
+    kept = torch_values(ModuleState.needed(source, "deepspeed").optimizer)
     wrapper = {key: value for key, value in kept.items() if key in WRAPPER}
-    return Load(source.root, found, plan, stored.report), Restored(source.state, restored, states, wrapper)
+    return Load(source.root, found, plan, stored.report), Restored(
+        torch_values(source.state), restored, states, wrapper
+    )
 
 
 def _states(stored: ModuleSource, live: LiveOptimizer) -> States:

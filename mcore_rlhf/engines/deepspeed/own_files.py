@@ -13,6 +13,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Corrupt, Incomplete, Problem
 from mcore_rlhf.families.module import LAYOUT_KEYS, scaler_of
 from mcore_rlhf.families.source import ParamGroup, TrainingState
@@ -163,9 +164,11 @@ class OwnRankFiles:
         return TrainingState(
             iteration=int(top.get("global_steps") or 0),
             groups=stored.param_groups_of(names) if stored is not None else (),
-            scheduler=self.model.materialize(dict(scheduler)) if isinstance(scheduler, Mapping) else None,
-            grad_scaler=scaler_of(stored.tree) if stored is not None else None,
-            other={key: self.model.materialize(value) for key, value in top.items() if key not in LAYOUT_KEYS},
+            scheduler=torch_values(self.model.materialize(dict(scheduler))) if isinstance(scheduler, Mapping) else None,
+            grad_scaler=torch_values(scaler_of(stored.tree)) if stored is not None else None,
+            other={
+                key: torch_values(self.model.materialize(value)) for key, value in top.items() if key not in LAYOUT_KEYS
+            },
         )
 
 
@@ -244,12 +247,14 @@ class StoredOptimizer:
         """
         found = []
         for group, stored in enumerate(self.param_groups):
-            fields = {key: self.pt.materialize(value) for key, value in stored.items() if key != "params"}
+            fields = {key: torch_values(self.pt.materialize(value)) for key, value in stored.items() if key != "params"}
             scalars: dict[str, object] = {}
             for of, state in zip(self.groups, self.states, strict=True):
                 if of == group:
                     values = ((k, v) for k, v in state.items() if not is_elementwise(k, getattr(v, "shape", None)))
-                    scalars.update((key, self.pt.materialize(value)) for key, value in values if key not in scalars)
+                    scalars.update(
+                        (key, torch_values(self.pt.materialize(value))) for key, value in values if key not in scalars
+                    )
             found.append(ParamGroup({**fields, **scalars}, params=names.get(group, ()), scalars=tuple(scalars)))
         return tuple(found)
 

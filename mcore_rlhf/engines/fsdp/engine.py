@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.engines.values import live_source
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -143,7 +144,7 @@ class FsdpEngine:
             CheckpointError: It does not fit: all differences, with shapes.
         """
         options = ReadOptions(role=request.role, step=request.step, optimizer=request.optimizer)
-        source = crossed(open_checkpoint(request.folder, options), FORMAT, WriteOptions())
+        source = live_source(crossed(open_checkpoint(request.folder, options), FORMAT, WriteOptions()))
         module, optimizer = self._sharded()
         trained = optimizer if request.optimizer else None
         matching = Matching.of(source, module, trained, dist.get_rank(), self.ranks)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
 from mcore_rlhf.families.megatron.state import NAMES, RngMaker, RngState
@@ -206,7 +207,7 @@ class MegatronEngine:
         """
         others = range(1, self.place.parallel.dp if args.get("data_parallel_random_init") else 1)
         own = megatron_state()
-        return [own, *(RngMaker(own, step, 0).derived(self.place.file_rank, other) for other in others)]
+        return [own, *(torch_values(RngMaker(own, step, 0).derived(self.place.file_rank, other)) for other in others)]
 
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def derived_state(first: Mapping[str, object], step: int, at: FileRank, dp_rank:
         dp_rank: Its data-parallel rank in runs whose data-parallel ranks draw differently, otherwise 0.
     """
     saved = {NAMES[name]: value for name, value in first.items() if name in NAMES and value is not None}
-    made = RngMaker(saved, step, seed=0).derived(at, dp_rank)
+    made = torch_values(RngMaker(saved, step, seed=0).derived(at, dp_rank))
     return {name: made[theirs] for name, theirs in NAMES.items()}
 
 

@@ -22,6 +22,7 @@ from mcore_rlhf.core.dtype import FLOAT32, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.state import MegatronState
@@ -182,8 +183,8 @@ class MegatronMatching:
             self.problems,
         )
         self._note(plan)
-        scalars = own.scalars if own else {}
-        stored = MegatronStored(source.state, states, source.optimizer, scalars)
+        scalars = torch_values(own.scalars) if own else {}
+        stored = MegatronStored(torch_values(source.state), states, source.optimizer, scalars)
         return Load(source.root, found, plan, self.report), stored
 
     def _holds(self, slot: Slot[LocalPart]) -> Iterator[TensorEntry]:

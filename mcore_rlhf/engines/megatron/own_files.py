@@ -15,6 +15,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import row_major
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
@@ -93,8 +94,8 @@ class OwnFiles:
         )
         state = training_state(self.shards, self.located, reading.groups, report)
         report.add(Fate.KEPT, "parameters: this rank's own, bit for bit")
-        opaque = {part.vpp_rank: own.pt.materialize(part.opaque) for part in own.parts}
-        besides = MegatronStored(state, states, reading.kind, reading.scalars, opaque)
+        opaque = {part.vpp_rank: torch_values(own.pt.materialize(part.opaque)) for part in own.parts}
+        besides = MegatronStored(torch_values(state), states, reading.kind, torch_values(reading.scalars), opaque)
         return Load(self.located.root, found, plan, report, [self.located.root / own.pt.file], self._rng()), besides
 
     def _missing(self, slot: Slot[LocalPart]) -> Problem:
@@ -106,7 +107,7 @@ class OwnFiles:
         stored = self.shards[0].top.get("rng_state")
         if not isinstance(stored, list) or not stored or self.args.flag("data_parallel_random_init"):
             return None
-        first = self.shards[0].pt.materialize(stored[0])
+        first = torch_values(self.shards[0].pt.materialize(stored[0]))
         complete = isinstance(first, dict) and all(name in first for name in NAMES.values())
         return {ours: first[theirs] for ours, theirs in NAMES.items()} if complete else None
 
@@ -286,10 +287,10 @@ class WholeOptimizer:
         weights = {(part.vpp_rank, name): one for part in own.shards[0].parts for name, one in part.tensors.items()}
         for param, place in zip(params, places, strict=True):
             at = names[param]
-            weight = own.shards[0].pt.load(weights[at])
+            weight = torch_values(own.shards[0].pt.load(weights[at]))
             if place.shape != tuple(param.shape):
                 yield f"the master of {at[1]} has shape {place.shape}, the parameter {tuple(param.shape)}"
-            elif not torch.equal(self.pt.load(place).to(weight.dtype), weight):
+            elif not torch.equal(torch_values(self.pt.load(place)).to(weight.dtype), weight):
                 yield f"what should be the master of {at[1]} does not round to it: the parameters are in another order"
             self.masters.append((place, param.main_param))
 
@@ -299,7 +300,7 @@ class WholeOptimizer:
         for member, load, scaler in zip(self.chain, self.loads, self.scalers, strict=True):
             pairs += load.install(undo)
             if isinstance(scaler, dict) and member.scaler is not None:
-                undo.handed(member.scaler, self.pt.materialize(scaler))
+                undo.handed(member.scaler, torch_values(self.pt.materialize(scaler)))
         return pairs
 
     def states(self) -> set[str]:

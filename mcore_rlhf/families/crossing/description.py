@@ -34,6 +34,7 @@ from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.declared import complete
 from mcore_rlhf.models.meaning.kinds import equal
 from mcore_rlhf.models.meaning.lookup import of_arguments, of_config, undeclared
+from mcore_rlhf.storage.torch_values import torch_dtype
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
@@ -193,8 +194,6 @@ def arguments(
     Raises:
         Unsupported: Megatron cannot compute what the description asks for.
     """
-    import torch
-
     dtype = next((spec.dtype for spec in source.model.params if spec.trainable), source.model.params[0].dtype)
     described = args_of(config, relation.architecture, build_of(relation, tied=True), ignored)
     if origin.args:  # they say the same, and the tokenizer's extra words besides
@@ -204,7 +203,7 @@ def arguments(
     }  # fmt: skip
     args.update(
         transformer_impl=relation.spelling.implementation, iteration=source.state.iteration, bf16=dtype == BFLOAT16,
-        fp16=dtype == FLOAT16, params_dtype=getattr(torch, dtype.name), accumulate_allreduce_grads_in_fp32=True,
+        fp16=dtype == FLOAT16, params_dtype=torch_dtype(dtype.name), accumulate_allreduce_grads_in_fp32=True,
         mtp_num_layers=sizes.mtp or None,
     )  # fmt: skip
     samples = source.state.other.get("global_samples")

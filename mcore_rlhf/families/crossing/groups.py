@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.relation import Relation
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
+from mcore_rlhf.storage.torch_values import SmallTensor
 
 _EXPERT = "is_expert_parallel"
 _STEP = "step"
@@ -80,11 +82,9 @@ def _alike(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
 
 def _with_step(group: ParamGroup, names: Sequence[str], scalars: Mapping[str, object]) -> ParamGroup:
     """The group with its step as torch's optimizers keep it: a number for each parameter, as a tensor."""
-    import torch
-
     fields = {**group.fields, **scalars}
     if _STEP in fields:
-        fields[_STEP] = torch.tensor(float(fields[_STEP]), dtype=torch.float32)  # type: ignore[arg-type]
+        fields[_STEP] = SmallTensor.of(float(fields[_STEP]), FLOAT32)  # type: ignore[arg-type]
     kept = tuple(name for name in dict.fromkeys([*scalars, _STEP]) if name in fields)
     return ParamGroup(fields, params=tuple(names), scalars=kept)
 

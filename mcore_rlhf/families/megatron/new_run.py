@@ -21,6 +21,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, split_from_option
 from mcore_rlhf.models.megatron import OUTPUT
 from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.storage.torch_values import torch_dtype
 
 from .arguments import DISTRIBUTED, Arguments, arguments_for, stored_arguments
 from .folders import FileRank
@@ -130,9 +131,7 @@ class NewRun:
         if self.options.no_optimizer:
             new["no_save_optim"] = True  # what a run says that saved no optimizer
         if dtype is not None:
-            import torch
-
-            new["params_dtype"] = getattr(torch, dtype.name)
+            new["params_dtype"] = torch_dtype(dtype.name)
         return new
 
     @cached_property

@@ -15,7 +15,7 @@ import random
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
 
 from .arguments import Arguments
 from .folders import FileRank, Located
@@ -185,9 +186,6 @@ class MegatronState(Family):
         )
 
 
-if TYPE_CHECKING:
-    import torch
-
 _PHILOX_NBYTES = 16
 """A CUDA generator's state: seed and offset, 8 bytes each. The CPU's has 5056 bytes."""
 
@@ -260,13 +258,11 @@ class RngMaker:
             "rng_tracker_states": {name: self._device_state(name, seed) for name, seed in tracker.items()},
         }
 
-    def _device_state(self, name: str, seed: int) -> torch.Tensor:
+    def _device_state(self, name: str, seed: int) -> SmallTensor:
         """A state of the kind that the source has: a CUDA generator's, or the CPU's where the run had no GPU."""
-        import torch
-
         if self._nbytes(name) != _PHILOX_NBYTES:
             return _cpu_state(seed)
-        return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
+        return cuda_generator_state(seed)
 
     def _nbytes(self, name: str) -> int:
         saved = self.saved or {}
@@ -278,10 +274,8 @@ class RngMaker:
         return int(numel()) if callable(numel) else _PHILOX_NBYTES
 
 
-def _cpu_state(seed: int) -> torch.Tensor:
-    import torch
-
-    return torch.Generator().manual_seed(seed % 2**63).get_state()
+def _cpu_state(seed: int) -> SmallTensor:
+    return cpu_generator_state(seed % 2**63)
 
 
 def _digest(state: object) -> bytes:
@@ -289,7 +283,8 @@ def _digest(state: object) -> bytes:
     digest = hashlib.sha256()
 
     def feed(value: object) -> None:
-        digest.update(type(value).__name__.encode())
+        tensor = is_tensor(value)
+        digest.update(b"Tensor" if tensor else type(value).__name__.encode())
         if isinstance(value, Mapping):
             for key in sorted(value, key=repr):
                 digest.update(repr(key).encode())
@@ -297,8 +292,8 @@ def _digest(state: object) -> bytes:
         elif isinstance(value, list | tuple):
             for item in value:
                 feed(item)
-        elif hasattr(value, "numpy"):
-            digest.update(value.numpy().tobytes())
+        elif tensor:
+            digest.update(value.numpy().tobytes())  # type: ignore[attr-defined]
         elif isinstance(value, np.ndarray):
             digest.update(value.tobytes())
         else:

@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING, cast
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
+from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import Path_, saved
+from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state
 
 from .groups import STEP, completed
 from .keys import PARAMS, Style, flattened
 from .state import DcpState
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 import hashlib
@@ -100,16 +101,15 @@ def random_states(iteration: int) -> dict[str, object]:
         iteration: Of the checkpoint.
     """
     import numpy as np
-    import torch
 
     digest = hashlib.sha256(f"mcore_rlhf rng {iteration}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     state = cast(tuple[object, ...], np.random.RandomState(seed).get_state())
     return {
-        "cpu": torch.Generator().manual_seed(seed).get_state(),
+        "cpu": cpu_generator_state(seed),
         "numpy": state,
         "random": random.Random(seed).getstate(),
-        "cuda": torch.frombuffer(bytearray(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8),
+        "cuda": cuda_generator_state(seed),
     }
 
 
@@ -351,30 +351,17 @@ class Content:
 
 def _own_scalars(group: ParamGroup) -> dict[str, object]:
     """A group's step as a float32 tensor, which torch's Adam wants for each parameter."""
-    import torch
-
     names = group.scalars or tuple(key for key in (STEP,) if key in group.fields)
-    return {name: torch.tensor(float(cast(float, group.fields[name])), dtype=torch.float32) for name in names}
+    return {name: SmallTensor.of(float(cast(float, group.fields[name])), FLOAT32) for name in names}
 
 
 def _leaf(path: Path_, value: object, cache: dict[str, bytes] | None = None) -> Part:
     """A value that is known: a tensor among torch's items for tensors, everything else pickled."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return _constant(path, value)
+    if isinstance(value, SmallTensor):
+        return Constant(path, value.dtype, value.shape, value.contiguous())
     if cache is None or not isinstance(value, bool | int | float | str | tuple | None):
         return Stored(path, saved(value))
     key = repr(value)  # a learning rate for each parameter: pickled once
     if key not in cache:
         cache[key] = saved(value)
     return Stored(path, cache[key])
-
-
-def _constant(path: Path_, tensor: torch.Tensor) -> Constant:
-    import torch
-
-    plain = tensor.detach().cpu().contiguous()
-    data = bytes(plain.reshape(-1).view(torch.uint8).numpy())
-    dtype = dtype_of(plain.dtype)
-    return Constant(path, dtype, tuple(plain.shape), data)

@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Any
 
 from mcore_rlhf.storage.dcp import Path_
+from mcore_rlhf.storage.torch_values import is_tensor
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _MODEL_NAMES = ("model", "module", "model_state_dict", "state_dict", "model_state", "app")
@@ -252,10 +253,9 @@ def flattened(value: object, path: Path_ = ()) -> Iterator[tuple[Path_, object]]
 
 
 def _is_leaf(value: list[Any]) -> bool:
-    import torch
-
     return not any(
-        isinstance(item, Mapping | torch.Tensor) or (isinstance(item, list) and not _is_leaf(item)) for item in value
+        isinstance(item, Mapping) or is_tensor(item) or (isinstance(item, list) and not _is_leaf(item))
+        for item in value
     )
 
 

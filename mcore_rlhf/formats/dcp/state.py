@@ -10,6 +10,7 @@ from mcore_rlhf.core.account import Fate, Inventory, Report
 from mcore_rlhf.families.inventory import value_items
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .folders import Located
 from .groups import STEP
@@ -77,10 +78,8 @@ def _at(value: Any, path: tuple[str, ...]) -> object:
 
 
 def _number(value: object) -> int | None:
-    import torch
-
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if plain or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if plain or (isinstance(value, SmallTensor) and value.numel() == 1):
         return int(cast(float, value))
     return None
 

@@ -24,6 +24,7 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file
 from mcore_rlhf.storage.ptfile import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import read_directory
 
 from .folders import EXTRA, MODEL, OPTIMIZER, Located, rank_files
@@ -252,10 +253,7 @@ def _refuse_apart(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]],
 
 def _scalar(file: RankFile, value: Any) -> object:
     """A step, which is equal on all ranks."""
-    import torch
-
     if not isinstance(value, StoredTensor):
         return value
-    data = bytearray(file.directory.read(value.record.key))
-    dtype: torch.dtype = getattr(torch, value.record.dtype.name)
-    return torch.frombuffer(data, dtype=dtype).as_strided(value.shape, value.strides, value.start).clone()
+    data, itemsize = file.directory.read(value.record.key), value.record.dtype.itemsize
+    return SmallTensor(data[value.start * itemsize :], value.record.dtype, value.shape, value.strides)

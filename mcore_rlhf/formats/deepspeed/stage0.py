@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from mcore_rlhf.core.account import same
 from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.cast import convert
 from mcore_rlhf.core.dtype import FLOATING, DType
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
@@ -185,10 +188,9 @@ def _by_value(
     dtypes = {tensor.dtype for name, tensor in module.tensors.items() if name not in module.buffers}
 
     def key(stored: StoredTensor, dtype: DType) -> Hashable:
-        import torch
-
-        words = pt.load(stored).to(getattr(torch, dtype.name)).contiguous().view(-1).view(torch.uint8)
-        return stored.shape, dtype, crc32(words.numpy().data)
+        words = np.ascontiguousarray(pt.load(stored).words)
+        rounded = words if dtype == stored.record.dtype else convert(words, stored.record.dtype, dtype)
+        return stored.shape, dtype, crc32(rounded.reshape(-1).view(np.uint8).data)
 
     def of_item(item: _Item) -> Hashable:
         tensor = module.tensors[item.name]

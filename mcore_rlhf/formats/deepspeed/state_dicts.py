@@ -18,6 +18,7 @@ from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.storage.ptfile import StoredTensor
 from mcore_rlhf.storage.stubs import new_stub, stub_class
+from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
 from .ds_config import section
 from .layout import LocalParam, NewFile, NewFlatGroup, TagLayout
@@ -138,15 +139,11 @@ def _frozen_fragments(
 
 
 def _shapes(params: Sequence[LocalParam]) -> StateDict:
-    import torch
-
-    return OrderedDict((param.spec.name, torch.Size(param.layout.shape)) for param in params)
+    return OrderedDict((param.spec.name, TorchSize(param.layout.shape)) for param in params)
 
 
 def _empty(param: LocalParam) -> object:
-    import torch
-
-    return torch.empty(0, dtype=getattr(torch, param.spec.dtype.name))
+    return SmallTensor.empty(param.spec.dtype)
 
 
 def _stage_1_and_2_optimizer(file: NewFile, groups: Sequence[NewFlatGroup], rank: int) -> StateDict:

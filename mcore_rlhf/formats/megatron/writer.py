@@ -34,6 +34,7 @@ from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stubs import Namespace
+from mcore_rlhf.storage.torch_values import torch_dtype
 
 
 def megatron_target(source: Source, options: WriteOptions) -> Target:
@@ -242,25 +243,19 @@ class TreeMaker:
                     for name, place in self.rank.buffer_states[number, index].items()
                 }
                 states["numel_unpadded"] = buffer.flat.numel_unpadded
-                tree[index] = {(_torch_dtype(buffer.dtype), self._grad_dtype(buffer.dtype)): states}
+                tree[index] = {(torch_dtype(buffer.dtype), self._grad_dtype(buffer.dtype)): states}
             members.append(tree)
         return members if len(members) > 1 else members[0]
 
     def _grad_dtype(self, param_dtype: DType) -> object:
         """Gradients are reduced in fp32 where ``--accumulate-allreduce-grads-in-fp32`` says so."""
         fp32 = self.args.get("accumulate_allreduce_grads_in_fp32", True)
-        return _torch_dtype(FLOAT32 if fp32 else param_dtype)
+        return torch_dtype(FLOAT32 if fp32 else param_dtype)
 
 
 def needs_distrib_file(rank: RankLayout) -> bool:
     """Whether a rank writes ``distrib_optim.pt`` at all."""
     return rank.blueprint.choices.optimizer == DISTRIBUTED and any(map(rank.holds_member, rank.chained))
-
-
-def _torch_dtype(dtype: DType) -> object:
-    import torch
-
-    return getattr(torch, dtype.name)
 
 
 class OpaqueValues:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Report
 from mcore_rlhf.core.box import Shape
@@ -27,11 +26,9 @@ from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
 from .files import LATEST, OPTIMIZER_FILE, PARAM_KEY, STEP, SUFFIX, ZERO, model_file, stage3_model_file, state_key
-
-if TYPE_CHECKING:
-    import torch
 
 _EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
 """In the names of what DeepSpeed's own mixture-of-experts layer has. Source: DeepSpeed 0.19.8, ``moe/experts.py``."""
@@ -238,15 +235,11 @@ def _module(new: UniversalLayout, file: _TensorFile, whole: bool) -> OrderedDict
     return OrderedDict((name, value) for name, value in found if value is not None)
 
 
-def _module_tensor(
-    new: UniversalLayout, file: _TensorFile, spec: ParamSpec, whole: bool
-) -> StoredTensor | torch.Tensor:
+def _module_tensor(new: UniversalLayout, file: _TensorFile, spec: ParamSpec, whole: bool) -> StoredTensor | SmallTensor:
     """Where the tensor will lie, or an empty placeholder of its type, as stage 3 has it."""
-    import torch
-
     entry = new.entry(spec, PARAM) if whole or spec.name in new.native.buffers else None
     if entry is None:
-        return torch.empty(0, dtype=getattr(torch, spec.dtype.name))
+        return SmallTensor.empty(spec.dtype)
     return file.tensor(entry.name, entry.global_shape, entry.global_shape, entry.dtype)
 
 
@@ -288,9 +281,7 @@ def _param_shapes(source: Source) -> list[OrderedDict[str, object]]:
 
 
 def _shapes(specs: Sequence[ParamSpec]) -> OrderedDict[str, object]:
-    import torch
-
-    return OrderedDict((spec.name, torch.Size(spec.global_shape)) for spec in specs)
+    return OrderedDict((spec.name, TorchSize(spec.global_shape)) for spec in specs)
 
 
 def _optimizer_state(new: UniversalLayout) -> dict[str, object]:
@@ -328,10 +319,8 @@ def _differing_fields(groups: Sequence[ParamGroup]) -> list[str]:
 
 def _group_step(group: ParamGroup) -> object | None:
     """The group's step as it is stored: a tensor where the source has a float, since torch's optimizers count in one."""
-    import torch
-
     step = group.fields.get(STEP) if STEP in group.scalars else None
-    return torch.tensor(step, dtype=torch.float32) if isinstance(step, float) else step
+    return SmallTensor.of(step, FLOAT32) if isinstance(step, float) else step
 
 
 def _note(new: UniversalLayout, report: Report, options: WriteOptions) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage import reading
@@ -23,6 +24,7 @@ from mcore_rlhf.storage.ptfile import PtFile, read_pt
 from mcore_rlhf.storage.reading import ByteSource, MappedFile, opened
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.stubs import NAMESPACES, Stub
+from mcore_rlhf.storage.torch_values import SmallTensor
 
 _MOST = 1000
 
@@ -276,11 +278,7 @@ def is_contiguous(tensor: StoredTensor) -> bool:
 
 
 def _bytes_of(pt: PtFile, tensor: StoredTensor) -> np.ndarray[Any, Any]:
-    import torch
-
-    flat = pt.load(tensor).contiguous().reshape(-1).view(torch.uint8)
-    array: np.ndarray[Any, Any] = flat.numpy()
-    return array
+    return np.frombuffer(pt.load(tensor).contiguous(), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,11 +314,9 @@ def _first(
 
 
 def _value(dtype: str, window: np.ndarray[Any, Any], index: int) -> str:
-    import torch
-
-    kind: torch.dtype = getattr(torch, dtype)
-    raw = bytearray(window[index * kind.itemsize : (index + 1) * kind.itemsize].tobytes())
-    return repr(torch.frombuffer(raw, dtype=kind)[0].item())
+    kind = dtype_of(dtype)
+    raw = window[index * kind.itemsize : (index + 1) * kind.itemsize].tobytes()
+    return repr(SmallTensor(raw, kind, (), ()).item())
 
 
 @dataclass(slots=True)

@@ -10,8 +10,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem,
 from mcore_rlhf.storage.manifest import check
 
 from . import steps
-from .steps import Step, tracker_text
-from .write import TRACKER
+from .steps import TRACKER, Step, tracker_text
 
 _SHOWN = 10
 

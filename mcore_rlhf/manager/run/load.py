@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
 from mcore_rlhf.engines.stateful import Undo
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, StorageError, Unsupported
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check
@@ -28,10 +29,9 @@ from . import steps
 from .checks import check_file
 from .options import LOG, ManagerOptions, Reporter
 from .retention import left_behind
-from .rng import FILE as RNG_FILE
 from .rng import Policy, RngKeeper, RngState, captured, put_back
 from .snapshot import DATA_FILE, STATE_FILE, Components
-from .steps import MANIFEST, Step
+from .steps import MANIFEST, RNG_FILE, Step
 from .world import World, raisable
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class StepLoad:
         tensors = {}
         for stem in tensor_file_stems(text, str(path)):
             pt = read_pt(path.parent, f"{stem}.pt")
-            tensors[stem] = pt.materialize(pt.tree)
+            tensors[stem] = torch_values(pt.materialize(pt.tree))
             self._files.append(path.parent / f"{stem}.pt")
         self.parts.state.check_load(text, tensors, str(path))
         self._state = text, tensors
@@ -154,7 +154,7 @@ class StepLoad:
             self.report.add(Fate.LOST, "data: the step has no data sampler; prompts start from the beginning")
             return
         pt = read_pt(path.parent, path.name)
-        self._data = pt.materialize(pt.tree)
+        self._data = torch_values(pt.materialize(pt.tree))
         self._files.append(path)
         self.report.add(Fate.KEPT, "data sampler")
 
@@ -165,7 +165,7 @@ class StepLoad:
             return
         pt = read_pt(path.parent, path.name)
         keeper = self._keeper()
-        self._rng = keeper.chosen(pt.materialize(pt.tree), str(path), self.step, self.report)
+        self._rng = keeper.chosen(torch_values(pt.materialize(pt.tree)), str(path), self.step, self.report)
         self._files.append(path)
 
     def _models_rng(self) -> RngState | None:

@@ -19,7 +19,6 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import HasRng
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported
 
-FILE = "rng/rng_state.pt"
 VERSION = 1
 WORLDS = "; "
 """Between the layouts of several worlds that saved together."""

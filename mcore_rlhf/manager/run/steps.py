@@ -26,6 +26,12 @@ from mcore_rlhf.storage.publish import replace_text
 MANIFEST = "manifest.json"
 """The last file of a step that is written."""
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Says the newest step, for people and their scripts; nothing here believes it."""
+
+RNG_FILE = "rng/rng_state.pt"
+"""The states of every rank's generators, in a step."""
+
 RESERVED = ("data", "rlhf", "rng", "exports", MANIFEST)
 """Names in a step, or beside steps, that no role may have."""
 

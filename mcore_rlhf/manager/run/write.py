@@ -28,12 +28,10 @@ from mcore_rlhf.storage.record_file import RecordFile
 from ..rlhf.carried import Carried
 from .commit import FolderStore, RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
 from .options import LOG, Reporter
-from .rng import FILE as RNG_FILE
 from .rng import WORLDS, RngState, file_content
 from .snapshot import DATA_FILE, Components, Snapshot, StepFile, as_bytes, dumps, loads
+from .steps import RNG_FILE, TRACKER
 from .world import World
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 WINDOW_BYTES = 1 << 20
 """One window is summed and written while it is in the cache."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any
+
+import numpy as np
 
 from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.cast import Words
 from mcore_rlhf.core.catalog import Chunk
+from mcore_rlhf.core.execute import WORDS, strided
 from mcore_rlhf.errors import Corrupt, Unsupported
+from mcore_rlhf.storage.torch_values import SmallTensor
 
 from ..checksum import crc32
 from ..reading import opened
@@ -15,14 +21,11 @@ from .items import item_directory, load_tree
 from .metadata import RESTORE
 from .writer import saved
 
-if TYPE_CHECKING:
-    import torch
-
 _MOST_ELEMENTS = 16 << 20
 """What is larger is a model's tensor, and is not loaded whole."""
 
 
-def load_tensor(tensor: DcpTensor) -> torch.Tensor:
+def load_tensor(tensor: DcpTensor) -> SmallTensor:
     """A small tensor, whole.
 
     Args:
@@ -32,25 +35,21 @@ def load_tensor(tensor: DcpTensor) -> torch.Tensor:
         Unsupported: It is not small.
         CheckpointError: It is damaged.
     """
-    import torch
-
-    dtype: torch.dtype = getattr(torch, tensor.dtype.name)
-    result = torch.empty(tensor.global_shape, dtype=dtype)
-    if result.numel() > _MOST_ELEMENTS:
+    numel = prod(tensor.global_shape)
+    if numel > _MOST_ELEMENTS:
         raise Unsupported(
-            f"{tensor.folder.folder}: {tensor.fqn} has {result.numel():,} elements, but is neither a weight nor a state of the "
+            f"{tensor.folder.folder}: {tensor.fqn} has {numel:,} elements, but is neither a weight nor a state of the "
             "optimizer\nIf the folder holds several models, convert them one by one: save each into a folder of its own."
         )
+    result: Words = np.zeros(tensor.global_shape, WORDS[tensor.dtype.itemsize])
     for chunk in tensor.chunks():
         box = chunk.box
         where = tuple(slice(start, stop) for start, stop in zip(box.offset, box.stop, strict=True))
-        result[where] = _loaded(tensor, chunk, dtype)
-    return result
+        result[where] = _loaded(tensor, chunk)
+    return SmallTensor(result.tobytes(), tensor.dtype, tensor.global_shape, row_major(tensor.global_shape))
 
 
-def _loaded(tensor: DcpTensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
+def _loaded(tensor: DcpTensor, chunk: Chunk) -> Words:
     record, expected = chunk.record, tensor.folder.checksum(tensor, chunk.box)
     file = opened(tensor.folder.root / record.file)
     data = bytearray(file.read(record.byte_offset, record.nbytes))
@@ -59,7 +58,7 @@ def _loaded(tensor: DcpTensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor
             f"{file.path}: {tensor.fqn} ({record.nbytes} bytes) has CRC-32 {found:08x}, but the file says {expected:08x}: its bytes are "
             f"damaged.\n{RESTORE}"
         )
-    return torch.frombuffer(data, dtype=dtype).as_strided(chunk.box.shape, chunk.strides, chunk.start)
+    return strided(np.frombuffer(data, WORDS[record.dtype.itemsize]), chunk.start, chunk.box.shape, chunk.strides)
 
 
 def wrapped(tree: Any) -> bytes:
@@ -70,9 +69,7 @@ def wrapped(tree: Any) -> bytes:
     Args:
         tree: See :func:`.writer.saved`.
     """
-    import torch
-
-    return saved(torch.frombuffer(bytearray(saved(tree)), dtype=torch.uint8))
+    return saved(SmallTensor.of_bytes(saved(tree)))
 
 
 def unwrap(folder: DcpFolder, fqn: str) -> Any:

@@ -70,7 +70,7 @@ def saved(tree: Any) -> bytes:
     """What ``torch.save`` writes for an object, tensors in it included.
 
     Args:
-        tree: See :func:`..pickling.pickle_tree`; its tensors are real ones.
+        tree: See :func:`..pickling.pickle_tree`; its tensors are small, or a live trainer's.
 
     Raises:
         Unsupported: It holds something that cannot be saved.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.megatron_dist.folders import CONFIG_TEXT
@@ -56,7 +57,7 @@ def test_random_states_are_those_of_the_same_ranks() -> None:
     dist, legacy = opened(FULLY).family.shards, opened(LEGACY).family.shards  # type: ignore[attr-defined]
     assert [shard.at for shard in dist] == [shard.at for shard in legacy]
     for ours, theirs in zip(dist, legacy, strict=True):
-        a, b = (shard.materialize(shard.top["rng_state"])[0] for shard in (ours, theirs))
+        a, b = (torch_values(shard.materialize(shard.top["rng_state"]))[0] for shard in (ours, theirs))
         assert a["random_rng_state"] == b["random_rng_state"]
         assert torch.equal(a["torch_rng_state"], b["torch_rng_state"])
         assert {k: v.tolist() for k, v in a["rng_tracker_states"].items()} == {

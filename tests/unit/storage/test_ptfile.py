@@ -15,6 +15,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted
 from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
 from mcore_rlhf.storage.stubs import Namespace, stub_class
@@ -47,7 +48,7 @@ def test_a_genuine_megatron_file() -> None:
     assert found.tree["rng_state"][0]["np_rng_state"][1].dtype == np.uint32
     for path, stored in flatten(found.tree["model"]).items():
         if stored is not None:
-            assert torch.equal(found.load(stored), expected[path])
+            assert torch.equal(torch_values(found.load(stored)), expected[path])
 
 
 def test_places_agree_with_the_file(tmp_path: Path) -> None:
@@ -62,8 +63,8 @@ def test_places_agree_with_the_file(tmp_path: Path) -> None:
     record = part.record
     assert np.array_equal(np.frombuffer(raw, "<i4", record.numel, record.byte_offset), np.arange(24))
     assert record.key == "data/0"
-    assert torch.equal(found.load(part), tensor[1:3, 2:])
-    assert torch.equal(found.load(turned), tensor.t())
+    assert torch.equal(torch_values(found.load(part)), tensor[1:3, 2:])
+    assert torch.equal(torch_values(found.load(turned)), tensor.t())
     assert found.load(scalar).item() == 7.0
 
 
@@ -77,7 +78,7 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
     found = saved(tmp_path, [tensor, torch.empty(0, 4, dtype=tensor.dtype)])
     assert found.tree[0].record.dtype is dtype_of(name)
     for stored, real in zip(found.tree, (tensor, torch.empty(0, 4, dtype=tensor.dtype)), strict=True):
-        loaded = found.load(stored)
+        loaded = torch_values(found.load(stored))
         assert loaded.dtype == real.dtype
         assert torch.equal(loaded.view(torch.uint8), real.view(torch.uint8))
 
@@ -103,7 +104,7 @@ def test_files_written_on_a_gpu_load(tmp_path: Path) -> None:
     assert b"cuda:3" in pickled
     write_pt(tmp_path / "x.pt", pickled, _0=torch.ones(2).numpy().tobytes())
     found = read_pt(tmp_path, "x.pt")
-    assert torch.equal(found.load(found.tree["w"]), torch.ones(2))
+    assert torch.equal(torch_values(found.load(found.tree["w"])), torch.ones(2))
 
 
 def test_containers_and_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_containers_and_plain_values_come_back_as_they_were(tmp_path: Path) -> N
         "big": 2**70, "device": torch.device("cuda", 1), "size": torch.Size([2, 3]), "state": state,
         (torch.bfloat16, torch.float32): None, 0: True,
     }  # fmt: skip
-    found = saved(tmp_path, tree).tree
+    found = torch_values(saved(tmp_path, tree).tree)
     assert found == tree
     assert [type(value) for value in found.values()] == [Namespace, *[type(value) for value in tree.values()][1:]]
     assert found["default"].default_factory is list
@@ -178,12 +179,12 @@ def test_no_tensor_byte_is_read_and_damage_shows_when_one_is(tmp_path: Path) -> 
 def test_a_large_record_is_read_only_where_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_rlhf.storage.ptfile._CHECKED_NBYTES", 8)
     found = saved(tmp_path, torch.arange(100.0)[10:13])
-    assert torch.equal(found.load(found.tree), torch.tensor([10.0, 11.0, 12.0]))
+    assert torch.equal(torch_values(found.load(found.tree)), torch.tensor([10.0, 11.0, 12.0]))
 
 
 def test_materialize_replaces_stored_tensors_only(tmp_path: Path) -> None:
     found = saved(tmp_path, {"rng": [{"torch": torch.arange(3)}], "args": argparse.Namespace(a=(torch.ones(1),))})
-    real = found.materialize(found.tree)
+    real = torch_values(found.materialize(found.tree))
     assert torch.equal(real["rng"][0]["torch"], torch.arange(3))
     assert torch.equal(real["args"].a[0], torch.ones(1))
     assert isinstance(found.tree["rng"][0]["torch"], StoredTensor)
@@ -236,7 +237,7 @@ def test_every_protocol_gives_the_same_tree(tmp_path: Path, protocol: int) -> No
         with pytest.raises(Untrusted, match="opcode"):
             read_pt(tmp_path, "x.pt")
         torch.save({k: v for k, v in tree.items() if k != "np"}, tmp_path / "x.pt", pickle_protocol=5)
-    found = read_pt(tmp_path, "x.pt").tree
+    found = torch_values(read_pt(tmp_path, "x.pt").tree)
     assert found.pop("w").shape == (3,)
     assert protocol == 5 or np.array_equal(found.pop("np"), np.arange(3))
     assert found == {k: v for k, v in tree.items() if k not in ("w", "np")}
