@@ -86,10 +86,15 @@ def run(args: argparse.Namespace) -> None:
     rules = read_rules(args.rules) if args.rules else Rules()
     words = true_vocab_size(args.true_vocab_size, args.vocab_file)
     write = WriteOptions(
-        tp=args.target_tensor_parallel_size, pp=args.target_pipeline_parallel_size, ep=args.target_expert_parallel_size,
-        etp=args.target_expert_tensor_parallel_size, vpp=args.target_virtual_pipeline_parallel_size,
-        dp=args.target_data_parallel_size, vocab_size=words, rules=rules,
-    )  # fmt: skip
+        tp=args.target_tensor_parallel_size,
+        pp=args.target_pipeline_parallel_size,
+        ep=args.target_expert_parallel_size,
+        etp=args.target_expert_tensor_parallel_size,
+        vpp=args.target_virtual_pipeline_parallel_size,
+        dp=args.target_data_parallel_size,
+        vocab_size=words,
+        rules=rules,
+    )
     read = ReadOptions(rules=rules, vocab_size=words)
     options = ConvertOptions(read=read, write=write, workers=args.workers, overwrite=args.overwrite)
     if args.saver_transformer_impl is not None:

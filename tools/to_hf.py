@@ -62,9 +62,13 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--chunk-size: {error}") from None
     origin = str(args.origin_hf_dir) if args.origin_hf_dir is not None else None
     write = WriteOptions(
-        no_optimizer=True, vocab_size=args.vocab_size, reference_config=origin, tokenizer=origin, dtype=args.dtype,
+        no_optimizer=True,
+        vocab_size=args.vocab_size,
+        reference_config=origin,
+        tokenizer=origin,
+        dtype=args.dtype,
         max_shard_size=largest,
-    )  # fmt: skip
+    )
     read = ReadOptions(role=args.role, vocab_size=args.vocab_size)
     options = ConvertOptions("hf", read, write, workers=max(1, args.workers), overwrite=args.force)
 

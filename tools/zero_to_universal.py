@@ -77,14 +77,20 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             print(f"note: --{name} is ignored: {why}")
     options = ConvertOptions(
-        to="universal", read=ReadOptions(stubs=tuple(args.stub)), write=WriteOptions(unused_patterns=not args.strict),
-        workers=max(1, args.num_merge_workers), overwrite=args.overwrite, fsync=not args.no_fsync,
-    )  # fmt: skip
+        to="universal",
+        read=ReadOptions(stubs=tuple(args.stub)),
+        write=WriteOptions(unused_patterns=not args.strict),
+        workers=max(1, args.num_merge_workers),
+        overwrite=args.overwrite,
+        fsync=not args.no_fsync,
+    )
     if args.ckpt is None:
         once_in_a_job(
-            args, [args.output_folder], [args.input_folder],
+            args,
+            [args.output_folder],
+            [args.input_folder],
             lambda: tell(convert_folder(args.input_folder, args.output_folder, options), args.output_folder),
-        )  # fmt: skip
+        )
         return
     sources = {folder: tag_folder(folder) for folder in run_folders(args.ckpt)}
     targets = [folder / f"{source.name}{SUFFIX}" for folder, source in sources.items()]

@@ -275,10 +275,17 @@ def _print_tensors(out: Console, tensors: list[Facts]) -> None:
     out.print(f"\n{count(len(tensors), 'tensor')}")
     columns = [Column("name"), Column("state"), Column("global_shape"), Column("dtype"), Column("cut")]
     rows = [
-        (t["name"], t["state"], str(tuple(t["global_shape"])), t["dtype"], t["partition"] or "",
-         count(t["chunks"]), count(t["replicas"]))
+        (
+            t["name"],
+            t["state"],
+            str(tuple(t["global_shape"])),
+            t["dtype"],
+            t["partition"] or "",
+            count(t["chunks"]),
+            count(t["replicas"]),
+        )
         for t in tensors
-    ]  # fmt: skip
+    ]
     if rows:
         print_table(out, [*columns, Column("chunks", True), Column("replicas", True)], rows)
 

@@ -168,9 +168,15 @@ def _copy_row(copy: Facts) -> list[str]:
     source, target = copy["source"], copy["target"]
     cast = "→" if source["dtype"] == target["dtype"] else f"→ {target['dtype']} →"
     return [
-        _dims(copy["shape"]), f"{source['file']}:{source['record']}", count(source["start"]), _dims(source["strides"]),
-        cast, target["record"], count(target["start"]), _dims(target["strides"]),
-    ]  # fmt: skip
+        _dims(copy["shape"]),
+        f"{source['file']}:{source['record']}",
+        count(source["start"]),
+        _dims(source["strides"]),
+        cast,
+        target["record"],
+        count(target["start"]),
+        _dims(target["strides"]),
+    ]
 
 
 def _dims(numbers: list[int]) -> str:

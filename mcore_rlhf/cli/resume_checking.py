@@ -227,22 +227,25 @@ def print_commands(template: Template, folder: Path, options: CheckOptions) -> N
     commands = {name: template.shell(places, options.last) for name, places in runs.items()}
     a, b, c = (shlex.quote(str(runs[name].output)) for name in "ABC")
     numbers = f"--steps {options.steps} --more {options.more}"
-    console().print(
-        "\n".join(
-            [
-                "# 1. On every node: run A, uninterrupted.", commands["A"], "",
-                f"# 2. On every node: run B. Once `mcore-rlhf steps` lists step {options.steps} of it as committed, and before",
-                f"#    step {options.last} is: end all of its processes on all nodes at once with SIGKILL (kill -9).",
-                commands["B"], "",
-                "# 3. On one node: make the broken control from what the kill left.",
-                f"mcore-rlhf resume-check --make-control {b} {c}", "",
-                "# 4. On every node: run B again. It must resume by itself.", commands["B"], "",
-                "# 5. On every node: run C, the control.", commands["C"], "",
-                "# 6. On one node: compare.",
-                f"mcore-rlhf resume-check --compare {a} {b} --control {c} {numbers}",
-            ]
-        )
-    )  # fmt: skip
+    console().print(f"""\
+# 1. On every node: run A, uninterrupted.
+{commands["A"]}
+
+# 2. On every node: run B. Once `mcore-rlhf steps` lists step {options.steps} of it as committed, and before
+#    step {options.last} is: end all of its processes on all nodes at once with SIGKILL (kill -9).
+{commands["B"]}
+
+# 3. On one node: make the broken control from what the kill left.
+mcore-rlhf resume-check --make-control {b} {c}
+
+# 4. On every node: run B again. It must resume by itself.
+{commands["B"]}
+
+# 5. On every node: run C, the control.
+{commands["C"]}
+
+# 6. On one node: compare.
+mcore-rlhf resume-check --compare {a} {b} --control {c} {numbers}""")
 
 
 def _show(outcome: Outcome, json: bool) -> None:
