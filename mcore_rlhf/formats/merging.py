@@ -21,9 +21,10 @@ from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.crossing.packing import in_memory
 from mcore_rlhf.families.crossing.quantized import dequantized
 from mcore_rlhf.families.lora.base_model import BaseModel, ModelFingerprint, fingerprint, sampled
-from mcore_rlhf.families.lora.bridge import refuse_adapters, with_peft_names
+from mcore_rlhf.families.lora.bridge import with_peft_names
 from mcore_rlhf.families.lora.config import model_reference
 from mcore_rlhf.families.lora.merge import Merge, module_state
+from mcore_rlhf.families.lora.names import refuse_adapters
 from mcore_rlhf.families.lora.parts import adapter_alone, adapter_in, carried, known_config
 from mcore_rlhf.families.source import Computed, ReadOptions, Source, WriteOptions
 from mcore_rlhf.formats.base import Format

@@ -9,7 +9,6 @@ Source: NVIDIA-NeMo/Megatron-Bridge ``src/megatron/bridge/peft/{adapter_wrapper,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +17,7 @@ from mcore_rlhf.core.box import Box, Shape
 from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.core.views import Joined, OfStates, Recut, Share
-from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState, read_config
@@ -30,11 +29,8 @@ from mcore_rlhf.models.huggingface.relation import Filled, filled, spelling_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
 from .config import model_reference
-from .names import BASE_LAYER, DEFAULT, LORA_A, LORA_B, PREFIX, in_memory
+from .names import BASE_LAYER, BRIDGE_ADAPTER, DEFAULT, LORA_A, LORA_B, PREFIX
 
-_ADAPTER = re.compile(
-    r"(?P<linear>.+)\.adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<side>in|out)\.(?P<kind>weight|bias)"
-)
 _WEIGHTS = (PARAM, MASTER)
 """Without the optimizer's moments: those of a shared matrix are not those of its copies."""
 _SIDES = {"in": LORA_A, "out": LORA_B}
@@ -51,7 +47,7 @@ def with_peft_names(source: Source, options: WriteOptions) -> Source:
     Raises:
         CheckpointError: The model's names are not known, or an adapter does not fit its layer.
     """
-    if MegatronState.of(source) is None or not any(_ADAPTER.fullmatch(s.name) for s in source.model.params):
+    if MegatronState.of(source) is None or not any(BRIDGE_ADAPTER.fullmatch(s.name) for s in source.model.params):
         return source
     options = replace(options, reference_config=model_reference(options.reference_config))
     base = _base(source, options)
@@ -70,33 +66,11 @@ def with_peft_names(source: Source, options: WriteOptions) -> Source:
     return _joined(source, base, relation)
 
 
-def refuse_adapters(source: Source, to: str) -> None:
-    """See that a target that has no place for an adapter is not made of a model with one.
-
-    Within Megatron's family a model keeps Megatron-Bridge's adapters, under their own names.
-
-    Args:
-        source: An opened checkpoint.
-        to: Name of the target's format: Megatron's two, or ``hf``.
-
-    Raises:
-        Unsupported: The source has adapters.
-    """
-    names = [spec.name for spec in source.model.params]
-    bridge = [name for name in names if _ADAPTER.fullmatch(name)] if MegatronState.of(source) else []
-    alone = len(bridge) == len(names)
-    if (bridge and (alone or to == "hf")) or (not bridge and any(in_memory(name) is not None for name in names)):
-        raise Unsupported(
-            f"{source.root}: holds an adapter, and a checkpoint of the format {to} has no place for one\n"
-            "Merge it into its base (--merge-adapter, with --base-model where the checkpoint has none), or convert it --to peft."
-        )
-
-
 def _base(source: Source, options: WriteOptions) -> Source | None:
     """The base model under Hugging Face's names; None where the checkpoint has the adapter alone."""
     if source.model.get(_EMBEDDING) is None:
         return None
-    rest = renamed(source, lambda name: None if _ADAPTER.fullmatch(name) else name)
+    rest = renamed(source, lambda name: None if BRIDGE_ADAPTER.fullmatch(name) else name)
     without = replace(rest, states=(), optimizer=None, state=replace(rest.state, groups=()))
     return to_huggingface(without, options)
 
@@ -138,7 +112,7 @@ class _Relation:
         """
         problems = Problems()
         for spec in self.source.model.params:
-            match = _ADAPTER.fullmatch(spec.name)
+            match = BRIDGE_ADAPTER.fullmatch(spec.name)
             if match is None:
                 continue
             row = self.rows.get(f"{match['linear']}.weight")

@@ -10,6 +10,10 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.families.megatron.state import MegatronState
+from mcore_rlhf.families.source import Source
+
 CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
@@ -30,6 +34,10 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 SAVED_MODULE = "modules_to_save"
 _ORIGINAL = ".original_module."
 _WRAPPED = re.compile(rf"(?:\.{BASE_LAYER})+\.")
+BRIDGE_ADAPTER = re.compile(
+    r"(?P<linear>.+)\.adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<side>in|out)\.(?P<kind>weight|bias)"
+)
+"""Megatron-Bridge's name of an adapter's matrix; see :mod:`.bridge`."""
 
 _ROWS = (
     ("{module}.lora_A.{part}", "{module}.lora_A.{adapter}.{part}", LORA_A),
@@ -130,3 +138,25 @@ def in_base(memory: str) -> str | None:
 def in_original(memory: str) -> str:
     """What the base model calls a tensor that is no adapter's, the originals of modules that are saved whole included."""
     return _WRAPPED.sub(".", without_prefix(memory).replace(_ORIGINAL, "."))
+
+
+def refuse_adapters(source: Source, to: str) -> None:
+    """See that a target that has no place for an adapter is not made of a model with one.
+
+    Within Megatron's family a model keeps Megatron-Bridge's adapters, under their own names.
+
+    Args:
+        source: An opened checkpoint.
+        to: Name of the target's format: Megatron's two, or ``hf``.
+
+    Raises:
+        Unsupported: The source has adapters.
+    """
+    names = [spec.name for spec in source.model.params]
+    bridge = [name for name in names if BRIDGE_ADAPTER.fullmatch(name)] if MegatronState.of(source) else []
+    alone = len(bridge) == len(names)
+    if (bridge and (alone or to == "hf")) or (not bridge and any(in_memory(name) is not None for name in names)):
+        raise Unsupported(
+            f"{source.root}: holds an adapter, and a checkpoint of the format {to} has no place for one\n"
+            "Merge it into its base (--merge-adapter, with --base-model where the checkpoint has none), or convert it --to peft."
+        )

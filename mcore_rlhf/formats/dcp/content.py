@@ -55,9 +55,9 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
         choices: What the target is to be.
         report: Told what was derived.
     """
-    native = source.family
-    if isinstance(native, DcpState):
-        return _with_rng(dict(native.rest), source.state.iteration, choices.rng or "keep", report)
+    own = DcpState.of(source)
+    if own is not None:
+        return _with_rng(dict(own.rest), source.state.iteration, choices.rng or "keep", report)
     rest: dict[str, object] = {}
     if choices.optimizer:
         rest[SCHEDULERS] = [_scheduler(source, report)]
@@ -150,11 +150,12 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         Unsupported: The source is of another family.
         Incomplete: Nobody knows the members of the param groups.
     """
-    native = ModuleState.needed(source, "dcp")
+    ModuleState.needed(source, "dcp")
+    own = DcpState.of(source)
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         _check_groups(source)
-    layout = native.layout if isinstance(native, DcpState) else RLINF
+    layout = own.layout if own else RLINF
     if not optimizer:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
@@ -168,8 +169,8 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
             f"every tensor is cut in {parts}, which any number of ranks loads; {source.parallel.world_size} ranks wrote the source",
         )
     return Choices(
-        dp, layout, native.inner if isinstance(native, DcpState) else RLINF_FOLDER,
-        native.weights if isinstance(native, DcpState) else True, optimizer, optimizer, dtype,
+        dp, layout, own.inner if own else RLINF_FOLDER,
+        own.weights if own else True, optimizer, optimizer, dtype,
         options.rng,
     )  # fmt: skip
 
@@ -312,7 +313,7 @@ class Content:
         names = [TensorName(self.source.role, spec.name, state) for state in self.source.states if state != MASTER]
         entries = [entry for name in names if (entry := self.view.get(name)) is not None]
         layout = self.choices.layout
-        if entries or isinstance(self.native, DcpState):
+        if entries or DcpState.of(self.source):
             for key, value in scalars.items():
                 yield _leaf(layout.state_path(spec.name, key, number), value)
         for entry in entries:
@@ -321,8 +322,9 @@ class Content:
 
     def _scalars(self) -> Mapping[str, Mapping[str, object]]:
         """Every parameter's own, as torch's optimizers keep them."""
-        if isinstance(self.native, DcpState) and self.native.scalars:
-            return self.native.scalars
+        own = DcpState.of(self.source)
+        if own and own.scalars:
+            return own.scalars
         return {name: _own_scalars(group) for group in self.source.state.groups for name in group.params}
 
     def _groups(self) -> Iterator[Part]:
@@ -343,8 +345,9 @@ class Content:
 
     def _of_torch(self) -> Sequence[ParamGroup]:
         """The groups with all fields that torch's loader asks for."""
-        if isinstance(self.native, DcpState):
-            return self.native.groups
+        own = DcpState.of(self.source)
+        if own:
+            return own.groups
         groups = self.source.state.groups
         return [ParamGroup(completed(g.fields, g.scalars), g.expert, g.params) for g in groups]
 

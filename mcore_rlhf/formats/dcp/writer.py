@@ -49,10 +49,9 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     """
     report = source.notes.for_target()
     choices = choose(source, options, report)
-    native = source.family
-    assert isinstance(native, ModuleState)  # choose() refused everything else
-    if isinstance(native, DcpState):
-        report.lines = [line for line in report.lines if line[1] not in native.differing]
+    native, own = ModuleState.needed(source, "dcp"), DcpState.of(source)
+    if own:
+        report.lines = [line for line in report.lines if line[1] not in own.differing]
     names = {spec.name: spec.name for spec in source.model.params} | dict(native.shared)
     order = FROM_MASTERS if choices.masters else EITHER
     view = StateOrder(Renamed(source.catalog, source.role, names), {PARAM: order[PARAM]})
@@ -182,8 +181,7 @@ def _paths(parts: Sequence[Part]) -> dict[str, Path_]:
 
 
 def _report(source: Source, choices: Choices, options: WriteOptions, report: Report) -> None:
-    native = source.family
-    if not isinstance(native, DcpState):
+    if DcpState.of(source) is None:
         where = ".".join(map(str, choices.layout.rest))
         report.add(
             Fate.NOTE,
