@@ -16,14 +16,11 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import CheckpointError, Corrupt, Unsupported
 from .stubs import Namespace, Stub, StubType
 from .torch_values import TorchSize, torch_device, torch_dtype
-
-if TYPE_CHECKING:
-    from .resolve import Resolver
 
 STORAGES = {
     "torch.FloatStorage": "float32", "torch.DoubleStorage": "float64", "torch.HalfStorage": "float16",
@@ -58,6 +55,30 @@ class Unfit(Exception):
     def __init__(self, kind: type[CheckpointError], what: str) -> None:
         super().__init__(what)
         self.kind = kind
+
+
+class Resolver(Protocol):
+    """What a meaning asks of :class:`~.resolve.TreeResolver`: the values inside of it, at a bounded cost."""
+
+    def resolve(self, value: Any) -> Any:
+        """One object inside."""
+        ...
+
+    def charge(self, count: int) -> None:
+        """Count values that are met or copied."""
+        ...
+
+    def hashed(self, keys: list[Any], build: Callable[[], Any]) -> Any:
+        """Build a container that hashes these values."""
+        ...
+
+    def of_subclass(self, name: str, args: tuple[Any, ...], state: Any) -> Any:
+        """A tensor of another class than torch's own."""
+        ...
+
+    def tensor(self, storage: Any, start: Any, shape: Any, strides: Any, dtype: str | None = None) -> Any:
+        """A tensor, where it lies."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from ..core.catalog import Record
 from ..core.dtype import dtype_of
 from ..errors import Corrupt, Unsupported, Untrusted
-from .meanings import STORAGES, Unfit, class_value, meaning_of, shape_of
+from .meanings import STORAGES, Resolver, Unfit, class_value, meaning_of, shape_of
 from .pickle_scan import MAX_KEYS_WEIGHT
 from .stored import StoredTensor
 from .stubs import Stub, StubType
@@ -26,7 +26,7 @@ _VALUES_PER_BYTE = 16
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _BUSY = object()
 
-Subclass = Callable[["Resolver", str, tuple[Any, ...], Any], Any]
+Subclass = Callable[[Resolver, str, tuple[Any, ...], Any], Any]
 """Makes a value of a tensor of another class than torch's: name of the class, arguments of its function, state."""
 
 
@@ -55,10 +55,10 @@ def read_tree(
         Unsupported: Something in it is not supported; says what and where.
     """
     tree = unpickle(data, str(directory.path), stubs, vocabulary)
-    return Resolver(file, directory, _VALUES + _VALUES_PER_BYTE * len(data), subclass).root(tree)
+    return TreeResolver(file, directory, _VALUES + _VALUES_PER_BYTE * len(data), subclass).root(tree)
 
 
-class Resolver:
+class TreeResolver:
     """Replaces stubs whose meaning is known by values; the same result for the same object, so that sharing is kept.
 
     Args:

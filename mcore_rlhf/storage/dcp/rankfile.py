@@ -14,9 +14,9 @@ from typing import Any
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.errors import Corrupt, Unsupported, shown
 
-from ..meanings import Unfit, shape_of
+from ..meanings import Resolver, Unfit, shape_of
 from ..paths import ReadablePath, inside
-from ..resolve import Resolver, read_tree
+from ..resolve import read_tree
 from ..stored import StoredTensor
 from ..stubs import Stub
 from ..torchzip import Directory, read_directory
