@@ -89,22 +89,20 @@ def origin_of_megatron(source: Source, config: Mapping[str, object], spelling: S
     }  # fmt: skip
 
 
-def origin_of_module(source: Source, native: ModuleState) -> dict[str, object]:
-    """What a source under a module's own names leaves: client state, scheduler, loss scaler, settings; no name of a tensor.
+def origin_of_module(source: Source, family: ModuleState) -> dict[str, object]:
+    """What a source under a module's own names leaves: client state, scheduler, loss scaler, settings; nothing for a model alone.
 
     Args:
         source: It.
-        native: Its own view.
+        family: What it has besides.
     """
     old = source.state
-    left: dict[str, object] = {
-        "args": old.args, "scheduler": old.scheduler, "grad_scaler": old.grad_scaler, "other": old.other, "tag": native.tag,
-        "optimizer": dict(native.optimizer),
+    held = {
+        "args": old.args, "scheduler": old.scheduler, "grad_scaler": old.grad_scaler, "other": old.other,
+        "optimizer": dict(family.optimizer),
     }  # fmt: skip
-    return {
-        "iteration": old.iteration,
-        "module": {key: value for key, value in left.items() if value not in (None, {}, "")},
-    }
+    left = {key: value for key, value in held.items() if value}
+    return {"iteration": old.iteration, "module": {**left, "tag": family.tag}} if left else {}
 
 
 def plain(values: Mapping[str, object]) -> dict[str, object]:

@@ -51,7 +51,7 @@ def crossed(source: Source, to: Names, options: WriteOptions) -> Source:
     if cross is not None:
         return source
     config = known_description(source, options)
-    return on_disk(replace(source, family=module.described(lambda: config)), config)
+    return on_disk(replace(source, family=module.described(lambda: config)) if config else source, config)
 
 
 def _released(source: Source, to: Names) -> Source:
