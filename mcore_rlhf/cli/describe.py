@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from mcore_rlhf.errors import Problem
     from mcore_rlhf.families.source import Source
     from mcore_rlhf.layouts.parallel import ParallelConfig
-    from mcore_rlhf.manager.run.chosen_step import ChosenStep
-    from mcore_rlhf.manager.subject import Subject
+    from mcore_rlhf.manager.subject import ChosenStep, Subject
 
 _SHOWN_PROBLEMS = 20
 _REASONS = {
