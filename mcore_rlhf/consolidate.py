@@ -76,12 +76,12 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
     Raises:
         Incomplete: A parameter is stored nowhere.
     """
-    native = ModuleState.of(source) or ModuleState("")
+    family = ModuleState.of(source) or ModuleState("")
     tensors: list[WrittenTensor] = []
     found: dict[TensorName, TensorEntry] = {}
     problems = Problems()
     for spec in source.model.params:
-        if exclude_frozen and not spec.trainable and spec.name not in native.buffers:
+        if exclude_frozen and not spec.trainable and spec.name not in family.buffers:
             continue
         name = TensorName(source.role, spec.name, MASTER)
         entry = (source.catalog.get(name) if spec.trainable else None) or source.catalog.get(name._replace(state=PARAM))
@@ -92,11 +92,11 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
             continue
         dtype = FLOAT32 if entry.dtype in FLOATING else entry.dtype
         found[entry.name] = entry
-        aliases = (alias for alias, owner in native.shared.items() if owner == spec.name)
+        aliases = (alias for alias, owner in family.shared.items() if owner == spec.name)
         tensors.append(WrittenTensor(entry.name, entry.global_shape, dtype, (spec.name, *aliases)))
     problems.raise_if_any()
     names = {name for part in tensors for name in part.names}
-    order = dict.fromkeys([*native.order, *(name for part in tensors for name in part.names)])
+    order = dict.fromkeys([*family.order, *(name for part in tensors for name in part.names)])
     return Fp32StateDict(source, tensors, FixedCatalog(found), [name for name in order if name in names])
 
 

@@ -77,7 +77,7 @@ class ZeroConfig:
         return self.pp * self.tp
 
 
-def zero_config(source: Source, native: ModuleState, options: WriteOptions, report: Report) -> ZeroConfig:
+def zero_config(source: Source, family: ModuleState, options: WriteOptions, report: Report) -> ZeroConfig:
     """Decide what the target is to be.
 
     Raises:
@@ -88,14 +88,14 @@ def zero_config(source: Source, native: ModuleState, options: WriteOptions, repo
     optimizer = source.optimizer is not None and not options.no_optimizer
     stage = _stage(source, options, optimizer)
     tp = options.tp or source.parallel.tp
-    _refuse_stage(source, native, stage, tp, optimizer)
+    _refuse_stage(source, family, stage, tp, optimizer)
     dtype = dtype_of(options.dtype) if options.dtype is not None else None
     trained = [spec.dtype for spec in source.model.params if spec.trainable] or [s.dtype for s in source.model.params]
     dtypes = [dtype or one for one in trained]
     half = any(one.itemsize == 2 for one in dtypes)
     bf16 = BFLOAT16 in dtypes
     zero = section(source.state.args, "zero_optimization")
-    own = _is_bf16_optimizer(source, native) and stage == 1 and bf16
+    own = _is_bf16_optimizer(source, family) and stage == 1 and bf16
     flat = stage in (1, 2) and not own
     if optimizer:
         _check_groups(source)
@@ -109,12 +109,12 @@ def zero_config(source: Source, native: ModuleState, options: WriteOptions, repo
         bf16=bf16,
         half=half,
         bf16_optimizer=own,
-        fused=stage == 0 and half and _is_fused(source, native, report),
+        fused=stage == 0 and half and _is_fused(source, family, report),
         round_robin=flat and bool(zero.get("round_robin_gradients")),
         aligned=flat and bool(zero.get("parameter_alignment")),
         flat_momentum=not flat or momentum_is_flat(source.state.args, bf16_optimizer=own),
         sub_group_size=_sub_group_size(zero),
-        tag=native.tag or f"global_step{source.state.iteration}",
+        tag=family.tag or f"global_step{source.state.iteration}",
     )
 
 
@@ -141,14 +141,14 @@ def _stage(source: Source, options: WriteOptions, optimizer: bool) -> int:
     return stage if isinstance(stage, int) and 0 <= stage <= 3 else 2
 
 
-def _refuse_stage(source: Source, native: ModuleState, stage: int, tp: int, optimizer: bool) -> None:
+def _refuse_stage(source: Source, family: ModuleState, stage: int, tp: int, optimizer: bool) -> None:
     pp = source.parallel.pp
     if stage == 3 and not optimizer:
         why = "the source has none" if source.optimizer is None else "--no-optimizer leaves it out"
         raise Unsupported(
             f"stage 3 keeps the weights themselves in the optimizer's files, and {why}\nWrite --zero-stage 0, or --to universal."
         )
-    if native.pipeline and stage != 1 and optimizer:
+    if family.pipeline and stage != 1 and optimizer:
         raise Unsupported(
             f"stage {stage}: DeepSpeed's PipelineModule trains with ZeRO stage 1 only\nGive --zero-stage 1."
         )
@@ -159,24 +159,24 @@ def _refuse_stage(source: Source, native: ModuleState, stage: int, tp: int, opti
             f"from {source.format} with {source.parallel}: native files of a model-parallel run can only be made of native ones\n"
             "DeepSpeed itself loads a universal checkpoint into any model-parallel layout; --tp 1 puts tensors together."
         )
-    if native.pipeline and tp != source.parallel.tp:
+    if family.pipeline and tp != source.parallel.tp:
         raise Unsupported(
             f"--tp {tp}: the layer files of a PipelineModule keep their TP, which is {source.parallel.tp}"
         )
 
 
-def _is_bf16_optimizer(source: Source, native: ModuleState) -> bool:
+def _is_bf16_optimizer(source: Source, family: ModuleState) -> bool:
     """Whether the run accumulates gradients in fp32, which is what makes DeepSpeed take ``BF16_Optimizer`` in stage 1."""
     if source.optimizer == "zero1":
-        return "dynamic_loss_scale" not in native.optimizer
+        return "dynamic_loss_scale" not in family.optimizer
     accumulates = section(source.state.args, "data_types").get("grad_accum_dtype")
     return accumulates in ("fp32", "float32")
 
 
-def _is_fused(source: Source, native: ModuleState, report: Report) -> bool:
+def _is_fused(source: Source, family: ModuleState, report: Report) -> bool:
     """Whether the run's own optimizer is ``FusedAdam``: one that DeepSpeed made of ``ds_config``."""
     if source.optimizer == "zero0":
-        return "clip_grad" in native.optimizer
+        return "clip_grad" in family.optimizer
     config = section(source.state.args, "optimizer")
     name, params = str(config.get("type", "")).lower(), section(config, "params")
     fused = name in _FUSED_ADAM and not params.get("torch_adam")
@@ -255,7 +255,7 @@ class TagLayout:
 
     Args:
         source: What is converted.
-        native: What the source has of a module besides tensors.
+        family: What the source has of a module besides tensors.
         zero: Stage and degrees.
         model: What the model is, with the target's dtypes.
         states: Names of the optimizer's tensor states, masters first; empty without an optimizer.
@@ -263,7 +263,7 @@ class TagLayout:
     """
 
     source: Source
-    native: ModuleState
+    family: ModuleState
     zero: ZeroConfig
     model: ModelSpec
     states: tuple[str, ...]
@@ -293,19 +293,19 @@ class TagLayout:
 
     def other_values(self, dp_rank: int, mp_rank: int) -> Mapping[str, object]:
         """Counters and client state: a rank's own, where the same rank wrote them."""
-        native, own, other = self.native, DeepSpeedState.of(self.source), self.source.state.other
+        family, own, other = self.family, DeepSpeedState.of(self.source), self.source.state.other
         if self.same_ranks and own is not None and own.opened is not None:
             return other_values(own.opened, dp_rank, mp_rank)
         if self.zero.tp != self.source.parallel.tp:
             return {key: value for key, value in other.items() if key != INFO}
-        return native.per_rank[mp_rank] if native.per_rank else other
+        return family.per_rank[mp_rank] if family.per_rank else other
 
     def local(self, mp_rank: int) -> list[LocalParam]:
         """The tensors of a rank's module, in order."""
         if self.zero.mp == 1:
             return [LocalParam(spec, whole_layout(spec.global_shape)) for spec in self.model.params]
-        assert isinstance(self.native, DeepSpeedState)
-        held = ((spec, self.native.shards[spec.name].get(mp_rank)) for spec in self.model.params)
+        assert isinstance(self.family, DeepSpeedState)
+        held = ((spec, self.family.shards[spec.name].get(mp_rank)) for spec in self.model.params)
         return [LocalParam(spec, shard.layout) for spec, shard in held if shard is not None]
 
     def params_of(self, mp_rank: int) -> list[list[LocalParam]]:

@@ -38,20 +38,20 @@ def model_states(file: NewFile, dp_rank: int, mp_rank: int) -> StateDict:
         mp_rank: Model-parallel rank.
     """
     tag = file.tag
-    native, state, zero = tag.native, tag.source.state, tag.zero
+    family, state, zero = tag.family, tag.source.state, tag.zero
     local, other = tag.local(mp_rank), tag.other_values(dp_rank, mp_rank)
-    tensors = {} if native.pipeline else _module_tensors(file, local)
-    frozen = [param for param in local if not param.spec.trainable and param.spec.name not in native.buffers]
+    tensors = {} if family.pipeline else _module_tensors(file, local)
+    frozen = [param for param in local if not param.spec.trainable and param.spec.name not in family.buffers]
     fragments = _frozen_fragments(file, frozen, tensors, dp_rank)
-    stored = zero.stage >= 2 and not native.without_frozen  # DeepSpeed looks for each in a dictionary that is there
+    stored = zero.stage >= 2 and not family.without_frozen  # DeepSpeed looks for each in a dictionary that is there
     first = zero.stage > 0 and dp_rank == 0 and mp_rank == 0
     content: StateDict = {
-        "module": None if native.pipeline else _module(tag, tensors, mp_rank),
-        "buffer_names": [param.spec.name for param in local if param.spec.name in native.buffers],
+        "module": None if family.pipeline else _module(tag, tensors, mp_rank),
+        "buffer_names": [param.spec.name for param in local if param.spec.name in family.buffers],
         "optimizer": _stage0_optimizer(file, mp_rank) if zero.optimizer and zero.stage == 0 else None,
         "param_shapes": [_shapes(group.params) for group in tag.flat_groups(mp_rank)] if zero.optimizer else None,
         "frozen_param_shapes": _shapes(frozen) if stored else None,
-        "shared_params": (dict(native.shared) if first else {}) if zero.stage > 0 else None,
+        "shared_params": (dict(family.shared) if first else {}) if zero.stage > 0 else None,
         "frozen_param_fragments": fragments if stored else None,
         "lr_scheduler": copy.deepcopy(state.scheduler),
         "data_sampler": None,
@@ -117,7 +117,7 @@ def _module_tensors(file: NewFile, local: Sequence[LocalParam]) -> StateDict:
     """Stage 3 has buffers only; its parameters are empty."""
     tensors: StateDict = {}
     for param in local:
-        kept = file.tag.zero.stage < 3 or param.spec.name in file.tag.native.buffers
+        kept = file.tag.zero.stage < 3 or param.spec.name in file.tag.family.buffers
         tensors[param.spec.name] = file.whole(param, PARAM, param.spec.dtype) if kept else _empty(param)
     return tensors
 
@@ -125,9 +125,9 @@ def _module_tensors(file: NewFile, local: Sequence[LocalParam]) -> StateDict:
 def _module(tag: TagLayout, tensors: Mapping[str, object], mp_rank: int) -> StateDict:
     """The state dict, in the module's own order where that is known."""
     opaque = tag.modules[mp_rank].opaque if tag.modules else {}
-    shared = {alias: tensors[owner] for alias, owner in tag.native.shared.items() if owner in tensors}
+    shared = {alias: tensors[owner] for alias, owner in tag.family.shared.items() if owner in tensors}
     values = {**tensors, **shared, **opaque}
-    return OrderedDict((name, values[name]) for name in dict.fromkeys([*tag.native.order, *values]) if name in values)
+    return OrderedDict((name, values[name]) for name in dict.fromkeys([*tag.family.order, *values]) if name in values)
 
 
 def _frozen_fragments(
@@ -256,7 +256,7 @@ def _scalars(group: ParamGroup) -> StateDict:
 
 def _loss_scaler(tag: TagLayout) -> StateDict:
     scaler = tag.source.state.grad_scaler if tag.source.state.grad_scaler is not None else static_scaler()
-    overflow = tag.native.optimizer.get("overflow", False)
+    overflow = tag.family.optimizer.get("overflow", False)
     return {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic(scaler), "overflow": overflow}
 
 
@@ -264,12 +264,12 @@ def _loose_scaler(tag: TagLayout) -> StateDict:
     state = tag.source.state
     values = loose_values(state.grad_scaler)
     if not is_dynamic(state.grad_scaler):
-        values["cur_iter"] = tag.native.optimizer.get("cur_iter", state.iteration)
+        values["cur_iter"] = tag.family.optimizer.get("cur_iter", state.iteration)
     return values
 
 
 def _clip_grad(tag: TagLayout) -> object:
-    return tag.native.optimizer.get("clip_grad", tag.source.state.args.get("gradient_clipping"))
+    return tag.family.optimizer.get("clip_grad", tag.source.state.args.get("gradient_clipping"))
 
 
 def _gaps(group: NewFlatGroup) -> list[int]:

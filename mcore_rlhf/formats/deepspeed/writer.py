@@ -42,23 +42,23 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = ModuleState.needed(source, "deepspeed")
+    family = ModuleState.needed(source, "deepspeed")
     if any(expert_name(spec.name) is not None for spec in source.model.params):
         raise Unsupported(
             f"{source.root}: native files of a model with DeepSpeed's own experts are read, and not written\n"
             "Convert it --to universal, which has every expert under its global number."
         )
     report = source.notes.for_target()
-    zero = zero_config(source, native, options, report)
+    zero = zero_config(source, family, options, report)
     if options.no_optimizer and source.format not in AT_THE_TOP:
         report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)  # a source of which it was not read does not say that it has one
     if zero.optimizer:
         _check_masters(source)
     tag = TagLayout(
         source=source,
-        native=native,
+        family=family,
         zero=zero,
-        model=source.model.having(_cast(spec, zero.dtype, native.buffers) for spec in source.model.params),
+        model=source.model.having(_cast(spec, zero.dtype, family.buffers) for spec in source.model.params),
         states=(MASTER, *(state for state in source.states if state != MASTER)) if zero.optimizer else (),
         catalog=Remembered(StateOrder(source.catalog, EITHER if zero.dtype is None else FROM_MASTERS)),
     )

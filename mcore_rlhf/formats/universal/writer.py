@@ -42,14 +42,14 @@ class UniversalLayout:
 
     Args:
         source: What is converted.
-        native: What the source has of a module besides tensors.
+        family: What the source has of a module besides tensors.
         optimizer: Whether there is an optimizer to be written.
         info: How the run's tensors were cut.
         vocab_size: Rows that are kept of a padded vocabulary, where the user says it.
     """
 
     source: Source
-    native: ModuleState
+    family: ModuleState
     optimizer: bool
     info: UniversalCheckpointInfo
     vocab_size: int | None
@@ -57,7 +57,7 @@ class UniversalLayout:
     @property
     def folder(self) -> str:
         """Name of the checkpoint's folder."""
-        return f"{self.native.tag or f'global_step{self.source.state.iteration}'}{SUFFIX}"
+        return f"{self.family.tag or f'global_step{self.source.state.iteration}'}{SUFFIX}"
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class UniversalLayout:
 
     def keys(self, spec: ParamSpec) -> Mapping[str, object]:
         """What a file of a parameter says beside the tensor: that of a universal source is kept."""
-        known = self.native.keys.get(spec.name)
+        known = self.family.keys.get(spec.name)
         return (self.info.keys(spec.name) if known is None else known) if spec.trainable else {}
 
     def rows(self, spec: ParamSpec) -> int | None:
@@ -99,13 +99,13 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = ModuleState.needed(source, "universal")
+    family = ModuleState.needed(source, "universal")
     report = source.notes.for_target()
     info = UniversalCheckpointInfo.of(source.state.other)
     optimizer = source.optimizer is not None and not options.no_optimizer
-    new = UniversalLayout(source, native, optimizer, info, options.vocab_size)
+    new = UniversalLayout(source, family, optimizer, info, options.vocab_size)
     _check_masters(new)
-    if not native.keys and not options.unused_patterns:
+    if not family.keys and not options.unused_patterns:
         info.check_patterns([spec.name for spec in source.model.params])
     _note(new, report, options)
     return Target(
@@ -229,32 +229,32 @@ def _module(new: UniversalLayout, file: _TensorFile, whole: bool) -> OrderedDict
     """The module in the order of its own state dict; aliases share the storage of their owners."""
     params = new.source.model.params
     values = {spec.name: _module_tensor(new, file, spec, whole) for spec in params}
-    shared = new.native.shared
-    order = dict.fromkeys([*new.native.order, *(spec.name for spec in params)])
+    shared = new.family.shared
+    order = dict.fromkeys([*new.family.order, *(spec.name for spec in params)])
     found = ((name, values.get(shared.get(name, name))) for name in order)
     return OrderedDict((name, value) for name, value in found if value is not None)
 
 
 def _module_tensor(new: UniversalLayout, file: _TensorFile, spec: ParamSpec, whole: bool) -> StoredTensor | SmallTensor:
     """Where the tensor will lie, or an empty placeholder of its type, as stage 3 has it."""
-    entry = new.entry(spec, PARAM) if whole or spec.name in new.native.buffers else None
+    entry = new.entry(spec, PARAM) if whole or spec.name in new.family.buffers else None
     if entry is None:
         return SmallTensor.empty(spec.dtype)
     return file.tensor(entry.name, entry.global_shape, entry.global_shape, entry.dtype)
 
 
 def _model_states(new: UniversalLayout, module: Mapping[str, object], mp_rank: int, whole: bool) -> dict[str, object]:
-    native, state, parallel = new.native, new.source.state, new.source.parallel
-    frozen = [s for s in new.source.model.params if not s.trainable and s.name not in native.buffers]
-    stored = not native.without_frozen
-    other = dict(native.per_rank[mp_rank] if mp_rank < len(native.per_rank) else state.other)
+    family, state, parallel = new.family, new.source.state, new.source.parallel
+    frozen = [s for s in new.source.model.params if not s.trainable and s.name not in family.buffers]
+    stored = not family.without_frozen
+    other = dict(family.per_rank[mp_rank] if mp_rank < len(family.per_rank) else state.other)
     return {
         "module": module,
-        "buffer_names": list(native.buffers),
+        "buffer_names": list(family.buffers),
         "optimizer": None,
         "param_shapes": _param_shapes(new.source),
         "frozen_param_shapes": _shapes(frozen) if stored else None,
-        "shared_params": dict(native.shared),
+        "shared_params": dict(family.shared),
         "frozen_param_fragments": OrderedDict((s.name, module[s.name]) for s in frozen) if stored and whole else None,
         "lr_scheduler": state.scheduler,
         "data_sampler": other.pop("data_sampler", None),
@@ -291,7 +291,7 @@ def _optimizer_state(new: UniversalLayout) -> dict[str, object]:
     its own values of the others. Source: DeepSpeed 0.19.8, ``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py``
     (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``).
     """
-    state, optimizer = new.source.state, new.native.optimizer
+    state, optimizer = new.source.state, new.family.optimizer
     groups = [_settings(group) | {"params": [number]} for number, group in enumerate(state.groups)]
     differing = _differing_fields(state.groups)
     first = {key: value for key, value in groups[0].items() if key not in differing} if groups else {}
