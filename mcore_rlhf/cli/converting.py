@@ -19,7 +19,7 @@ from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.staging import MANIFEST_NAME
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance
 

@@ -18,7 +18,7 @@ from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.staging import MANIFEST_NAME
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 
 from .describe import chosen_facts, iteration_text, layout_text, of_each, print_choice, source_facts, step_facts
 from .output import Column, Facts, console, count, emit_json, print_facts, print_table, size

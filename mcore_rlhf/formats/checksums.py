@@ -14,7 +14,7 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
 from mcore_rlhf.storage.manifest import FORMAT, FileEntry, Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, absolute
-from mcore_rlhf.storage.staging import MANIFEST_NAME
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 
 _STEP_MANIFEST = "manifest.json"
 """The manifest of a whole step, whose roles are folders in it."""

@@ -24,7 +24,7 @@ from ..core.dtype import dtype_of
 from ..errors import Corrupt, Untrusted
 from .safetensors import DTYPES
 from .stubs import NAMESPACES, Namespace, Stub, StubType, new_stub, stub_class
-from .trust import Verdict, require_trust
+from .unpickle import Verdict, require_trust
 
 MAX_ARRAY_NBYTES = 16 << 20
 """Larger tensors are no settings, and do not belong into a text."""

@@ -17,8 +17,8 @@ from mcore_rlhf.core.account import Reason
 from .checksum import crc32
 from .manifest import FileEntry
 from .paths import ReadablePath, storage_error
+from .publish import MANIFEST_NAME
 from .reading import open_bytes
-from .staging import MANIFEST_NAME
 
 MAX_CARRIED = 64 << 20
 """Bytes of the largest file that is carried: tokenizers have up to 35 MB, weights seldom less than this."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .manifest import JOB, Manifest
-from .staging import MANIFEST_NAME
+from .publish import MANIFEST_NAME
 
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 

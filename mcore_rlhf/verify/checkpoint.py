@@ -13,8 +13,8 @@ from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import OpenFiles
-from mcore_rlhf.storage.staging import MANIFEST_NAME
 from mcore_rlhf.storage.torchzip import read_directory
 
 from .audit import Audit, Ledger, read_checksums

@@ -17,8 +17,8 @@ from mcore_rlhf.core.catalog import Chunk
 from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import FORMATS, open_checkpoint
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import OpenFiles, open_bytes, read_bytes, read_json
-from mcore_rlhf.storage.staging import MANIFEST_NAME
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import GOLDENS as MEGATRON

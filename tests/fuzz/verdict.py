@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.storage import manifest
-from mcore_rlhf.storage.staging import MANIFEST_NAME
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 
 from .child import CANARY, Ended, Limits
 

@@ -25,8 +25,7 @@ from mcore_rlhf.families.source import ReadOptions, Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
 from mcore_rlhf.storage.paths import cannot_open, inside, local_path
-from mcore_rlhf.storage.publish import replace_text, sync_tree
-from mcore_rlhf.storage.staging import new_transaction
+from mcore_rlhf.storage.publish import new_transaction, replace_text, sync_tree
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 from . import steps

@@ -24,8 +24,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageErro
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import Publication, replace_text, write_new
-from mcore_rlhf.storage.staging import Places, new_transaction
+from mcore_rlhf.storage.publish import Places, Publication, new_transaction, replace_text, write_new
 
 from .steps import MANIFEST, step_folder
 

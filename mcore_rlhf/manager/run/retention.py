@@ -5,7 +5,7 @@ forgets nothing. Whatever the rules say, these are never deleted: the newest com
 quarantine, other trainers' steps, what is being written, and steps that the caller protects.
 
 A step that goes is renamed away first, under a lock, then removed: no moment leaves half of one. The hidden folder has the name
-of one that is being written, ``.global_step_N.partial-<id>``, because what :func:`mcore_rlhf.storage.staging.recover` does with
+of one that is being written, ``.global_step_N.partial-<id>``, because what :func:`mcore_rlhf.storage.publish.recover` does with
 those of dead processes is what is wanted here too: remove them. (A folder named ``.old-`` would be put back.)
 
 Steps that a run leaves behind (it went back, or began anew, and they are newer than what it saves now) are put in quarantine:
@@ -26,8 +26,7 @@ from typing import Literal, Protocol
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.storage.paths import human, storage_error
-from mcore_rlhf.storage.publish import sync_folder
-from mcore_rlhf.storage.staging import Lock, Places, new_transaction, recover
+from mcore_rlhf.storage.publish import Lock, Places, new_transaction, recover, sync_folder
 
 from . import steps
 from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lock

@@ -7,7 +7,7 @@ of FSDP, FSDP2 and Megatron-core 0.16.1 (``torch_dist``).
 from __future__ import annotations
 
 from .checks import item_key as item_key
-from .files import DcpFile as DcpFile
+from .folder import DcpFile as DcpFile
 from .folder import DcpFolder as DcpFolder
 from .folder import DcpObject as DcpObject
 from .folder import DcpTensor as DcpTensor

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from mcore_rlhf.core.box import Box, Shape
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
@@ -19,9 +19,59 @@ from ..reading import ByteSource, opened
 from ..torchzip import Directory
 from .alike import Ends, Kinds
 from .checks import boxes, check, item_key
-from .files import DcpFile, FileRecords, StoredRecord
 from .items import item_directory, load_tree
 from .metadata import FILE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
+
+StoredRecord = tuple[str, int, int, int]
+"""``(key, byte offset, bytes, crc32)``"""
+
+
+class FileRecords(Sequence[StoredRecord]):
+    """The parts of a file that have a checksum; whoever wants but the file's path and length pays nothing for them.
+
+    Args:
+        find: Reads them; called once, at first use. What it raises, every use raises.
+    """
+
+    __slots__ = ("_find", "_found")
+
+    def __init__(self, find: Callable[[], tuple[StoredRecord, ...]]) -> None:
+        self._find = find
+        self._found: tuple[StoredRecord, ...] | None = None
+
+    def _all(self) -> tuple[StoredRecord, ...]:
+        if self._found is None:
+            self._found = self._find()
+        return self._found
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __iter__(self) -> Iterator[StoredRecord]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> StoredRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[StoredRecord, ...]: ...
+    def __getitem__(self, index: int | slice) -> StoredRecord | tuple[StoredRecord, ...]:
+        return self._all()[index]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFile:
+    """A file of the folder, with the checksums that it carries: those of the zips in it.
+
+    Args:
+        path: Relative to the checkpoint's root.
+        nbytes: Its length.
+        records: ``(key, byte offset, bytes, crc32)`` of every tensor's data, and of every object's pickle.
+    """
+
+    path: str
+    nbytes: int
+    records: Sequence[StoredRecord] = ()
+
 
 _OPEN_FILES = 64
 """A run on 512 GPUs writes as many files or more; a process may have 1024 open."""

@@ -28,8 +28,8 @@ from mcore_rlhf.storage.dcp import (
     saved,
 )
 from mcore_rlhf.storage.dcp.alike import Kinds
+from mcore_rlhf.storage.dcp.checks import overlap
 from mcore_rlhf.storage.dcp.items import Item as OpenItem
-from mcore_rlhf.storage.dcp.overlap import overlap
 from mcore_rlhf.storage.reading import LocalFile, opened
 
 FLOAT = dtype_of("float32")

@@ -14,8 +14,16 @@ import pytest
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.storage import publish as publish_module
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
-from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap, replace_text
-from mcore_rlhf.storage.staging import MANIFEST_NAME, Lock, Places, recover
+from mcore_rlhf.storage.publish import (
+    MANIFEST_NAME,
+    Lock,
+    Places,
+    Publication,
+    check_space,
+    recover,
+    refuse_overlap,
+    replace_text,
+)
 
 MANIFEST = Manifest({"a": FileEntry(3, 0)})
 
