@@ -25,6 +25,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.stubs import NAMESPACES, Namespace
 
 from .base import LiveFile, Segment, StateTensor
+from .stateful import leaves
 
 T = TypeVar("T")
 SMALL_NBYTES = 1 << 16
@@ -172,24 +173,13 @@ def of_optimizer(optimizer: Any, name_of: Callable[[object], str], masters: Iter
         if isinstance(param, torch.Tensor):
             yield Alive(name_of(param), MASTER, param)
     for param, values in optimizer.state.items():
-        for state, value in _leaves(values):
+        for state, value in leaves(values):
             if isinstance(value, torch.Tensor):
                 yield Alive(name_of(param), state, value)
             elif not isinstance(value, _PLAIN):
                 text = f"{type(optimizer).__qualname__}: {state} of {name_of(param)} is a {type(value).__qualname__}"
                 problems.add(Unsupported, f"{text}; only tensors and plain values can be saved")
     problems.raise_if_any()
-
-
-def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{number}]")
-    else:
-        yield path, value
 
 
 @dataclass(slots=True)

@@ -107,16 +107,21 @@ def _copied(value: object) -> object:
         return value
 
 
-def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a nest of dictionaries, lists and tuples, with where they stand: ``state.0.exp_avg``."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
+def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a nested dict, with where they stand: ``state.0.exp_avg``."""
+    return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """What is no dict, list or tuple in a nest of those, with its path: ``state.0.exp_avg``, ``groups[1].lr``."""
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_in(item, f"{name}.{key}" if name else str(key))
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{name}[{index}]")
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{path}[{number}]")
+    else:
+        yield path, value
 
 
 @dataclass(slots=True)

@@ -125,7 +125,10 @@ Kind = Literal["nothing", "root", "step", "model", "megatron"]
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
-    """Where a script loads from.
+    """Where a script loads from. Only names are looked at; what is found is opened and checked by the manager.
+
+    Source of Megatron's own layout: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``read_metadata``,
+    ``get_checkpoint_name``, ``_get_checkpoint_format``).
 
     Args:
         kind: See :data:`Kind`.

@@ -185,7 +185,7 @@ def forgetful(session: Session, root: str) -> Seen:
         trainer, _ = new_trainer(session)
     trainer.train_step()
     engine = engine_of(trainer)
-    engine.chain = tuple(member and replace(member, dealt=False) for member in engine.chain)
+    engine.chain = tuple(member and replace(member, layer_wise=False) for member in engine.chain)
     with CheckpointManager(Path(root), {"actor": engine}, options=OPTIONS) as manager:
         try:
             manager.save(1, blocking=True)

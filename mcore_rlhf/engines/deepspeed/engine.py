@@ -255,6 +255,11 @@ def own_files(
 ) -> dict[str, State]:
     """The content of the files that this rank writes, by path below the folder that ``save_checkpoint`` is given.
 
+    DeepSpeed makes its state dicts and hands them to a *checkpoint engine*, which writes them. Here one stands in that only
+    keeps them: so the files are DeepSpeed's own to the key, whatever its version puts into them.
+
+    Source: deepspeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``, ``_save_checkpoint``, ``_save_zero_checkpoint``).
+
     Tensors are the live ones. No collective is called: where stage 3 keeps small parameters whole between steps, their
     places in the module are emptied here, and not by partitioning them.
 

@@ -195,7 +195,10 @@ def _same(stored: StoredTensor, shape: tuple[int, ...], live: Any) -> bool:
 
 @dataclass(slots=True)
 class StoredOptimizer:
-    """An optimizer as one file has it.
+    """An optimizer as one file has it, by the number of the flat tensor: what DeepSpeed's four stages store alike.
+
+    Source: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
+    ``runtime/fp16/unfused_optimizer.py`` (``state_dict``).
 
     Args:
         pt: The file.

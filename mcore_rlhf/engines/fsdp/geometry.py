@@ -171,7 +171,9 @@ _STRIDED = "_StridedShard"
 
 @dataclass(slots=True)
 class Meshes:
-    """The device meshes of a model, each looked at once.
+    """The device meshes of a model, each looked at once: ``DTensor``s as splits over them.
+
+    Sources: torch 2.13.0, ``distributed/tensor/placement_types.py``, ``distributed/fsdp/_fully_shard/_fsdp_param.py``.
 
     Args:
         first: The first of the ranks that the model is dealt out to; of meshes with equal parts, its own is written.
@@ -252,7 +254,11 @@ class _FlatPlace:
 
 @dataclass(slots=True)
 class FlatParams:
-    """All original parameters of an FSDP1 model; empty for another."""
+    """All original parameters of an FSDP1 model, each a range of a flat one; empty for another.
+
+    Source: torch 2.13.0, ``distributed/fsdp/_flat_param.py`` (``FlatParameter``, ``FlatParamHandle``),
+    ``distributed/fsdp/_common_utils.py`` (``_FSDPState``). Only attributes are read; nothing is gathered.
+    """
 
     _places: dict[int, _FlatPlace] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)

@@ -233,7 +233,11 @@ def set_tracker_states(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def megatron_state() -> RngState:
-    """All random states of this rank, as ``rng_state[0]`` of the model file holds them."""
+    """All RNG states of this rank, as ``rng_state[0]`` of the model file holds them.
+
+    Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get_rng_state``); megatron-core 0.16.1,
+    ``tensor_parallel/random.py``.
+    """
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),

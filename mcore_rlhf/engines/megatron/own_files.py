@@ -39,6 +39,8 @@ from .model import LiveModel
 from .optimizers import ChainMember
 from .parallel_state import ParallelRank
 
+_ADVICE = "Go on at the layout that was saved, or load the weights alone: load(optimizer=False)."
+
 
 @dataclass(frozen=True, slots=True)
 class OwnFiles:
@@ -173,23 +175,32 @@ def _same_tensors(shard: RankShard, model: LiveModel) -> bool:
     return len(parts) == len(model.chunks)
 
 
-_ADVICE = "Go on at the layout that was saved, or load the weights alone: load(optimizer=False)."
-
-
 @dataclass(slots=True)
 class WholeOptimizer:
-    """The stored states of a chain, for this rank.
+    """The stored states of a chain that no plan can move, such as Muon beside Adam: saved whole, as Megatron writes them.
+
+    A layer-wise optimizer deals whole parameters out to the data-parallel ranks, and each rank writes its own states into a
+    file of its own, ``mp_rank_…/layer_wise_optimizer_<dp_rank>.pt``; a plain chain lies in the model file. Neither says which
+    parameter a state belongs to: the order is that of the live optimizer, and masters, which round to their parameters, prove
+    it.
+
+    Sources: megatron-core 0.16.1, ``optimizer/layer_wise_optimizer.py`` (``save_state_dict_to_file``), ``optimizer/optimizer.py``
+    (``ChainedOptimizer.state_dict``); Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``save_checkpoint``).
 
     Args:
+        own: This rank's files, of the same layout but for the data-parallel size.
         pt: The file that holds them.
         chain: The live members, without stubs.
+        names: Chunk and local name of every live parameter.
         loads: How each is given back.
         masters: Where each live master lies in the file.
         scalers: The members' stored loss scalers.
     """
 
+    own: OwnFiles
     pt: PtFile
     chain: tuple[ChainMember, ...]
+    names: Mapping[torch.nn.Parameter, tuple[int, str]]
     loads: list[OptimizerLoad] = field(default_factory=list)
     masters: list[Pair] = field(default_factory=list)
     scalers: list[object] = field(default_factory=list)
@@ -236,21 +247,14 @@ class WholeOptimizer:
             text = f"{pt.root / pt.file}: {len(members)} chained optimizers, this run has {len(chain)}"
             problems.add(LayoutMismatch, text, _ADVICE)
             return None
-        found = cls(pt, tuple(filter(None, chain)))
         names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
+        found = cls(own, pt, tuple(filter(None, chain)), names)
         for member, content in zip(chain, members, strict=True):
             if member is not None:
-                found._add(member, content, own, names, problems)
+                found._add(member, content, problems)
         return found
 
-    def _add(
-        self,
-        member: ChainMember,
-        stored: Mapping[str, object],
-        own: OwnFiles,
-        names: Mapping[torch.nn.Parameter, tuple[int, str]],
-        problems: Problems,
-    ) -> None:
+    def _add(self, member: ChainMember, stored: Mapping[str, object], problems: Problems) -> None:
         where, optimizer = f"{self.file}: optimizer {member.number}", member.optimizer.optimizer
         try:
             saved = SavedOptimizer.parse(inner_state(stored), None, where)
@@ -268,26 +272,21 @@ class WholeOptimizer:
             else OwnLoad(optimizer, self.pt, inner_state(stored))
         )
         self.scalers.append(stored.get("grad_scaler"))
-        for text in self._masters(member, stored, own, names):
+        for text in self._masters(member, stored):
             problems.add(LayoutMismatch, f"{where}: {text}", _ADVICE)
 
-    def _masters(
-        self,
-        member: ChainMember,
-        stored: Mapping[str, object],
-        own: OwnFiles,
-        names: Mapping[torch.nn.Parameter, tuple[int, str]],
-    ) -> Iterator[str]:
+    def _masters(self, member: ChainMember, stored: Mapping[str, object]) -> Iterator[str]:
         """Note where the live masters lie; what does not fit in words. A master that does not round to its parameter is another's."""
         params = [param for group in getattr(member.optimizer, "float16_groups", []) for param in group]
         places = [place for group in masters_of(stored) or [] for place in group]
         if len(params) != len(places):
             yield f"has {len(places)} fp32 masters, this run has {len(params)}"
             return
-        weights = {(part.vpp_rank, name): one for part in own.shards[0].parts for name, one in part.tensors.items()}
+        own = self.own.shards[0]
+        weights = {(part.vpp_rank, name): one for part in own.parts for name, one in part.tensors.items()}
         for param, place in zip(params, places, strict=True):
-            at = names[param]
-            weight = torch_values(own.shards[0].pt.load(weights[at]))
+            at = self.names[param]
+            weight = torch_values(own.pt.load(weights[at]))
             if place.shape != tuple(param.shape):
                 yield f"the master of {at[1]} has shape {place.shape}, the parameter {tuple(param.shape)}"
             elif not torch.equal(torch_values(self.pt.load(place)).to(weight.dtype), weight):
