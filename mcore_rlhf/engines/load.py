@@ -27,7 +27,7 @@ from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
 from mcore_rlhf.errors import CheckpointError, Problem, Problems
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.reading import OpenFiles
 
 from .stateful import Undo

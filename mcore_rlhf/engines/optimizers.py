@@ -13,7 +13,7 @@ from torch import optim
 
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile, StoredTensor
 from mcore_rlhf.storage.stored import map_tensors
 
 from .load import Pair

@@ -17,8 +17,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError
-from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import Pt, PtFile, StoredTensor, read_pt
 
 from .base import LiveFile, LiveState, LoadRequest, PreparedLoad, StateTensor
 from .load import Load, Pair, fill_places, naming

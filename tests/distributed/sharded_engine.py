@@ -15,8 +15,7 @@ from mcore_rlhf.engines.base import LiveFile, LiveState, LoadRequest, PreparedLo
 from mcore_rlhf.engines.load import fill_places
 from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.errors import LayoutMismatch
-from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
+from mcore_rlhf.storage.pt import Pt, StoredTensor, read_pt
 
 WEIGHTS, MOMENTS = "weights.pt", "moments.pt"
 

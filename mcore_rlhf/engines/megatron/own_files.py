@@ -28,7 +28,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
 
 from ..load import Load, Pair, Slot, planned_locally
 from ..optimizers import OptimizerLoad, OwnLoad, SavedOptimizer, StockLoad, is_stock, matched

@@ -26,7 +26,7 @@ from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, expert_of, is_buffer, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 
 from .arguments import DISTRIBUTED, PLAIN, Arguments
 from .folders import FileRank

@@ -26,7 +26,7 @@ from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
 
 from .arguments import Arguments

@@ -17,7 +17,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
+from mcore_rlhf.storage.pt import StoredTensor, read_pt
 
 from .folders import LOCAL_SHARDS, Located
 

@@ -22,7 +22,7 @@ from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFi
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file
-from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import read_directory

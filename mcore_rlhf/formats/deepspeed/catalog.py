@@ -12,7 +12,7 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.layouts.zero import BorderGroup, Group
 from mcore_rlhf.models.spec import ModelSpec
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
 from .ds_config import momentum_is_flat, momentum_is_unreduced
 from .tag import OpenedTag

@@ -18,7 +18,7 @@ from mcore_rlhf.families.universal_info import INFO
 from mcore_rlhf.layouts.tensor import LocalLayout, whole_layout
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 
 from .catalog import Partitioned, chunks_of
 from .ds_config import momentum_is_flat, section

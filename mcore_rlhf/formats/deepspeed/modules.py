@@ -14,7 +14,7 @@ from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.errors import Corrupt, Incomplete
 from mcore_rlhf.layouts.zero import SlicedGroup
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 
 from .catalog import Partitioned
 from .tag import OpenedTag

@@ -22,7 +22,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import PtFile
+from mcore_rlhf.storage.pt import PtFile
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .catalog import DeepSpeedCatalog, MpShard, Partitioned

@@ -28,7 +28,7 @@ from mcore_rlhf.families.module import USE_MUON
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
 from .catalog import Partitioned
 from .modules import StoredModule

@@ -16,7 +16,7 @@ from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.families.module import is_dynamic, loose_values, static_scaler
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.stubs import new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 

@@ -35,7 +35,7 @@ from mcore_rlhf.formats.form import (
     maybe,
     of,
 )
-from mcore_rlhf.storage.ptfile import PtFile, read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .ds_config import section

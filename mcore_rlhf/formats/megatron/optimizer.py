@@ -36,7 +36,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
 from .shards import RankShard
 

@@ -22,7 +22,7 @@ from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 
 from .shards import RankShard
 

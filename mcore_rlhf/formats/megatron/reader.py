@@ -33,7 +33,7 @@ from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
 from .optimizer import OptimizerReading, is_flat, read_optimizer
 from .parameters import Holder, MegatronCatalog, PartitionFinder

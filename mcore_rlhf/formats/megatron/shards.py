@@ -14,7 +14,7 @@ from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, Fi
 from mcore_rlhf.families.megatron.state import ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
 
 MODEL_KEY = re.compile(r"model(\d*)")
 

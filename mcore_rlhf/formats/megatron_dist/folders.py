@@ -20,7 +20,7 @@ from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFolder, DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import PtFile, read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"

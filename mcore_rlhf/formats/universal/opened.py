@@ -14,7 +14,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Probl
 from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.paths import ReadablePath, walk
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
 
 from .files import (
     FP32,

@@ -20,7 +20,7 @@ from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFi
 from mcore_rlhf.families.universal_info import INFO, VOCAB_TENSOR
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.ptfile import StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 
 from .files import FP32, STEP, ZERO, UniversalFolder, locate, state_key
 from .opened import ModelStates, ParamFiles, ZeroFolder, common_states, read_model_states, read_zero_folder

@@ -20,7 +20,7 @@ from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import check
-from mcore_rlhf.storage.ptfile import PtFile, read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.reading import ByteSource, MappedFile, opened
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.stubs import NAMESPACES, Stub

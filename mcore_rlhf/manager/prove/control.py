@@ -21,8 +21,7 @@ from mcore_rlhf.manager.run.steps import MANIFEST, is_hidden, read_manifest, ste
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import Pt, PtFile, StoredTensor, read_pt
 from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.storage.record_file import RecordFile

@@ -14,7 +14,7 @@ from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp import DcpFolder
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
 from mcore_rlhf.storage.paths import cannot_open
-from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.torchzip import read_directory
 

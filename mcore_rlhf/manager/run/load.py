@@ -22,7 +22,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoi
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, local_path
-from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.pt import read_pt
 
 from ..rlhf.state import tensor_file_stems
 from . import steps

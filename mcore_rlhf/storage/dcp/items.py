@@ -16,7 +16,7 @@ from typing import Any
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported
 
 from .. import zipheaders as z
-from ..ptfile import PtFile
+from ..pt import PtFile
 from ..reading import ByteSource
 from ..resolve import read_tree
 from ..stored import StoredTensor
@@ -176,7 +176,7 @@ def load_tree(file: ByteSource, directory: Directory, stubs: Collection[str]) ->
         stubs: Names of classes that the user allows as inert stubs.
 
     Raises:
-        CheckpointError: As :func:`..ptfile.read_pt`.
+        CheckpointError: As :func:`..pt.read_pt`.
     """
     tree: Any = read_tree(directory.read("data.pkl"), file.path.name, directory, stubs)
     return PtFile(file.path.parent, file.path.name, tree, directory)

@@ -19,8 +19,7 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import NotACheckpoint
 from mcore_rlhf.integrations import megatron_lm
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.pt import Pt, read_pt
 
 PROJECT = Path(__file__).resolve().parents[3]
 HOW_TO = PROJECT / "docs" / "how-to"

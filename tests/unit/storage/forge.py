@@ -12,8 +12,7 @@ import torch
 
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
-from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.ptfile import PtFile
+from mcore_rlhf.storage.pt import Pt, PtFile
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.zipheaders import archive
 

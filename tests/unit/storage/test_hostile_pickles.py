@@ -15,7 +15,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported,
 from mcore_rlhf.storage.dcp import read_rank_file
 from mcore_rlhf.storage.dcp.metadata import read_metadata
 from mcore_rlhf.storage.pickle_scan import MAX_KEYS_WEIGHT, Refused, scan
-from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.resolve import MAX_DEPTH
 from tests.unit.storage.forge import write_pt
 

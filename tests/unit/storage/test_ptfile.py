@@ -17,7 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted
-from mcore_rlhf.storage.ptfile import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
 from mcore_rlhf.storage.stubs import Namespace, stub_class
 from mcore_rlhf.storage.torchzip import read_directory
 from tests.unit.storage.forge import flatten, saved_pickle, write_pt
@@ -177,7 +177,7 @@ def test_no_tensor_byte_is_read_and_damage_shows_when_one_is(tmp_path: Path) -> 
 
 
 def test_a_large_record_is_read_only_where_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rlhf.storage.ptfile._CHECKED_NBYTES", 8)
+    monkeypatch.setattr("mcore_rlhf.storage.pt._CHECKED_NBYTES", 8)
     found = saved(tmp_path, torch.arange(100.0)[10:13])
     assert torch.equal(torch_values(found.load(found.tree)), torch.tensor([10.0, 11.0, 12.0]))
 
@@ -275,7 +275,7 @@ def test_names_allowed_elsewhere_in_the_process_change_nothing(tmp_path: Path) -
 def test_no_torch_is_imported_to_read_tensors(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, 3), "args": argparse.Namespace(a=1), "rng": np.arange(3)}, tmp_path / "x.pt")
     code = (
-        "import sys; from pathlib import Path; from mcore_rlhf.storage.ptfile import read_pt\n"
+        "import sys; from pathlib import Path; from mcore_rlhf.storage.pt import read_pt\n"
         "print(read_pt(Path(sys.argv[1]), 'x.pt').tree['w'].shape, 'torch' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -27,8 +27,7 @@ from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.errors import StorageError, Unsupported
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.pickling import pickle_tree
-from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.ptfile import StoredTensor, read_pt
+from mcore_rlhf.storage.pt import Pt, StoredTensor, read_pt
 from mcore_rlhf.storage.stubs import new_stub, stub_class
 from tests.unit.storage.forge import copy_pt, member
 

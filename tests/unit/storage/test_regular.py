@@ -20,7 +20,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
 from mcore_rlhf.storage.paths import cannot_open
-from mcore_rlhf.storage.ptfile import read_pt
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import MappedFile, opened
 from mcore_rlhf.storage.safetensors import read_safetensors
 

@@ -174,7 +174,7 @@ def test_reading_a_directory_imports_no_torch() -> None:
     import subprocess
 
     program = (
-        "import sys, mcore_rlhf.storage.torchzip, mcore_rlhf.storage.ptfile, mcore_rlhf.storage.pt, "
+        "import sys, mcore_rlhf.storage.torchzip, mcore_rlhf.storage.pt, mcore_rlhf.storage.pt, "
         "mcore_rlhf.storage.reading, mcore_rlhf.storage.publish; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
