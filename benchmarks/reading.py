@@ -124,7 +124,7 @@ def row_13(folder: Path, rounds: int) -> Iterator[Row]:
     checkpoint = make(folder, 0.02, 2)
     commands = {"--help": ["--help"], "inspect of a small checkpoint": ["inspect", str(checkpoint.root)]}
     contest = Contest({name: lambda line=line: _command(line) for name, line in commands.items()}).run(rounds)
-    for name, bar, stretch in (("--help", 0.3, 0.15), ("inspect of a small checkpoint", 2.5, 1.8)):
+    for name, bar, stretch in (("--help", 0.15, 0.1), ("inspect of a small checkpoint", 0.35, 0.2)):
         for of in ("wall", "cpu"):
             spread = contest.spread(name, of)
             yield Row(13, f"mcore-rlhf {name}, whole process: {of}", spread.median, " s", bar, stretch, str(spread))

@@ -30,7 +30,7 @@ def row_6(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
         before=lambda: shutil.rmtree(target, ignore_errors=True),
     ).run(rounds)
     what = f"ds_to_universal (2+2 workers) ÷ convert --to universal, ZeRO-2, DP2, {gigabytes:g} GB, whole process"
-    for of, bar, stretch in (("wall", 5, 10), ("cpu", 8, 15)):
+    for of, bar, stretch in (("wall", 5, 10), ("cpu", 6.5, 8)):
         ratio = contest.ratio("theirs", "ours", of)
         text = f"{ratio}; DeepSpeed {contest.spread('theirs', of).median:.3g} s, ours {contest.spread('ours', of).median:.3g} s"
         yield Row(6, f"{what}: {of}", ratio.median, "×", bar, stretch, text, at_least=True)

@@ -78,7 +78,9 @@ def main() -> None:
         if code:
             print(f"{' '.join(words)}\nexits with {code}:\n{said}")
     base, adapter = str(GOLDENS / "peft/base"), str(GOLDENS / "peft/adapter")
-    code, said = run(["convert", adapter, f"{sys.argv[1]}/merged", "--to", "hf", "--merge-adapter", "--base", base])
+    code, said = run(
+        ["convert", adapter, f"{sys.argv[1]}/merged", "--to", "hf", "--merge-adapter", "--base-model", base]
+    )
     print(f"merging exits with {code}: {said}")
     print(f"{count} commands; torch: {'torch' in sys.modules}")
 
