@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate, same
+from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.sidecar import ARRAYS, STATE, Sidecar
 from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, TrainingState, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 from tests.helpers.plain_load import plain_load
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -124,9 +126,10 @@ def test_a_file_that_is_damaged_costs_only_what_is_in_it(tmp_path: Path) -> None
 
 
 def test_there_and_back_is_nothing(tmp_path: Path) -> None:
+    big = SmallTensor(bytes(range(240)) * 5, FLOAT32, (300,), (1,))
     state = TrainingState(
-        3, False, {"a": (1, 2)}, (ParamGroup({"lr": 0.1, "betas": (0.9, 0.95)}, False, ("w",), ("step",)),), {"k": torch.Size([2])},
-        None, {"rng": np.arange(624, dtype=np.int64), "big": torch.rand(300), "odd": np.arange(999, dtype=">i4")},
+        3, False, {"a": (1, 2)}, (ParamGroup({"lr": 0.1, "betas": (0.9, 0.95)}, False, ("w",), ("step",)),), {"k": TorchSize([2])},
+        None, {"rng": np.arange(624, dtype=np.int64), "big": big, "odd": np.arange(999, dtype=">i4")},
     )  # fmt: skip
     module = ModuleState("step3", ("w", "b"), ("b",), {"alias": "w"}, {"clip_grad": 1.0}, ({"x": 1}, {"x": 2}))
     made = Sidecar.of(state, module, (), {"iteration": 3}, states=("master",), optimizer="zero1")
