@@ -19,7 +19,7 @@ from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout, Records
-from mcore_rlhf.families.megatron.new_run import Choices
+from mcore_rlhf.families.megatron.new_run import NewLayout
 from mcore_rlhf.formats.megatron.parameters import Holder, MegatronCatalog
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
@@ -86,7 +86,7 @@ def _layer() -> Iterator[tuple[str, tuple[int, ...], Partition]]:
 def blueprint(spec: ModelSpec, parallel: ParallelConfig) -> Blueprint:
     """A checkpoint of that model at some layout."""
     args = Arguments({"num_experts": EXPERTS, "use_distributed_optimizer": True, "bf16": True})
-    choices = Choices(parallel, PipelineSplit(), VOCABULARY_ROWS, None, "distributed", "derive")
+    choices = NewLayout(parallel, PipelineSplit(), VOCABULARY_ROWS, None, "distributed", "derive")
     chunks = model_chunks(LAYERS, parallel.pp, parallel.vpp, PipelineSplit(), 0)
     order = [param.name for param in spec.params]
     return Blueprint("actor", spec, args, choices, chunks, order, _MOMENTS, {})
