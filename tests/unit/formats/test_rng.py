@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.state import RngMaker
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -21,7 +22,7 @@ LAYOUT = ParallelConfig(tp=2, pp=2, ep=2, etp=2, dp=2)
 
 
 def states(maker: RngMaker, how: str, layout: ParallelConfig = LAYOUT) -> dict[str, dict[str, Any]]:
-    return {at.folder: dict(getattr(maker, how)(at)) for at in file_ranks(layout)}
+    return {at.folder: dict(torch_values(getattr(maker, how)(at))) for at in file_ranks(layout)}
 
 
 def maker(saved: Any = SAVED, iteration: int = 2) -> RngMaker:
@@ -93,7 +94,7 @@ def test_deriving_depends_on_the_source_and_the_step_only() -> None:
 def test_fresh_states_are_those_of_megatrons_start() -> None:
     """``_set_random_seed`` and ``model_parallel_cuda_manual_seed`` of core_v0.16.1, for --seed 1234."""
     for at in file_ranks(LAYOUT):
-        state: Any = maker().fresh(at)
+        state: Any = torch_values(maker().fresh(at))
         seed = 1234 + 100 * at.pp_rank
         tracker = state["rng_tracker_states"]
         assert torch.Generator().set_state(state["torch_rng_state"]).initial_seed() == seed
