@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.core.execute import FileRun
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Ledger

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 
 from .checkpoints import Checkpoint, make
 from .measure import Contest, flush, warm

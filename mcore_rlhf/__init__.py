@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+    from mcore_rlhf.families.options import ReadOptions, WriteOptions
+    from mcore_rlhf.families.source import Source
 
     from .consolidate import load_fp32_state_dict
     from .convert import ConvertOptions, Job

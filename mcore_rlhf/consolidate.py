@@ -23,7 +23,8 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.hf.names import BIN, MODEL_STEM, SAFETENSORS
 from mcore_rlhf.formats.hf.shards import DEFAULT_SHARD, Shard, WrittenTensor, index_of, shards_of

@@ -15,7 +15,8 @@ import typer
 from mcore_rlhf.convert import Job, Progress
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.storage.manifest import Manifest

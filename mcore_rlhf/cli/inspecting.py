@@ -13,7 +13,8 @@ import typer
 
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import CheckpointError, headline
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.storage.manifest import Manifest

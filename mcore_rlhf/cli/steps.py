@@ -11,7 +11,7 @@ from typing import Literal, cast
 import typer
 
 from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems, UsageError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run import adopt, retention, steps
 from mcore_rlhf.manager.run.adopt import Adoption
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap

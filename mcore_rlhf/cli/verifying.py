@@ -9,7 +9,7 @@ import typer
 
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import Problem
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
 from mcore_rlhf.manager.subject import Subject, find

@@ -25,7 +25,7 @@ from mcore_rlhf.demo.rl.metrics import read_metrics
 from mcore_rlhf.demo.rl.options import Options
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.errors import StorageError, Unsupported, UsageError
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.paths import local_path
 

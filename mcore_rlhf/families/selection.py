@@ -14,7 +14,8 @@ from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.views import Renamed
 from mcore_rlhf.errors import UsageError
 
-from .source import NewNames, ParamGroup, ReadOptions, Source, StoredFile
+from .options import ReadOptions
+from .source import NewNames, ParamGroup, Source, StoredFile
 
 _WILDCARDS = "*?["
 _NOT = "!"

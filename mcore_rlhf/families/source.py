@@ -16,9 +16,6 @@ from mcore_rlhf.storage.leftovers import Carried
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.torchzip import Directory
 
-from .options import ReadOptions as ReadOptions
-from .options import WriteOptions as WriteOptions
-
 SomeFamily = TypeVar("SomeFamily", bound="Family")
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Inventory, Report
 from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
-from mcore_rlhf.families.source import Names, ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Names, Source
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.record_file import Container

@@ -26,7 +26,8 @@ from mcore_rlhf.families.lora.config import model_reference
 from mcore_rlhf.families.lora.merge import Merge, module_state
 from mcore_rlhf.families.lora.names import refuse_adapters
 from mcore_rlhf.families.lora.parts import adapter_alone, adapter_in, carried, known_config
-from mcore_rlhf.families.source import Computed, ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Computed, Source
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT

@@ -7,8 +7,9 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import Traced
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError, headline
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path
 
 from .base import Format

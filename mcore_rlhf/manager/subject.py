@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unsupported, UsageError
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import with_role
-from mcore_rlhf.families.source import ReadOptions
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import local_path

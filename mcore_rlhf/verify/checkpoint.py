@@ -9,7 +9,8 @@ from enum import Enum
 from pathlib import PurePosixPath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path

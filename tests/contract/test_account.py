@@ -15,7 +15,7 @@ from mcore_rlhf.errors import CheckpointError, Lossy
 from mcore_rlhf.families.crossing import to_huggingface
 from mcore_rlhf.families.inventory import ELEMENTS, inventory_of, state_dict_of
 from mcore_rlhf.families.megatron.new_run import NewRun
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.formats.hf.writer import Weights
 from mcore_rlhf.formats.registry import FORMATS
 from tests.helpers.conversions import GOLDENS

@@ -15,7 +15,8 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.registry import FORMATS, detect, format_named, open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles

@@ -17,8 +17,9 @@ from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import ARRAYS, STATE, Sidecar
-from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, TrainingState, WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 from tests.helpers.plain_load import plain_load

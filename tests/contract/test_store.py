@@ -15,7 +15,8 @@ import pytest
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.catalog import Chunk
 from mcore_rlhf.errors import Incomplete
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import FORMATS, open_checkpoint
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import OpenFiles, open_bytes, read_bytes, read_json

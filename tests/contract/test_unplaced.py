@@ -13,7 +13,7 @@ from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy
 from mcore_rlhf.families.inventory import OPAQUE
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.contract.test_account import ALL, SOURCES
 from tests.helpers.damage import edited

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.helpers.independent_reader import Reading, read
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "megatron"

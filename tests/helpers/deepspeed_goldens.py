@@ -10,7 +10,8 @@ import torch
 
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.deepspeed import FORMAT
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "deepspeed"

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.reference.deepspeed_cases import NATIVE, UNIVERSAL, Case
 from tests.reference.deepspeed_lab import require_deepspeed
 from tests.reference.deepspeed_live import Live, Seen

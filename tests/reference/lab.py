@@ -9,7 +9,7 @@ from typing import Any
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.reference.merge import Merged, merged, merged_groups
 from tests.reference.observing import END, LOOK, Observation, Session, observe
 

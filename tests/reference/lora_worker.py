@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 
 BASE = Path(__file__).parents[1] / "goldens" / "peft" / "base"
 WORDS, STEPS = 61, 3

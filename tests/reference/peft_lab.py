@@ -13,7 +13,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.engines.adapter import AdapterEngine
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

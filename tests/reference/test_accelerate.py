@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import StateDictType
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.dcp_by_torch import Run, differences, load, new_run

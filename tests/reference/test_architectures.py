@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of, sizes_of_args, sizes_of_config
 from mcore_rlhf.models.huggingface.packing import from_files, from_modules
 from mcore_rlhf.models.huggingface.relation import from_huggingface

@@ -16,7 +16,7 @@ import torch
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.helpers.conversions import GOLDENS, golden
 from tests.helpers.independent_reader import Reading, read
 from tests.reference import deepspeed_from_megatron

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.reference.architectures_jobs import take_random_states
 from tests.reference.cases import LATENT, LOSS_TOLERANCE, MOE

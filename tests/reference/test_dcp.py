@@ -12,7 +12,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ

@@ -14,7 +14,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from tests.reference.deepspeed_live import Seen
 from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences
 from tests.reference.deepspeed_models import Setting

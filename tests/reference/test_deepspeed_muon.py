@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference.deepspeed_live import Live, Seen
 from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences

@@ -13,7 +13,7 @@ from mcore_rlhf.consolidate import load_fp32_state_dict
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from tests.reference.deepspeed_live import Live, Seen
 from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences, same
 from tests.reference.deepspeed_models import Setting

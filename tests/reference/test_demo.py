@@ -19,7 +19,7 @@ from mcore_rlhf.demo import command
 from mcore_rlhf.demo.command import DemoReport, ProofRow, count_equal, render, table
 from mcore_rlhf.demo.placed_state import PlacedPiece, assembled
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.reference.lab import Lab
 from tests.reference.tampering import change_one_moment
 

@@ -15,7 +15,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.reference import fsdp_jobs as jobs
 from tests.reference.fsdp_jobs import Seen, Whole, differences
 from tests.reference.fsdp_models import Wrapped

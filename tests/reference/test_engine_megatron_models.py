@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.placed_state import assembled
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference import engine_jobs
 from tests.reference import engine_model_jobs as jobs

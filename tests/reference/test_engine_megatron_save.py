@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference.engine_lab import ADAM, BUCKETS, CUBE, GPT, MOE, PLAIN, TIED, EngineLab

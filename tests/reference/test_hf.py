@@ -24,7 +24,7 @@ from transformers import (
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.reference import hf_jobs
 from tests.reference.lab import Lab
 

@@ -12,7 +12,8 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from tests.helpers.universal_by_hand import write

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 
 PROJECT = Path(__file__).parents[2]
 BASE = PROJECT / "tests" / "goldens" / "peft" / "base"

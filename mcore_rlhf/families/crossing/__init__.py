@@ -12,7 +12,8 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Item, Kind, Reason
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import Names, Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import Names, Source
 
 from .description import EMBEDDING, known_description
 from .packing import in_memory, on_disk

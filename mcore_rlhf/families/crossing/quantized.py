@@ -23,7 +23,8 @@ from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.core.scaled import Scaled
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import CONFIG, ModuleState
-from mcore_rlhf.families.source import Computed, Names, Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import Computed, Names, Source
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.leftovers import Carried
 

@@ -14,8 +14,9 @@ from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
 from mcore_rlhf.families.module import ModuleState, read_config, scaler_of, static_scaler
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.origin import WAITS, FormerFamily, origin_of_megatron, plain
-from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES
 from mcore_rlhf.models.huggingface.config import (

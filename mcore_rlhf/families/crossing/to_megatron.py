@@ -15,8 +15,9 @@ from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.origin import WAITS, FormerFamily, origin_of_module
-from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config

@@ -21,8 +21,9 @@ from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState, read_config
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.selection import renamed
-from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.relation import Filled, filled, spelling_of

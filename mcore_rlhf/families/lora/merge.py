@@ -20,7 +20,8 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.inventory import OF_OPTIMIZER
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import Computed, Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import Computed, Source
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 

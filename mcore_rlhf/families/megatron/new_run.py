@@ -15,7 +15,8 @@ from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, state_items
-from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.padding import padded_vocab_size, repadded
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, split_from_option

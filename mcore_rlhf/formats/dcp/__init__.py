@@ -8,7 +8,8 @@ bytes are :mod:`mcore_rlhf.storage.dcp`'s.
 
 from __future__ import annotations
 
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 

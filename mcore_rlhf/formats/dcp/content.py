@@ -38,7 +38,7 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 
 from .folders import RLINF_FOLDER
 from .keys import RLINF, KeyLayout

@@ -12,7 +12,8 @@ from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage import reading

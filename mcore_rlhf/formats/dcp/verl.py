@@ -18,7 +18,8 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file

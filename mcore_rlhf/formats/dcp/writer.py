@@ -14,8 +14,9 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import Sidecar
-from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.dcp import (

@@ -13,7 +13,8 @@ from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32, DType, dtype_of
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.families.universal_info import INFO
 from mcore_rlhf.layouts.tensor import LocalLayout, whole_layout
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups

@@ -16,7 +16,8 @@ from mcore_rlhf.core.names import MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, Known, Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState, scaler_of
-from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt

@@ -13,7 +13,8 @@ from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.universal_info import INFO
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.carried import AT_THE_TOP

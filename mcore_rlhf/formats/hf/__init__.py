@@ -6,7 +6,8 @@ names of both. What has no place in such a folder lies beside: :mod:`mcore_rlhf.
 
 from __future__ import annotations
 
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 

@@ -13,8 +13,9 @@ from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec

@@ -18,8 +18,9 @@ from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, without_quantization
 from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import ModuleState, config_in, read_config
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import Sidecar
-from mcore_rlhf.families.source import Source, TrainingState, WriteOptions
+from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import tell_kept
 from mcore_rlhf.layouts.parallel import ParallelConfig

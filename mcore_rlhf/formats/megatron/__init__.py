@@ -7,7 +7,8 @@ for what Megatron decides by itself: folders, arguments, buffers, groups, the la
 from __future__ import annotations
 
 from mcore_rlhf.families.megatron.folders import is_iteration_folder, looks_like_root
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 

@@ -27,7 +27,8 @@ from mcore_rlhf.families.megatron.state import (
     note_scheduler,
     scheduler_in,
 )
-from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order

@@ -27,7 +27,8 @@ from mcore_rlhf.families.megatron.groups import Membership, groups_for
 from mcore_rlhf.families.megatron.layout import Blueprint, ChainedOptimizer, LocalItem, LocalParam, RankLayout, Records
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import COUNTER, PER_RANK_KEYS, RankValues
-from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks

@@ -6,7 +6,8 @@ single ranks. What Megatron decides by itself, such as groups and arguments, is 
 
 from __future__ import annotations
 
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 

@@ -26,7 +26,8 @@ from mcore_rlhf.families.megatron.state import (
     note_scheduler,
     scheduler_in,
 )
-from mcore_rlhf.families.source import ReadOptions, Source, TrainingState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT

@@ -25,7 +25,8 @@ from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_fo
 from mcore_rlhf.families.megatron.groups import groups_for
 from mcore_rlhf.families.megatron.layout import members
 from mcore_rlhf.families.megatron.new_run import NewRun
-from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert

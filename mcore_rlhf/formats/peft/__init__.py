@@ -7,7 +7,8 @@ the adapter in a checkpoint of any format; ``reader`` and ``writer`` are made of
 from __future__ import annotations
 
 from mcore_rlhf.families.lora.names import CONFIG, WEIGHTS
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 

@@ -28,8 +28,9 @@ from mcore_rlhf.families.lora.names import (
 )
 from mcore_rlhf.families.lora.parts import CARRIED
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import sidecar_files
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.containers import open_tensors

@@ -16,7 +16,8 @@ from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.source import ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import Traits, layer_of, partition_of, renumbered

@@ -19,7 +19,8 @@ from mcore_rlhf.families.lora.config import AdapterConfig, completed
 from mcore_rlhf.families.lora.names import CONFIG, SAFETENSORS
 from mcore_rlhf.families.lora.parts import CARRIED, Adapter, adapter_in, carried, known_config
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.safetensors import Safetensors

@@ -16,7 +16,8 @@ from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
-from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, StoredFile, TrainingState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.families.universal_info import INFO, VOCAB_TENSOR
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath

@@ -20,7 +20,8 @@ from mcore_rlhf.core.views import StateOrder
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
-from mcore_rlhf.families.source import ParamGroup, Source, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.families.universal_info import VOCAB_TENSOR, UniversalCheckpointInfo
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.models.spec import ParamSpec

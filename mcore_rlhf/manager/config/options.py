@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.options import given
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions, given
 
 from ..rlhf.controls import AdaptiveKL, FixedKL, KLController
 from ..rlhf.data_state import Indexable

@@ -21,7 +21,8 @@ from mcore_rlhf.errors import (
     UsageError,
     headline,
 )
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
 from mcore_rlhf.storage.paths import cannot_open, inside, local_path

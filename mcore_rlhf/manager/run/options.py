@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import Problems, UsageError
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named
 
 from .policies import AnyOf, Deadline, SavePolicy

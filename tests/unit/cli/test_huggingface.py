@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.run.adopt import adopt
 

@@ -215,7 +215,7 @@ def test_a_step_of_verls_megatron_backend(cli: Cli, tmp_path: Path) -> None:
 
 def test_python_that_opens_one_model_of_a_step_says_what_is_beside_it(step: Path) -> None:
     from mcore_rlhf import ConvertOptions, open_checkpoint, prepare_conversion
-    from mcore_rlhf.families.source import ReadOptions
+    from mcore_rlhf.families.options import ReadOptions
 
     job = prepare_conversion(step, ConvertOptions())
     assert any("data/data.pt" in text for text in job.report.lost)

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rlhf import CheckpointManager, ConvertOptions, WriteOptions, convert_checkpoint, open_checkpoint
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.config.run import load_run_config, parse_resume
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt

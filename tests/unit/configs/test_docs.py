@@ -15,7 +15,7 @@ import yaml
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.megatron import FORMAT as MEGATRON
 from mcore_rlhf.models.rules import read_rules

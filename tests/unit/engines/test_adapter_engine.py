@@ -13,7 +13,7 @@ from mcore_rlhf import CheckpointManager
 from mcore_rlhf.engines.adapter import AdapterEngine
 from mcore_rlhf.engines.base import LoadRequest, apply
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.live_lora import CONFIG, Adapted, Base, optimizer_of, train
 

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import CheckpointError, Unsupported
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from tests.helpers.conversions import options
 from tests.helpers.damage import snapshot
 

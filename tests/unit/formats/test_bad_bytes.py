@@ -11,7 +11,7 @@ import torch
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Untrusted
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import options
 from tests.helpers.damage import (

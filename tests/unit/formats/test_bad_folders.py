@@ -17,7 +17,7 @@ from mcore_rlhf.errors import (
     StorageError,
     UsageError,
 )
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from tests.helpers.conversions import GOLDENS, golden, options
 from tests.helpers.damage import ITERATION, MODEL, OPTIMIZER, copied, snapshot
 from tests.helpers.independent_reader import differences, read

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.helpers.conversions import GOLDENS, options
 from tests.helpers.damage import ITERATION, MODEL, edited
 

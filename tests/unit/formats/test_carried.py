@@ -15,7 +15,7 @@ import torch
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.verify.checkpoint import verify

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file
 from mcore_rlhf.storage.reading import OpenFiles

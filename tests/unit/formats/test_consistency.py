@@ -10,7 +10,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.damage import copied, edited

@@ -15,8 +15,9 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, Unsupporte
 from mcore_rlhf.families.crossing import alike, crossed
 from mcore_rlhf.families.crossing.packing import in_memory
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.origin import FormerFamily
-from mcore_rlhf.families.source import ParamGroup, ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import GOLDENS

@@ -14,7 +14,8 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import CheckpointError, Lossy, UsageError
 from mcore_rlhf.families.crossing import crossed
-from mcore_rlhf.families.source import ReadOptions, Source, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.models.rules import Rule, Rules
 from tests.helpers import universal_by_hand

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.conversions import GOLDENS, Conversions, golden
 from tests.helpers.independent_reader import read

@@ -24,7 +24,8 @@ from mcore_rlhf.errors import (
     Unsupported,
     UsageError,
 )
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp.keys import KeyLayout, Style, find_layout, flattened, guess_paths, joined, unflattened
 from mcore_rlhf.formats.dcp.state import DcpState
 from mcore_rlhf.formats.dcp.writer import cut

@@ -11,7 +11,7 @@ import pytest
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFolder
 from mcore_rlhf.verify.checkpoint import Depth, verify

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from mcore_rlhf.convert import ConvertOptions, convert, prepare
 from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.errors import CheckpointError, Unsupported
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.catalog_values import tensor_of

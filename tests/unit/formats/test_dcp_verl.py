@@ -15,7 +15,8 @@ import torch
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp.groups import choices
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp import Local, read_rank_file

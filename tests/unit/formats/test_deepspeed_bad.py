@@ -19,7 +19,7 @@ from mcore_rlhf.errors import (
     Untrusted,
     UsageError,
 )
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import detect
 from tests.helpers.damage import edited, flip, truncate
 from tests.helpers.deepspeed_goldens import GOLDENS

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.deepspeed.tag import ExpertLayout
 from tests.helpers.conversions import options

@@ -10,7 +10,7 @@ import torch
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify

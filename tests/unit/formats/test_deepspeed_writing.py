@@ -14,7 +14,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import options

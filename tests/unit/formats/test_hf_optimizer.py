@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.exact_json import MAX_ARRAY_NBYTES, Encoder, decode
 from mcore_rlhf.storage.stubs import Namespace, new_stub, stub_class

@@ -19,7 +19,8 @@ from mcore_rlhf.errors import (
     Untrusted,
 )
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.hf import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.catalog_values import tensor_of

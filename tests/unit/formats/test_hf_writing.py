@@ -13,7 +13,7 @@ import torch
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from tests.helpers import universal_by_hand
 from tests.helpers.plain_load import bits
 from tests.unit.formats.hf_by_hand import CONFIG, Tensors, config_in, index_of, llama, tensors_in, write

@@ -22,7 +22,7 @@ from mcore_rlhf.errors import (
     Untrusted,
     UsageError,
 )
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.storage.dcp import DcpFolder
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.damage import edited, truncate

@@ -13,7 +13,8 @@ import torch
 from mcore_rlhf.core.dtype import dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.megatron_dist.folders import CONFIG_TEXT
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.dcp import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records, saved

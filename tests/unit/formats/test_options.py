@@ -14,8 +14,7 @@ import pytest
 from mcore_rlhf.cli.job import make_job
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.families.options import EVERY, OPTIONS, JobOptions, Option
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import EVERY, OPTIONS, JobOptions, Option, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import FORMATS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.conversions import GOLDENS, golden, options
 from tests.helpers.damage import ITERATION, MODEL, copied, edited

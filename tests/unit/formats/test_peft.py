@@ -25,7 +25,7 @@ from mcore_rlhf.errors import (
     UsageError,
 )
 from mcore_rlhf.families.lora.names import in_base, in_file, in_memory
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers import lora_by_hand as lora
 from tests.helpers.damage import snapshot

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Lossy, Unsupported, UsageError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import options

@@ -14,8 +14,9 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import Selection, with_role
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.conversions import GOLDENS as MEGATRON
 from tests.helpers.conversions import options

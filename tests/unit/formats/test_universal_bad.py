@@ -19,7 +19,7 @@ from mcore_rlhf.errors import (
     Unsupported,
     Untrusted,
 )
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.formats.universal import FORMAT
 from tests.helpers.damage import edited, flip, snapshot, truncate

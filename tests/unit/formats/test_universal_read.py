@@ -11,7 +11,8 @@ from mcore_rlhf.core.account import same
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ReadOptions, Source
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.torch_values import SmallTensor
 from tests.helpers.catalog_values import tensor_of

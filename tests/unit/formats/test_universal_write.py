@@ -15,7 +15,7 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.catalog import Catalog, TensorEntry
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
-from mcore_rlhf.families.source import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.formats.universal import FORMAT

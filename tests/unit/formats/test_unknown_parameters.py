@@ -10,7 +10,7 @@ import torch
 
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.errors import LayoutMismatch
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.models.rules import Rule, Rules
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ROW
 from tests.helpers.conversions import GOLDENS, options

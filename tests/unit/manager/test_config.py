@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from mcore_rlhf.errors import LayoutMismatch, StorageError, Unsupported, UsageError
-from mcore_rlhf.families.source import WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.manager.config.options import manager_options, prompt_sampler
 from mcore_rlhf.manager.config.run import (
     ELSEWHERE,

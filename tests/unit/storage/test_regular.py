@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rlhf.convert import ConvertOptions
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 
 PROJECT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ import torch
 import mcore_rlhf.convert as converting
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.damage import snapshot, truncate

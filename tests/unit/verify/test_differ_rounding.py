@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.names import MASTER, PARAM
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Comparison, Differ

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, Problems
-from mcore_rlhf.families.source import ReadOptions
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Audit, Ledger
