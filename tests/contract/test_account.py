@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage, same
 from mcore_rlhf.core.names import EXP_AVG
 from mcore_rlhf.errors import CheckpointError, Lossy
-from mcore_rlhf.families.crossing import to_huggingface
 from mcore_rlhf.families.inventory import ELEMENTS, inventory_of, state_dict_of
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.options import WriteOptions
@@ -97,7 +97,8 @@ def test_an_optimizer_that_is_left_out_is_lost(name: str) -> None:
 
 def test_rows_that_are_cut_without_a_word_make_a_conversion_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(MODEL, "deepspeed").account.entries[ELEMENTS].fate is Fate.CHANGED
-    monkeypatch.setattr(to_huggingface, "_note_cut", lambda *_: None)
+    crossing = importlib.import_module("mcore_rlhf.families.crossing.to_huggingface")
+    monkeypatch.setattr(crossing, "_note_cut", lambda *_: None)
     assert planned(MODEL, "deepspeed").account.unaccounted == (ELEMENTS,)
 
 
@@ -139,7 +140,7 @@ def test_what_transformers_trainer_leaves_beside_a_tag_is_an_item(tmp_path: Path
 
 def test_the_plan_and_the_manifest_show_the_account(zoo: Zoo) -> None:
     there, job = zoo.pair("megatron", "hf")
-    shown = job.as_json()["account"]
+    shown = job.manifest({}).report["account"]
     assert isinstance(shown, dict)
     assert shown["items"] == sum(shown[fate] for fate in ("kept", "derived", "changed", "left_behind", "lost"))
     assert shown["unaccounted"] == []

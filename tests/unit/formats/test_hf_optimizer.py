@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.exact_json import MAX_ARRAY_NBYTES, Encoder, decode
 from mcore_rlhf.storage.stubs import Namespace, new_stub, stub_class
+from mcore_rlhf.storage.torch_values import SmallTensor, TorchDtype, TorchSize
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import golden
 from tests.helpers.independent_reader import read
-from tests.helpers.plain_load import plain_load, same
+from tests.helpers.plain_load import bits, plain_load, same
 from tests.helpers.universal_by_hand import adam
 from tests.unit.formats.hf_by_hand import CONFIG
 from tests.unit.formats.test_crossing_values import GOLDENS as MEGATRON
@@ -222,7 +226,7 @@ class TestExactJson:
             "plain": [1, 2.5, "ä\ud800", None, True, -0.0, 10**40], "floats": [math.inf, -math.inf, 5e-324],
             "tuple": (1, (2, [3])), "sets": [{1, 2}, frozenset(["a"])], "bytes": b"\0\xff", 3: "number", "$x": "dollar",
             "ordered": OrderedDict([("b", 1), ("a", 2)]), "space": Namespace({"x": 1}), "stub": stub,
-            "class": stub_class("megatron.core.enums.ModelType"), "size": torch.Size([2, 3]), "dtype": torch.bfloat16,
+            "class": stub_class("megatron.core.enums.ModelType"), "size": TorchSize([2, 3]), "dtype": TorchDtype("bfloat16"),
             "scalar": np.float32(0.1), "empty": {}, "true": np.bool_(True),
         }  # fmt: skip
         found, lost = round_trip(value)
@@ -236,19 +240,21 @@ class TestExactJson:
     @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
     def test_tensors_and_arrays(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.rand(shape).mul(5).to(dtype)
-        found, lost = round_trip([tensor, tensor.T if tensor.dim() == 2 else tensor])
+        small = SmallTensor(bits(tensor), dtype_of(str(dtype)[6:]), shape, tensor.stride())
+        turned = replace(small, shape=shape[::-1], strides=tensor.stride()[::-1])
+        found, lost = round_trip([small, turned])
         assert lost == []
-        assert same([tensor, tensor.T if tensor.dim() == 2 else tensor], found) == []
+        assert same([tensor, tensor.T if tensor.dim() == 2 else tensor], torch_values(found)) == []
         array = np.arange(6, dtype=">i4").reshape(2, 3)
         (again,), _ = round_trip([array])
         assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
     def test_what_cannot_be_kept_is_said_with_its_place(self) -> None:
-        big = torch.empty(MAX_ARRAY_NBYTES // 4 + 1)
+        big = SmallTensor.of(np.zeros(MAX_ARRAY_NBYTES // 4 + 1), dtype_of("float32"))
         found, lost = round_trip({"a": {"b": print, "c": 1}, "d": [1, object(), 2], "big": big, "odd": np.array(["x"])})
         assert found == {"a": {"c": 1}, "d": [1, None, 2]}
         assert lost == [
-            "top/big (Tensor)",
+            "top/big (SmallTensor)",
             "top/odd (ndarray)",
             "top/a/b (builtin_function_or_method)",
             "top/d/1 (object)",

@@ -144,7 +144,7 @@ def test_checkpoints_with_something_else_in_place_of_a_file(
 
 def test_a_folder_of_links_reads_as_hugging_face_s_cache_does(tmp_path: Path) -> None:
     """``blobs/`` holds the files under their hashes, ``snapshots/<revision>/`` links to them."""
-    source = next(GOLDENS.rglob("*.safetensors")).parent
+    source = GOLDENS / "huggingface" / "llama_tied_bf16_sharded"
     repository = tmp_path / "models--org--name"
     snapshot, blobs = repository / "snapshots" / "0123abcd", repository / "blobs"
     snapshot.mkdir(parents=True)
