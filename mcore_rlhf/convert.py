@@ -11,11 +11,10 @@ from itertools import chain, islice
 from pathlib import Path
 from threading import Event
 
-from mcore_rlhf.core.lowrank import LowRankSum, products_in_one_thread
-
 from .core.account import Account, Report
 from .core.catalog import Traced
 from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
+from .core.lowrank import LowRankSum, products_in_one_thread
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Unsupported, UsageError
 from .families.options import ConvertOptions as ConvertOptions

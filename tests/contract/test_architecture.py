@@ -288,6 +288,44 @@ def test_what_is_allowed_passes(path: str, code: str) -> None:
     assert violations(PurePosixPath(path), f'"""A module."""\n{code}\n') == []
 
 
+def _graph() -> dict[str, set[str]]:
+    """Which module imports which, wherever the import stands, even where it is for types alone."""
+    names = {".".join([PACKAGE, *path.with_suffix("").parts]).removesuffix(".__init__"): path for path in MODULES}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        reader = Reader(".".join([PACKAGE, *PurePosixPath(path.as_posix()).parent.parts]))
+        for node in ast.walk(ast.parse((PROJECT / PACKAGE / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                reader.visit(node)
+        wanted = {item.module for item in reader.imports} | {item.module.rpartition(".")[0] for item in reader.imports}
+        graph[name] = (wanted & names.keys()) - {name, PACKAGE}
+    return graph
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    graph, done = _graph(), set[str]()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " → ".join((*above[above.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                if not name.startswith(f"{other}."):  # a package's own names, from a module in it
+                    visit(other, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_no_class_name_stands_for_three_things() -> None:
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse((PROJECT / PACKAGE / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path.as_posix())
+    assert {name: where for name, where in found.items() if len(where) > 2} == {}
+
+
 def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, mcore_rlhf.cli; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
