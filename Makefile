@@ -5,8 +5,8 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# As many tests at a time as there are cores, four at most; tests that share resident processes or conversions stay together.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+# As many files of tests at a time as there are cores, four at most; what the tests of a file share is made once.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup_venv.sh
 
 .DEFAULT_GOAL := help

@@ -14,8 +14,6 @@ settings.load_profile("default")
 
 TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
-POOLS = {"pool", "lab", "zoo"}
-"""Fixtures of a whole session that cost more than what runs on them."""
 SEED = pytest.StashKey[int]()
 
 
@@ -34,16 +32,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test in ``tests/gpu`` and ``tests/reference`` by its folder's name, and keep together what shares a fixture.
-
-    Tests run in several processes. A file's tests share its conversions; those with a pool of resident workers share that.
-    """
+    """Mark every test in ``tests/gpu`` and ``tests/reference`` by its folder's name."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
-        pooled = isinstance(item, pytest.Function) and not POOLS.isdisjoint(item.fixturenames)
-        item.add_marker(pytest.mark.xdist_group(folder if pooled else str(item.path)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
