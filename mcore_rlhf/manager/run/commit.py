@@ -145,7 +145,8 @@ def why_it_vanished(store: FolderStore, error: BaseException) -> Stopped | None:
         error: What the rank met.
     """
     cause = error if isinstance(error, OSError) else error.__cause__
-    if not isinstance(cause, OSError) or cause.errno not in (errno.ENOENT, errno.ESTALE):
+    # EEXIST: a folder that was there when it was to be made, and gone when that was looked at.
+    if not isinstance(cause, OSError) or cause.errno not in (errno.ENOENT, errno.ESTALE, errno.EEXIST):
         return None
     end = time.monotonic() + _REMOVAL_S
     while time.monotonic() < end:
