@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from mcore_rlhf.models.huggingface.table import GROUPED, LOCAL, MTP_LAYER, SEQUENTIAL, TRANSFORMER_ENGINE, Spelling
+from typing import TYPE_CHECKING
 
 from .module import ModuleState
 from .sidecar import STATE
 from .source import Source
+
+if TYPE_CHECKING:
+    from mcore_rlhf.models.huggingface.table import Spelling
 
 ORIGIN = "mcore_rlhf_origin"
 """The key of ``config.json`` under which arguments wait that nobody declares, and once of client state, for everything."""
@@ -58,12 +60,14 @@ class FormerFamily:
             implementation: What the user asked for, or None. Transformer Engine's experts are one ``TEGroupedMLP``, as in
                 all runs with ``--moe-grouped-gemm``, unless the run had others.
         """
+        from mcore_rlhf.models.huggingface import table  # all architectures, which opening a source needs not
+
         said = self.values.get("spelling")
-        engine = implementation or (said if isinstance(said, str) else TRANSFORMER_ENGINE)
-        experts = SEQUENTIAL if engine == LOCAL else GROUPED
+        engine = implementation or (said if isinstance(said, str) else table.TRANSFORMER_ENGINE)
+        experts = table.SEQUENTIAL if engine == table.LOCAL else table.GROUPED
         if engine == said:
             experts = str(self.values.get("experts") or experts)
-        return Spelling(engine, experts, str(self.values.get("mtp") or MTP_LAYER))
+        return table.Spelling(engine, experts, str(self.values.get("mtp") or table.MTP_LAYER))
 
     def module(self, iteration: int) -> dict[str, object]:
         """What a run under a module's names had, unless the run went on since."""

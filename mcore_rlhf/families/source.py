@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Inventory, Item, Report, Said
 from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.core.computed import Computation
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.torchzip import Directory
+
+if TYPE_CHECKING:
+    from mcore_rlhf.core.computed import Computation  # needs numpy, which opening a source does not
 
 SomeFamily = TypeVar("SomeFamily", bound="Family")
 

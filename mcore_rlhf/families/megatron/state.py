@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
-
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import Unsupported
@@ -249,6 +247,8 @@ class RngMaker:
         )
 
     def _states(self, default: int, tracker: Mapping[str, int]) -> RngState:
+        import numpy as np  # opening a source needs it not
+
         generator = random.Random(default)
         return {
             "random_rng_state": generator.getstate(),
@@ -280,6 +280,8 @@ def _cpu_state(seed: int) -> SmallTensor:
 
 def _digest(state: object) -> bytes:
     """A hash of a nest of dictionaries, sequences, arrays and tensors."""
+    import numpy as np
+
     digest = hashlib.sha256()
 
     def feed(value: object) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.cast import Words
 from mcore_rlhf.core.catalog import Chunk
-from mcore_rlhf.core.execute import WORDS, strided
 from mcore_rlhf.errors import Corrupt, Unsupported
 from mcore_rlhf.storage.torch_values import SmallTensor
 
@@ -20,6 +16,9 @@ from .folder import DcpFolder, DcpTensor
 from .items import item_directory, load_tree
 from .metadata import RESTORE
 from .writer import saved
+
+if TYPE_CHECKING:
+    from mcore_rlhf.core.cast import Words
 
 _MOST_ELEMENTS = 16 << 20
 """What is larger is a model's tensor, and is not loaded whole."""
@@ -41,6 +40,10 @@ def load_tensor(tensor: DcpTensor) -> SmallTensor:
             f"{tensor.folder.folder}: {tensor.fqn} has {numel:,} elements, but is neither a weight nor a state of the "
             "optimizer\nIf the folder holds several models, convert them one by one: save each into a folder of its own."
         )
+    import numpy as np  # looking at a folder needs it not
+
+    from mcore_rlhf.core.execute import WORDS
+
     result: Words = np.zeros(tensor.global_shape, WORDS[tensor.dtype.itemsize])
     for chunk in tensor.chunks():
         box = chunk.box
@@ -50,6 +53,10 @@ def load_tensor(tensor: DcpTensor) -> SmallTensor:
 
 
 def _loaded(tensor: DcpTensor, chunk: Chunk) -> Words:
+    import numpy as np
+
+    from mcore_rlhf.core.execute import WORDS, strided
+
     record, expected = chunk.record, tensor.folder.checksum(tensor, chunk.box)
     file = opened(tensor.folder.root / record.file)
     data = bytearray(file.read(record.byte_offset, record.nbytes))
@@ -85,5 +92,5 @@ def unwrap(folder: DcpFolder, fqn: str) -> Any:
         raise Unsupported(f"{file.path}: {fqn} is not what it says: a stored object was expected")
     data = directory.members[inside.key]
     inner = item_directory(file, fqn, data.byte_offset, data.nbytes)
-    opened = load_tree(file, inner, folder.stubs)
-    return opened.materialize(opened.tree)
+    found = load_tree(file, inner, folder.stubs)
+    return found.materialize(found.tree)
