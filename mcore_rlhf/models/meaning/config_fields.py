@@ -6,7 +6,7 @@ folders have of it; deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Instruct, ``c
 
 from __future__ import annotations
 
-from .kinds import Kind
+from .kinds import Kind, by_name
 
 _TRAINING = """
 aux_loss_alpha classifier_dropout embd_pdrop hidden_dropout output_router_logits pretraining_tp resid_pdrop router_aux_loss_coef
@@ -29,14 +29,7 @@ OF_TENSORS = {
 }  # fmt: skip
 """Fields that say what the tensors say as well, each with Megatron's argument for it; the tensors decide."""
 
-OTHERS: dict[str, Kind] = {
-    name: kind
-    for kind, names in (
-        (Kind.TRAINING, _TRAINING),
-        (Kind.EXECUTION, _EXECUTION),
-        (Kind.LAYOUT, _LAYOUT),
-        (Kind.BOOKKEEPING, _BOOKKEEPING),
-    )
-    for name in names.split()
-}
+OTHERS = by_name(
+    {Kind.TRAINING: _TRAINING, Kind.EXECUTION: _EXECUTION, Kind.LAYOUT: _LAYOUT, Kind.BOOKKEEPING: _BOOKKEEPING}
+)
 """By name of a field: its kind."""

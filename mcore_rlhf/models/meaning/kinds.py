@@ -20,6 +20,15 @@ class Kind(Enum):
     UNDECLARED = "declared by nobody"
 
 
+def by_name(names: Mapping[Kind, str]) -> dict[str, Kind]:
+    """The kind of every name.
+
+    Args:
+        names: By kind, separated by spaces.
+    """
+    return {name: kind for kind, of_kind in names.items() for name in of_kind.split()}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One argument or field that changes what the model computes, and is not related to one of the other side.

@@ -7,7 +7,7 @@ core_v0.19.
 
 from __future__ import annotations
 
-from .kinds import Kind
+from .kinds import Kind, by_name
 
 _TRAINING = """
 accumulate_allreduce_grads_in_fp32 adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm attention_dropout
@@ -205,14 +205,7 @@ save_params_interval save_tokens_per_expert_interval special_tokens tokenizer_hf
 tokenizer_hf_no_use_fast tokenizer_sentencepiece_ignore_extra_whitespaces validation_set_names verify_integrity
 """
 
-OTHERS: dict[str, Kind] = {
-    name: kind
-    for kind, names in (
-        (Kind.TRAINING, _TRAINING),
-        (Kind.EXECUTION, _EXECUTION),
-        (Kind.LAYOUT, _LAYOUT),
-        (Kind.BOOKKEEPING, _BOOKKEEPING),
-    )
-    for name in names.split()
-}
+OTHERS = by_name(
+    {Kind.TRAINING: _TRAINING, Kind.EXECUTION: _EXECUTION, Kind.LAYOUT: _LAYOUT, Kind.BOOKKEEPING: _BOOKKEEPING}
+)
 """By name of an argument, or of a field of ``TransformerConfig``: its kind."""
