@@ -92,6 +92,11 @@ class ModelSpec:
         """The parameter of that global name, or None."""
         return self._index.get(name)
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The global shape of every parameter."""
+        return {param.name: param.global_shape for param in self.params}
+
     def with_vocabulary(self, rows: int | None) -> dict[str, int]:
         """Every parameter whose rows are words, with that number of rows; none for None."""
         return {} if rows is None else {spec.name: rows for spec in self.params if spec.partition.vocabulary}

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.box import Shape, dot, row_major
-from ..core.catalog import Record
+from ..core.box import Box, Shape, dot, row_major
+from ..core.catalog import Chunk, Record, TensorEntry
+from ..core.names import TensorName
 from .stubs import NAMESPACES, Namespace
 
 
@@ -37,6 +38,18 @@ class StoredTensor:
     def stop(self) -> int:
         """One past its last element in the record; ``start`` where it is empty."""
         return self.start + (1 + dot(tuple(n - 1 for n in self.shape), self.strides) if 0 not in self.shape else 0)
+
+
+def whole_entry(name: TensorName, *replicas: StoredTensor) -> TensorEntry:
+    """The entry of a tensor that lies whole in each of several places, the preferred one first.
+
+    Args:
+        name: Its identity.
+        replicas: Those places, one at least; all of one shape and dtype.
+    """
+    first = replicas[0]
+    chunks = tuple(Chunk(Box.whole(one.shape), one.record, one.start, one.strides) for one in replicas)
+    return TensorEntry(name, first.shape, first.record.dtype, chunks)
 
 
 def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:

@@ -28,7 +28,7 @@ def on_disk(source: Source, config: Mapping[str, object]) -> Source:
         LayoutMismatch: A tensor that should be packed experts has another shape.
     """
     table = _table(config)
-    packing = from_modules(_shapes(source), table) if table else None
+    packing = from_modules(source.model.shapes, table) if table else None
     if packing is None or packing.same:
         return source
     return _seen(source, packing.of_files(), packing.files, "one by one, as on disk", packs_experts=False)
@@ -45,7 +45,7 @@ def in_memory(source: Source, config: Mapping[str, object]) -> Source:
         CheckpointError: Experts are missing, are not all alike, or are trained differently.
     """
     table = _table(config)
-    packing = from_files(_shapes(source), table) if table else None
+    packing = from_files(source.model.shapes, table) if table else None
     if packing is None or packing.same:
         return source
     text = "packed, as transformers 5 has them in memory"
@@ -56,10 +56,6 @@ def _table(config: Mapping[str, object]) -> tuple[Packed, ...]:
     """The rows of the model's architecture; none where nobody says which it is, since others pack differently."""
     known = known_architecture(config)
     return () if known is None else known.packed
-
-
-def _shapes(source: Source) -> dict[str, Shape]:
-    return {spec.name: spec.global_shape for spec in source.model.params}
 
 
 def _seen(source: Source, shares: Shares, shapes: Mapping[str, Shape], text: str, *, packs_experts: bool) -> Source:

@@ -65,7 +65,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     source = on_disk(source, config)
     notes = source.notes.copy()
     sizes = sizes_of_config(config)
-    shapes, sizes = _with_next_layers(_shapes(source), sizes, notes)
+    shapes, sizes = _with_next_layers(source.model.shapes, sizes, notes)
     relation = from_huggingface(
         shapes, sizes, origin.spelling(options.transformer_impl), among, frozenset(family.buffers)
     )
@@ -116,10 +116,6 @@ def _refuse_muon(source: Source) -> None:
 def _goes_along(source: Source) -> bool:
     """Whether the model's description lies in a file of its own, which is carried."""
     return source.carried is not None and CONFIG in source.carried.files
-
-
-def _shapes(source: Source) -> dict[str, Shape]:
-    return {spec.name: spec.global_shape for spec in source.model.params}
 
 
 def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes, notes: Report) -> tuple[dict[str, Shape], Sizes]:

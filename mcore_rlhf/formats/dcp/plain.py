@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.catalog import FixedCatalog
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Unsupported
@@ -18,7 +17,8 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import StoredTensor, read_pt
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .folders import LOCAL_SHARDS, Located
 
@@ -52,7 +52,7 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
     native = ModuleState(
         "", tuple(tensors), tuple(spec.name for spec in specs if not spec.trainable), config=model_config(located.root)
     )
-    entries = {name: _entry(TensorName(role, name), stored) for name, stored in tensors.items()}
+    entries = {name: whole_entry(TensorName(role, name), stored) for name, stored in tensors.items()}
     return Source(
         format="dcp",
         root=located.root,
@@ -67,11 +67,6 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
         notes=notes,
         family=native,
     )
-
-
-def _entry(name: TensorName, stored: StoredTensor) -> TensorEntry:
-    chunk = Chunk(Box.whole(stored.shape), stored.record, stored.start, stored.strides)
-    return TensorEntry(name, stored.shape, stored.record.dtype, (chunk,))
 
 
 def num_layers(names: Iterable[str]) -> int:

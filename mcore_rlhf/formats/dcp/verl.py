@@ -24,7 +24,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file
 from mcore_rlhf.storage.pt import read_pt
-from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import read_directory
 
@@ -160,8 +160,7 @@ class _VerlReader:
     def _entry(self, name: TensorName, parts: Sequence[Any]) -> TensorEntry:
         first = parts[0]
         if isinstance(first, StoredTensor):
-            chunks = tuple(Chunk(Box.whole(p.shape), p.record, p.start, p.strides) for p in parts)
-            return TensorEntry(name, first.shape, first.record.dtype, chunks)
+            return whole_entry(name, *parts)
         chunks = tuple(self._chunks(name, parts))
         return TensorEntry(name, first.global_shape, first.stored.record.dtype, chunks)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Box, Shape
-from mcore_rlhf.core.catalog import Chunk, TensorEntry
+from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
@@ -20,7 +20,7 @@ from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
 from .names import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
@@ -252,7 +252,4 @@ class HuggingFaceCatalog:
     def get(self, name: TensorName, /) -> TensorEntry | None:
         """The entry of that name, or None."""
         stored = self.places.get(name.param, {}).get(name.state) if name.role == self.role else None
-        if not stored:
-            return None
-        chunks = tuple(Chunk(Box.whole(s.shape), s.record, s.start, s.strides) for s in stored)
-        return TensorEntry(name, stored[0].shape, stored[0].record.dtype, chunks)
+        return whole_entry(name, *stored) if stored else None

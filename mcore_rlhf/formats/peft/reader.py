@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.catalog import FixedCatalog
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.lora.base_model import SavedAdapter
@@ -35,7 +34,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _ADVICE = "Save the adapter again with peft's save_pretrained, or copy it again."
@@ -62,7 +61,7 @@ def read_peft(path: ReadablePath, options: ReadOptions) -> Source:
         ParamSpec(named[name].memory, tensor.shape, tensor.record.dtype, REPLICATED) for name, tensor in stored.items()
     )
     role, files = options.role or "actor", (file, *_beside(path))
-    entries = [_entry(TensorName(role, named[name].memory), tensor) for name, tensor in stored.items()]
+    entries = [whole_entry(TensorName(role, named[name].memory), tensor) for name, tensor in stored.items()]
     return Source(
         format="peft",
         root=path,
@@ -119,11 +118,6 @@ def _check(path: ReadablePath, named: Mapping[str, AdapterTensor], stored: Mappi
         elif other[1] != rank and kind == LORA_A:
             problems.add(Corrupt, f"{path}: {name} has rank {rank}, {other[0]} has rank {other[1]}", _ADVICE)
     problems.raise_if_any()
-
-
-def _entry(name: TensorName, stored: StoredTensor) -> TensorEntry:
-    chunk = Chunk(Box.whole(stored.shape), stored.record, stored.start, stored.strides)
-    return TensorEntry(name, stored.shape, stored.record.dtype, (chunk,))
 
 
 def _state(config: AdapterConfig, origin: SavedAdapter) -> TrainingState:

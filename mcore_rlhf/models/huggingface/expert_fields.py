@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.errors import Unsupported
 
-from .fields import Field, Values
+from .fields import Field, Values, integer
 
 _ARG, _LAYERS, _HF_LAYERS = "moe_layer_freq", "num_layers", "num_hidden_layers"
 
@@ -35,11 +35,6 @@ def _argument(mixture: frozenset[int], layers: int) -> dict[str, object]:
     return {_ARG: [int(number in mixture) for number in range(layers)]}
 
 
-def _count(config: Values) -> int:
-    layers = config.get(_HF_LAYERS)
-    return layers if isinstance(layers, int) else 0
-
-
 @dataclass(frozen=True, slots=True)
 class FirstDense(Field):
     """The first layers are dense, all others are mixtures.
@@ -61,7 +56,7 @@ class FirstDense(Field):
         """``moe_layer_freq``."""
         first = config.get(self.name)
         first = first if isinstance(first, int) else 0
-        return _argument(frozenset(range(first, _count(config))), _count(config))
+        return _argument(frozenset(range(first, integer(config, _HF_LAYERS))), integer(config, _HF_LAYERS))
 
     def config(self, args: Values) -> dict[str, object]:
         """How many are dense.
@@ -105,9 +100,9 @@ class DenseList(Field):
         listed, step = config.get(self.listed), config.get(self.step)
         dense = frozenset(listed) if isinstance(listed, list | tuple) else frozenset()
         every = step if isinstance(step, int) and step > 0 else 1
-        numbers = range(_count(config))
+        numbers = range(integer(config, _HF_LAYERS))
         mixture = frozenset(n for n in numbers if n not in dense and (n + 1) % every == 0)
-        return _argument(mixture, _count(config))
+        return _argument(mixture, integer(config, _HF_LAYERS))
 
     def config(self, args: Values) -> dict[str, object]:
         """The list."""
