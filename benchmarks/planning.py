@@ -19,7 +19,7 @@ from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout, Records
-from mcore_rlhf.families.megatron.new_run import NewLayout
+from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.formats.megatron.parameters import Holder, MegatronCatalog
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks

@@ -31,7 +31,7 @@ from mcore_rlhf.storage.pt import StoredTensor
 from .arguments import DISTRIBUTED, PLAIN, Arguments
 from .folders import FileRank
 from .groups import in_expert_optimizer
-from .new_run import NewLayout
+from .new_layout import NewLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
-from mcore_rlhf.families.megatron.new_run import NewLayout
+from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.state import (
     SCHEDULER_KEYS,
     MegatronTensors,

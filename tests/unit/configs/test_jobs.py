@@ -13,7 +13,7 @@ import yaml
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
-from mcore_rlhf.families.megatron.new_run import NewLayout, choose
+from mcore_rlhf.families.megatron.new_layout import NewLayout, choose
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.padding import padded_vocab_size
