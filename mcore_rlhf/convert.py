@@ -19,11 +19,11 @@ from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Unsupported, UsageError
 from .families.options import ConvertOptions as ConvertOptions
 from .families.options import refuse
-from .families.source import Source
+from .families.source import Source, bytes_of
 from .formats.accounting import account_of
 from .formats.base import Target, TargetFile
 from .formats.carried import bring_along
-from .formats.merging import bytes_of, seen_by
+from .formats.merging import seen_by
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.leftovers import carry

@@ -14,8 +14,7 @@ from mcore_rlhf.core.names import PARAM
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source
-from mcore_rlhf.formats.merging import bytes_of
+from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.verify.differ import Differ, Tolerance

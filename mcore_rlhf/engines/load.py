@@ -21,14 +21,14 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
 from mcore_rlhf.core.catalog import Catalog, Chunk, FixedCatalog, Record, TensorEntry
 from mcore_rlhf.core.dtype import DType, dtype_of
-from mcore_rlhf.core.execute import FileRun
+from mcore_rlhf.core.execute import FileRun, SourceBytes
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
 from mcore_rlhf.errors import CheckpointError, Problem, Problems
+from mcore_rlhf.families.source import Computed, Source, open_bytes
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import StoredTensor
-from mcore_rlhf.storage.reading import OpenFiles
 
 from .stateful import Undo
 
@@ -156,7 +156,7 @@ def fill_places(root: ReadablePath, pairs: Iterable[Pair]) -> None:
             name = TensorName("", slot.record.key)
             source = FixedCatalog({name: TensorEntry(name, shape, place.record.dtype, (have,))})
             plan.copies += plan_file(LIVE, [slot.entry(name, shape, [want])], source).copies
-    Filling(root, plan, slots.found).run()
+    Filling(root, None, plan, slots.found).run()
 
 
 class Hooks(Protocol):
@@ -186,6 +186,7 @@ class Load(Generic[T]):
         report: What is kept, derived, changed and lost.
         opened: Files that were read already, while the load was prepared.
         rng: RNG states that this rank's own file holds, under the manager's names; None where it holds none.
+        computed: What the plan takes that is stored nowhere, but computed of files, which are all in ``opened``.
     """
 
     root: ReadablePath
@@ -194,12 +195,26 @@ class Load(Generic[T]):
     report: Report
     opened: Sequence[ReadablePath] = ()
     rng: Mapping[str, object] | None = None
+    computed: Computed | None = None
     _hooks: Hooks | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        slots: Sequence[Slot[T]],
+        plan: FilePlan,
+        report: Report,
+        opened: Sequence[ReadablePath] = (),
+    ) -> Load[T]:
+        """The load of an opened checkpoint; see the class."""
+        behind = [source.root / file.path for file in source.files] if source.computed is not None else []
+        return cls(source.root, slots, plan, report, [*opened, *behind], computed=source.computed)
 
     @property
     def files(self) -> Sequence[ReadablePath]:
         """The files that this rank will read."""
-        copied = dict.fromkeys(copy.source.file for copy in self.plan.copies)
+        copied = dict.fromkeys(copy.source.file for copy in self.plan.copies if not copy.source.computed)
         return tuple(dict.fromkeys([*self.opened, *(self.root / file for file in copied)]))
 
     def checked(self, hooks: Hooks) -> Load[T]:
@@ -234,7 +249,7 @@ class Load(Generic[T]):
         """
         assert self._hooks is not None
         with torch.no_grad():
-            self._hooks.fill(Filling(self.root, self.plan, self.slots).run)
+            self._hooks.fill(Filling(self.root, self.computed, self.plan, self.slots).run)
 
 
 @dataclass(slots=True)
@@ -243,11 +258,13 @@ class Filling(Generic[T]):
 
     Args:
         root: Folder of the files.
+        computed: What is computed of them.
         plan: What is copied.
         slots: Where to.
     """
 
     root: ReadablePath
+    computed: Computed | None
     plan: FilePlan
     slots: Sequence[Slot[T]]
 
@@ -256,7 +273,7 @@ class Filling(Generic[T]):
         by_key: dict[str, list[Copy]] = {}
         for copy in self.plan.copies:
             by_key.setdefault(copy.target.key, []).append(copy)
-        with OpenFiles(self.root) as source, torch.no_grad():
+        with open_bytes(self.root, self.computed) as source, torch.no_grad():
             straight = [slot for slot in self.slots if slot.put is None and slot.record.numel]
             _copy(source, by_key, straight, {slot.record.key: slot.tensor() for slot in straight})
             converted = [slot for slot in self.slots if slot.put is not None]
@@ -270,7 +287,7 @@ class Filling(Generic[T]):
 
 
 def _copy(
-    source: OpenFiles,
+    source: SourceBytes,
     copies: Mapping[str, Sequence[Copy]],
     slots: Sequence[Slot[T]],
     tensors: Mapping[str, torch.Tensor],

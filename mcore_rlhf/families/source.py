@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -13,10 +14,12 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.torchzip import Directory
 
 if TYPE_CHECKING:
     from mcore_rlhf.core.computed import Computation  # needs numpy, which opening a source does not
+    from mcore_rlhf.core.execute import SourceBytes
 
 SomeFamily = TypeVar("SomeFamily", bound="Family")
 
@@ -247,6 +250,25 @@ class Source:
     moved: Mapping[Item, Item] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()
     origin: Mapping[str, object] = field(default_factory=dict)
+
+
+@contextmanager
+def open_bytes(root: ReadablePath, computed: Computed | None) -> Iterator[SourceBytes]:
+    """Where the bytes of a catalogue are.
+
+    Args:
+        root: Folder of its files, where nothing is computed.
+        computed: What is computed of them.
+    """
+    from mcore_rlhf.core.computed import ComputedBytes
+
+    with OpenFiles(root if computed is None else computed.root) as files:
+        yield files if computed is None else ComputedBytes(files, computed.computations)
+
+
+def bytes_of(source: Source) -> AbstractContextManager[SourceBytes]:
+    """Where the bytes of a source's catalogue are: its files, and what is computed of them."""
+    return open_bytes(source.root, source.computed)
 
 
 class Names:

@@ -7,14 +7,10 @@ changes, but for modules that the adapter has whole. Source of the arithmetic: p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.computed import ComputedBytes
-from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.views import Below, Joined
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.crossing import crossed
@@ -27,21 +23,12 @@ from mcore_rlhf.families.lora.merge import Merge, module_state
 from mcore_rlhf.families.lora.names import refuse_adapters
 from mcore_rlhf.families.lora.parts import adapter_alone, adapter_in, carried, known_config
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.source import Computed, Source
+from mcore_rlhf.families.source import Computed, Source, bytes_of
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.paths import ReadablePath, absolute
-from mcore_rlhf.storage.reading import OpenFiles
-
-
-@contextmanager
-def bytes_of(source: Source) -> Iterator[SourceBytes]:
-    """Where the bytes of a source's catalogue are: its files, and what is computed of them."""
-    computed = source.computed
-    with OpenFiles(source.root if computed is None else computed.root) as files:
-        yield files if computed is None else ComputedBytes(files, computed.computations)
 
 
 def seen_by(

@@ -242,6 +242,8 @@ class Audit:
                 yield from self._parity_tasks(name, entry)
 
     def _parity_tasks(self, name: TensorName, masters: TensorEntry) -> Iterator[Task]:
+        if any(chunk.record.computed for chunk in masters.chunks):
+            return  # of the parameters themselves
         params = self.catalog.get(name._replace(state=PARAM))
         stored = params.primary() if params is not None else ()
         by_box = {chunk.box: chunk for chunk in stored}

@@ -10,12 +10,11 @@ from pathlib import PurePosixPath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.source import Source, StoredFile, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path
 from mcore_rlhf.storage.publish import MANIFEST_NAME
-from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.torchzip import read_directory
 
 from .audit import Audit, Ledger, read_checksums
@@ -158,7 +157,7 @@ def _check_bytes(
             progress(nbytes)
 
     ledger = Ledger(source.files)
-    with OpenFiles(source.root) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
+    with bytes_of(source) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
         audit = Audit(source.catalog, mapped, ledger, verdict.problems, count, source.distrust)
         deep = depth is Depth.DEEP
         list(pool.map(lambda task: task(), audit.tasks(replicas=deep, parity=deep)))

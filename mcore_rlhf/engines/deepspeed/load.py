@@ -153,9 +153,7 @@ def load_from(
     _note(stored.report, source, live, parallel, plan, restored=restored)
     kept = torch_values(ModuleState.needed(source, "deepspeed").optimizer)
     wrapper = {key: value for key, value in kept.items() if key in WRAPPER}
-    return Load(source.root, found, plan, stored.report), Restored(
-        torch_values(source.state), restored, states, wrapper
-    )
+    return Load.of(source, found, plan, stored.report), Restored(torch_values(source.state), restored, states, wrapper)
 
 
 def _states(stored: ModuleSource, live: LiveOptimizer) -> States:

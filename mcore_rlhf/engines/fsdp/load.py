@@ -94,7 +94,7 @@ class Matching:
             self._add_states(param, view)
         plan = planned(self.slots.found, self._holds, view, stored.problems)
         self._note(stored.report, plan, wanted=wanted)
-        return Load(source.root, self.slots.found, plan, stored.report, opened)
+        return Load.of(source, self.slots.found, plan, stored.report, opened)
 
     def _holds(self, slot: Slot[LocalShard]) -> Iterator[TensorEntry]:
         """The logical tensor, with this rank's parts as chunks of the live memory."""

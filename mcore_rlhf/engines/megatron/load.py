@@ -185,7 +185,7 @@ class MegatronMatching:
         self._note(plan)
         scalars = torch_values(own.scalars) if own else {}
         stored = MegatronStored(torch_values(source.state), states, source.optimizer, scalars)
-        return Load(source.root, found, plan, self.report), stored
+        return Load.of(source, found, plan, self.report), stored
 
     def _holds(self, slot: Slot[LocalPart]) -> Iterator[TensorEntry]:
         named, stop = self._named.get((slot.owner.vpp_rank, slot.owner.name)), slot.start + slot.record.numel

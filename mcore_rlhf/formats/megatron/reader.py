@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.inventory import Unplaced
-from mcore_rlhf.families.megatron.arguments import Arguments, check_against_arguments, check_folders, stored_arguments
+from mcore_rlhf.families.megatron.arguments import (
+    DISTRIBUTED,
+    Arguments,
+    check_against_arguments,
+    check_folders,
+    stored_arguments,
+)
 from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, rank_folders
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.state import (
@@ -109,7 +115,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     state = training_state(run.shards, run.located, optimizer.groups, notes)
     note_scheduler(optimizer.kind, state.scheduler, notes)
     catalog = MegatronCatalog(options.role or "actor", model, optimizer.states, run.parallel, holders)
-    return Source(
+    source = Source(
         format="megatron",
         root=run.located.root,
         role=catalog.role,
@@ -131,6 +137,11 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
         ),
         unplaced=unplaced_of(run.shards, with_optimizer=options.optimizer),
     )
+    if optimizer.kind != DISTRIBUTED or not run.args.flag("use_precision_aware_optimizer"):
+        return source
+    from mcore_rlhf.families.megatron.remainders import with_masters_joined  # needs numpy
+
+    return with_masters_joined(source)
 
 
 def _model(run: OpenedRun, specs: Sequence[ParamSpec], frozen: frozenset[str], options: ReadOptions) -> ModelSpec:

@@ -16,7 +16,7 @@ from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.lora.base_model import BaseModel, SavedAdapter, fingerprint, sampled
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.formats.merging import bytes_of
+from mcore_rlhf.families.source import bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from tests.helpers import lora_by_hand as lora

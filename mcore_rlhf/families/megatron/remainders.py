@@ -1,0 +1,218 @@
+"""fp32 masters that a precision-aware optimizer stores as what rounding them to the parameters cut off: joined, they are masters again.
+
+With bf16 parameters and fp32 masters Transformer Engine keeps 16 bits of each master, as an integer; the parameter has the others,
+rounded up where the remainder is negative. Megatron writes those integers as floats in the place of the masters, and nothing in the
+file says so. So they are told by their values: all integers of 16 bits, and, taken for masters, not those of their parameters.
+
+Sources: Transformer Engine 2.1, ``transformer_engine/pytorch/optimizers/fused_adam.py`` (``store_param_remainders``,
+``get_unscaled_state``) and ``common/multi_tensor/adam.cu`` (``AdamFunctorMasterParamRemainder``); megatron-core 0.19.2,
+``optimizer/distrib_optimizer.py`` (``get_parameter_state_dp_zero``), which takes the state as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.box import Box, dot, row_major
+from mcore_rlhf.core.cast import Words, differing_after_rounding
+from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
+from mcore_rlhf.core.computed import COMPUTED
+from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32
+from mcore_rlhf.core.execute import WINDOW_BYTES, SourceBytes
+from mcore_rlhf.core.gathering import words_of
+from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.views import View
+from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.families.source import Computed, Source, bytes_of
+
+_SAMPLE = 1 << 12
+"""Elements of a parameter that are looked at."""
+_LOW, _HIGH = -(1 << 15), (1 << 15) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMaster:
+    """One parameter's masters, computed of it and of the remainders.
+
+    Args:
+        param: The parameter, of bf16.
+        remainder: What was cut off, integers of 16 bits as floats; of the same shape.
+    """
+
+    param: TensorEntry
+    remainder: TensorEntry
+
+    @property
+    def _rows(self) -> int:
+        """Rows that are computed together."""
+        return max(1, WINDOW_BYTES // max(1, FLOAT32.itemsize * prod(self.param.global_shape[1:])))
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a whole block of rows."""
+        return self._rows * FLOAT32.itemsize * prod(self.param.global_shape[1:])
+
+    def block(self, number: int, source: SourceBytes) -> Words:
+        """One block of rows, as words of fp32.
+
+        Raises:
+            Corrupt: What is stored is no remainder.
+        """
+        shape = self.param.global_shape
+        first = number * self._rows
+        if not shape:
+            return self.joined(Box((), ()), source)
+        box = Box((first, *(0 for _ in shape[1:])), (min(self._rows, shape[0] - first), *shape[1:]))
+        return self.joined(box, source)
+
+    def joined(self, box: Box, source: SourceBytes) -> Words:
+        """The masters of a box, as words of fp32; see :meth:`block`."""
+        values = words_of(self.remainder, box, FLOAT32, source).view(np.float32)
+        if not _are_remainders(values):
+            raise Corrupt(
+                f"{self.remainder.name}: {box} holds values that are no remainders of 16 bits, as those of the other parameters are\n"
+                "The file is damaged, or its states are of two kinds. The weights alone can be converted with --no-optimizer."
+            )
+        whole = values.astype(np.int32)
+        high = words_of(self.param, box, BFLOAT16, source).astype(np.uint32) - (whole < 0)
+        found: Words = (high << np.uint32(16)) | (whole.astype(np.uint32) & np.uint32(0xFFFF))
+        return found
+
+
+def _are_remainders(values: Words) -> bool:
+    """Whether all values, of fp32, are integers of 16 bits."""
+    return bool(((values >= _LOW) & (values <= _HIGH) & (values == np.rint(values))).all())
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMasters(View):
+    """A catalogue whose masters are joined where it has remainders.
+
+    Args:
+        catalog: The one below, with remainders in the place of masters.
+    """
+
+    def get(self, name: TensorName, /) -> TensorEntry | None:
+        """The entry of that name, or None. Copies of remainders stay copies, so that they are compared as any others."""
+        entry = self.catalog.get(name)
+        if entry is None or name.state != MASTER or not _has_remainder(self.catalog, name):
+            return entry
+        strides = row_major(entry.global_shape)
+        chunks = (
+            Chunk(chunk.box, _record(entry, copy), dot(chunk.box.offset, strides), strides)
+            for copy, chunk in _numbered(entry)
+        )
+        return replace(entry, dtype=FLOAT32, chunks=tuple(chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Joins(Mapping[str, JoinedMaster]):
+    """Every join of a catalogue by the name of its record's file, made when it is asked for.
+
+    Args:
+        catalog: The one with remainders.
+        role: Role of its tensors.
+    """
+
+    catalog: Catalog
+    role: str
+
+    def __getitem__(self, file: str) -> JoinedMaster:
+        return _join(self, file)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self.catalog:
+            entry = self.catalog.get(name) if name.state == MASTER and _has_remainder(self.catalog, name) else None
+            if entry is not None:
+                yield from dict.fromkeys(_record(entry, copy).file for copy, _ in _numbered(entry))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@lru_cache(maxsize=256)
+def _join(joins: Joins, file: str) -> JoinedMaster:
+    """The join of a computed file: of one copy of the remainders."""
+    copy, _, param = file.removeprefix(COMPUTED).partition("/")
+    found = [joins.catalog.get(TensorName(joins.role, param, state)) for state in (PARAM, MASTER)]
+    if not file.startswith(COMPUTED) or not copy.isdigit() or found[0] is None or found[1] is None:
+        raise KeyError(file)
+    numbered = [(at, chunk) for at, chunk in _numbered(found[1]) if at <= int(copy)]
+    last = {chunk.box: chunk for _, chunk in numbered}  # what has fewer copies stands in for those that it lacks
+    return JoinedMaster(found[0], replace(found[1], chunks=tuple(last.values())))
+
+
+def _has_remainder(catalog: Catalog, name: TensorName) -> bool:
+    """Parameters of other types have no remainders: what is fp32 is its own master."""
+    param = catalog.get(name._replace(state=PARAM))
+    return param is not None and param.dtype == BFLOAT16
+
+
+def _record(entry: TensorEntry, copy: int) -> Record:
+    param = entry.name.param
+    return Record(
+        f"{COMPUTED}{copy}/{param}", f"{param} · remainder", FLOAT32, prod(entry.global_shape), 0, computed=True
+    )
+
+
+def _numbered(entry: TensorEntry) -> Iterator[tuple[int, Chunk]]:
+    """Every chunk with the number of the copies of its box that come before it."""
+    seen: dict[Box, int] = {}
+    for chunk in entry.chunks:
+        seen[chunk.box] = number = seen.get(chunk.box, -1) + 1
+        yield number, chunk
+
+
+def with_masters_joined(source: Source) -> Source:
+    """The checkpoint of a precision-aware optimizer with masters, where it stored remainders; otherwise as it is.
+
+    Args:
+        source: An opened checkpoint, as it is stored.
+    """
+    if MASTER not in source.states or not _holds_remainders(source):
+        return source
+    source.notes.add(
+        Fate.DERIVED,
+        "fp32 master parameters: the precision-aware optimizer stored what bf16 cuts off of them (store_param_remainders); joined with "
+        "the parameters they are the masters again, bit for bit, and are written as such",
+    )
+    joins = Joins(source.catalog, source.role)
+    return replace(source, catalog=JoinedMasters(source.catalog), computed=Computed(source.root, joins))
+
+
+def _holds_remainders(source: Source) -> bool:
+    """Whether what stands in the place of the masters are remainders, by samples of the parameters one after the other.
+
+    The first one that tells decides: values that are no integers of 16 bits are masters, as are those of a parameter that they are
+    not, when rounded. Zeros tell nothing.
+    """
+    with bytes_of(source) as files:
+        for spec in source.model.params:
+            master, param = (source.catalog.get(TensorName(source.role, spec.name, state)) for state in (MASTER, PARAM))
+            if master is None or param is None or param.dtype != BFLOAT16 or not param.chunks or not master.chunks:
+                continue
+            box = _sampled(master.primary()[0].box)
+            values = words_of(master, box, FLOAT32, files)
+            if not _are_remainders(values.view(np.float32)):
+                return False
+            if differing_after_rounding(values, words_of(param, box, BFLOAT16, files), FLOAT32, BFLOAT16):
+                return True
+    return False
+
+
+def _sampled(box: Box) -> Box:
+    """The first elements of a box, whole rows of it where they are few."""
+    rows = max(1, _SAMPLE // max(1, prod(box.shape[1:])))
+    return Box(box.offset, (min(rows, box.shape[0]), *box.shape[1:])) if box.shape else box
