@@ -5,6 +5,7 @@ Everything lies in one file, ``state.pt``, as ``torch.save`` would write it; ``t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,8 +94,24 @@ class TorchEngine:
         files = (LiveFile(FILE, self.ranks[:1], tuple(live.segments), Pt.of(tree)),)
         memory = Memory.of(files, (live,))
         given = (Alive(name, part, tensor) for part in self._given() for name, tensor in tensors_in(parts[part]))
-        return LiveState(
-            "torch", self.layout, files, state_tensors=(*self._state_tensors(memory), *memory.counted(given))
+        alive = (*self._state_tensors(memory), *memory.counted(given), *self._left_out(memory, parts))
+        return LiveState("torch", self.layout, files, state_tensors=alive)
+
+    def _left_out(self, memory: Memory, parts: Mapping[str, object]) -> Iterator[StateTensor]:
+        """What an optimizer with code of its own keeps, and gave neither as it is nor in another form: under the same name."""
+        if "optimizer" in self._given() and isinstance(getattr(self.optimizer, "state", None), Mapping):
+            given = Counter((_last(path), tensor.numel()) for path, tensor in tensors_in(parts["optimizer"]))
+            for one in self._kept(own_form=True):
+                at = _last(one.state), one.tensor.numel()
+                if not memory.has(one.tensor) and not given[at]:
+                    yield from memory.counted([one])
+                given[at] -= 1
+
+    def _kept(self, *, own_form: bool = False) -> Iterator[Alive]:
+        """What the optimizer itself has."""
+        names = {id(param): name for name, param in self.module.named_parameters()} if self.module is not None else {}
+        return of_optimizer(
+            self.optimizer, lambda held: names.get(id(held), "a parameter of no name"), own_form=own_form
         )
 
     def _state_tensors(self, memory: Memory) -> Iterator[StateTensor]:
@@ -103,9 +120,7 @@ class TorchEngine:
         if module is not None and "model" not in given:
             yield from memory.counted(of_module(module), self.layout)
         if self.optimizer is not None and "optimizer" not in given:
-            names = {id(param): name for name, param in module.named_parameters()} if module is not None else {}
-            alive = of_optimizer(self.optimizer, lambda held: names.get(id(held), "a parameter of no name"))
-            yield from memory.counted(alive, self.layout)
+            yield from memory.counted(self._kept(), self.layout)
 
     def _given(self) -> list[str]:
         """Parts whose own code decides what is their state: there is nothing to compare it with."""
@@ -285,6 +300,10 @@ def _shape(value: object) -> tuple[int, ...] | None:
     if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
         return None
     return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _unwrapped(module: torch.nn.Module | None) -> torch.nn.Module | None:

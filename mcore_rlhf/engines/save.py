@@ -8,7 +8,7 @@ rank, which holds the same, writes it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -157,13 +157,16 @@ def makes_its_state(module: torch.nn.Module) -> bool:
     )
 
 
-def of_optimizer(optimizer: Any, name_of: Callable[[object], str], masters: Iterable[object] = ()) -> Iterator[Alive]:
+def of_optimizer(
+    optimizer: Any, name_of: Callable[[object], str], masters: Iterable[object] = (), *, own_form: bool = False
+) -> Iterator[Alive]:
     """All tensors that a torch optimizer keeps, at any depth.
 
     Args:
         optimizer: Has ``state``, as torch's have.
         name_of: Names a tensor that it trains.
         masters: Those that it trains and that are no parameters of the model.
+        own_form: Whether its own code says how objects are saved.
 
     Raises:
         Unsupported: It keeps objects that no file can hold; they are named.
@@ -176,10 +179,21 @@ def of_optimizer(optimizer: Any, name_of: Callable[[object], str], masters: Iter
         for state, value in leaves(values):
             if isinstance(value, torch.Tensor):
                 yield Alive(name_of(param), state, value)
-            elif not isinstance(value, _PLAIN):
+            elif not isinstance(value, _PLAIN) and not own_form:
                 text = f"{type(optimizer).__qualname__}: {state} of {name_of(param)} is a {type(value).__qualname__}"
                 problems.add(Unsupported, f"{text}; only tensors and plain values can be saved")
     problems.raise_if_any()
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[Any]:
+    """The optimizers at the bottom of a nest of wrappers and chains, each once: those whose ``state`` is no wrapper's view."""
+    if hasattr(optimizer, "chained_optimizers"):  # a chain of several has views of them too, which raise
+        for one in optimizer.chained_optimizers:
+            yield from torch_optimizers(one)
+    elif getattr(optimizer, "optimizer", None) is not None:
+        yield from torch_optimizers(optimizer.optimizer)
+    elif hasattr(optimizer, "param_groups") and hasattr(optimizer, "state"):
+        yield optimizer
 
 
 @dataclass(slots=True)
@@ -298,11 +312,12 @@ RankAccount = dict[str | None, Holding]
 """A rank's holdings, by the set of ranks that hold the same; None: what it holds alone."""
 
 
-def account_of(state_tensors: Iterable[StateTensor], role: str, problems: Problems) -> RankAccount:
+def account_of(state_tensors: Iterable[StateTensor], rank: int, role: str, problems: Problems) -> RankAccount:
     """One rank's account.
 
     Args:
         state_tensors: All its state tensors of a role.
+        rank: The rank, for messages.
         role: The role, for messages.
         problems: Told what would be lost: what this rank holds alone and does not write.
     """
@@ -311,10 +326,11 @@ def account_of(state_tensors: Iterable[StateTensor], role: str, problems: Proble
         sets.setdefault(one.among, []).append(one)
     if lost := [one for one in sets.get(None, []) if not one.here]:
         text = (
-            f"{role}: {len(lost)} live tensors ({_named(lost)}) would not be in the step; the engine does not know them"
+            f"{role}: rank {rank}: {len(lost)} live tensors ({_named(lost)}) would not be in the step; the engine does not know "
+            "them"
         )
         problems.add(Unsupported, text, _UNWRITTEN)
-    return {among: _holding(tensors, f"{role}: {among}", problems) for among, tensors in sets.items()}
+    return {among: _holding(tensors, f"{role}: rank {rank}: {among}", problems) for among, tensors in sets.items()}
 
 
 def _holding(state_tensors: Sequence[StateTensor], where: str, problems: Problems) -> Holding:
@@ -332,16 +348,15 @@ def _holding(state_tensors: Sequence[StateTensor], where: str, problems: Problem
     return found
 
 
-def compare(accounts: Sequence[RankAccount], role: str, problems: Problems) -> dict[str, Counted]:
+def compare(accounts: Sequence[RankAccount]) -> tuple[dict[str, Counted], dict[str, int | None]]:
     """Compare what ranks hold alike with what is written of it.
 
     Args:
         accounts: Of every rank, in their order.
-        role: The role, for messages.
-        problems: Told which ranks hold what nobody writes.
 
     Returns:
-        By state, what the step holds; what several hold alike counts once.
+        By state, what the step holds; what several hold alike counts once. And the sets that some rank holds otherwise than
+        they are written, with the rank that writes them: see :func:`explain`.
     """
     total: dict[str, Counted] = {}
     writers: dict[str, tuple[int, Holding]] = {}
@@ -350,14 +365,56 @@ def compare(accounts: Sequence[RankAccount], role: str, problems: Problems) -> d
             if among is None or (holding.here and writers.setdefault(among, (rank, holding))[0] == rank):
                 for state, count in holding.states.items():
                     total.setdefault(state, Counted()).add(count.tensors, count.nbytes)
-    for rank, account in enumerate(accounts):
+    wrong: dict[str, int | None] = {}
+    for account in accounts:
         for among, holding in account.items():
             writer = writers.get(among) if among is not None else None
             if among is not None and (writer is None or writer[1].digest != holding.digest):
-                told = f"rank {writer[0]} writes {_counted(writer[1])}" if writer is not None else "no rank writes it"
-                text = f"{role}: rank {rank} holds {_counted(holding)} as a copy of {among}, and {told}"
-                problems.add(Incomplete, text, _UNWRITTEN)
-    return dict(sorted(total.items()))
+                wrong[among] = writer[0] if writer is not None else None
+    return dict(sorted(total.items())), wrong
+
+
+Details = dict[str, list[StateTensor]]
+"""By set of ranks, what a rank holds; told only where something is wrong, since all names of all ranks are many."""
+
+
+def details(state_tensors: Iterable[StateTensor], sets: Iterable[str]) -> Details:
+    """What a rank holds of some sets."""
+    found: Details = {among: [] for among in sets}
+    for one in state_tensors:
+        if one.among in found:
+            found[one.among].append(one)
+    return found
+
+
+def explain(wrong: Mapping[str, int | None], ranks: Sequence[Details], role: str, problems: Problems) -> None:
+    """Say which ranks hold what nobody writes, by parameter and state.
+
+    Args:
+        wrong: What :func:`compare` found.
+        ranks: Of every rank, in their order.
+        role: The role, for messages.
+        problems: Told.
+    """
+    for among, writer in wrong.items():
+        theirs = ranks[writer][among] if writer is not None else []
+        for rank, mine in ((rank, told[among]) for rank, told in enumerate(ranks)):
+            only, gone = _without(mine, theirs), _without(theirs, mine) if mine else []
+            if only or gone:
+                text = f"{role}: rank {rank} holds {_counted(mine)} as a copy of {among}, and "
+                text += f"rank {writer} writes {_counted(theirs)}" if writer is not None else "no rank writes it"
+                text += f"; only rank {rank} has {_named(only)}" if only else ""
+                problems.add(Incomplete, f"{text}; it lacks {_named(gone)}" if gone else text, _UNWRITTEN)
+
+
+def _without(some: Iterable[StateTensor], others: Iterable[StateTensor]) -> list[StateTensor]:
+    rest = Counter((one.name, one.state, one.what) for one in others)
+    found = []
+    for one in some:
+        key = one.name, one.state, one.what
+        found += [] if rest[key] > 0 else [one]
+        rest[key] -= 1
+    return found
 
 
 def as_json(total: Mapping[str, Counted]) -> dict[str, object]:
@@ -369,11 +426,13 @@ def as_json(total: Mapping[str, Counted]) -> dict[str, object]:
     }
 
 
-def _counted(holding: Holding) -> str:
-    states = sorted(holding.states.items())
-    return ", ".join(f"{one.tensors} × {state} ({one.nbytes} bytes)" for state, one in states)
+def _counted(held: Iterable[StateTensor]) -> str:
+    states: dict[str, Counted] = {}
+    for one in held:
+        states.setdefault(one.state, Counted()).add(1, one.nbytes)
+    return ", ".join(f"{one.tensors} × {state} ({one.nbytes} bytes)" for state, one in sorted(states.items()))
 
 
 def _named(state_tensors: Sequence[StateTensor]) -> str:
     names = [f"{one.state} of {one.name}" for one in state_tensors[:_MOST_NAMES]]
-    return ", ".join(names) + (", …" if len(state_tensors) > _MOST_NAMES else "")
+    return ", ".join(names) + (f", … ({len(state_tensors)} together)" if len(state_tensors) > _MOST_NAMES else "")

@@ -39,11 +39,12 @@ def check_account(state: LiveState) -> dict[str, Counted]:
 
     assert state.state_tensors, "every engine counts"
     problems = Problems()
-    mine = account_of(state.state_tensors, "actor", problems)
+    mine = account_of(state.state_tensors, dist.get_rank(), "actor", problems)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    found = compare(everyone, "actor", problems)
+    found, wrong = compare(everyone)
     problems.raise_if_any()
+    assert not wrong, wrong
     return found
 
 

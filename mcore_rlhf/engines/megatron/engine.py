@@ -73,6 +73,7 @@ class MegatronEngine:
         further: Further | Callable[[], Further] | None = None,
     ) -> None:
         self.model = LiveModel.of(chunks)
+        self.optimizer = optimizer
         self.chain = members(optimizer)
         self.scheduler = scheduler
         self.place: ParallelRank = current_rank(len(self.model.chunks), moe=self.model.num_experts > 0)
@@ -107,7 +108,10 @@ class MegatronEngine:
         whole = Memory.of(found, files.trees)
         found += [*files.optimizer_files(), *files.layer_wise_files()]
         texts = {TRACKER: str(step)} if self.place.rank == self.ranks[0] else {}
-        alive = Counting(self.place, self.model, self.chain, whole, Memory.of(found, files.trees)).state_tensors()
+        memory = Memory.of(found, files.trees)
+        for tensor in files.converted:
+            memory.put(tensor)
+        alive = Counting(self.place, self.model, self.chain, self.optimizer, whole, memory).state_tensors()
         return LiveState("megatron", self.layout, tuple(found), texts, tuple(alive))
 
     def prepare_load(self, request: LoadRequest) -> Load[LocalPart]:

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.names import MASTER
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, iteration_folder_name
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from ..base import LiveFile, Segment, StateTensor
-from ..save import Alive, LiveTree, Memory, of_module, of_optimizer
+from ..optimizers import STEP
+from ..save import Alive, LiveTree, Memory, of_module, of_optimizer, torch_optimizers
 from .model import LiveModel
 from .optimizers import PARAM_KEY, ChainMember, Owned
 from .parallel_state import ParallelRank
@@ -50,6 +51,8 @@ class LiveFiles:
     step: int
     trees: list[LiveTree] = field(default_factory=list)
     """Of the files that were described."""
+    converted: list[torch.Tensor] = field(default_factory=list)
+    """Live tensors that went into a file in another form: as fp32, or as one number of their param group."""
 
     def model_file(self, before: Mapping[str, object], after: Mapping[str, object]) -> LiveFile:
         """``model_optim_rng.pt`` of this rank's folder, for the rank that writes it.
@@ -103,13 +106,27 @@ class LiveFiles:
             *(self.place.contributors(first, m.expert, m.optimizer.data_parallel_group.size()) for m in self._flat())
         )
         writers = (first, *sorted(others - {first}))
-        segments = [segment for member in present for segment in _segments(member)]
+        segments = [segment for member in present for segment in self._segments(member)]
         if self.place.rank != first:
             return LiveFile(path, writers, segments)
         live = LiveTree(path)
         labels: dict[str, str] = {}
         trees = [None if m is None or m not in present else _buffers(m, live, labels) for m in self.chain]
         return LiveFile(path, writers, segments, Pt.of(trees if len(trees) > 1 else trees[0]), labels)
+
+    def _segments(self, member: ChainMember) -> Iterator[Segment]:
+        """This rank's shards, at their places in the gathered records.
+
+        Moments that the optimizer has not made yet, because it never stepped, are left to read as zeros: what it would begin
+        with. (Megatron itself cannot save before the first step.)
+        """
+        states = {MASTER, *member.states()}
+        for index, owned, start in shard_places(member):
+            for state, tensor in member.tensors(owned).items():
+                if state in states:
+                    yield Segment(_label(member, index, state), start * 4, tensor.to(torch.float32).contiguous())
+                    self.converted.extend(member.kept_as(owned, state))
+            self.converted.extend(member.kept_as(owned, STEP))
 
     def _optimizer_state(self) -> object:
         states = [{} if member is None else member.state_dict() for member in self.chain]
@@ -133,19 +150,6 @@ def _buffers(member: ChainMember, live: LiveTree, labels: dict[str, str]) -> Tre
     return tree
 
 
-def _segments(member: ChainMember) -> Iterator[Segment]:
-    """This rank's shards, at their places in the gathered records.
-
-    Moments that the optimizer has not made yet, because it never stepped, are left to read as zeros: what it would begin
-    with. (Megatron itself cannot save before the first step.)
-    """
-    states = {MASTER, *member.states()}
-    for index, owned, start in shard_places(member):
-        for state, tensor in member.tensors(owned).items():
-            if state in states:
-                yield Segment(_label(member, index, state), start * 4, tensor.to(torch.float32).contiguous())
-
-
 def shard_places(member: ChainMember) -> Iterator[tuple[int, Owned, int]]:
     """(buffer, part, first element in the buffer's record) of every shard that this rank owns.
 
@@ -165,11 +169,6 @@ def _label(member: ChainMember, buffer: int, state: str) -> str:
     return f"{member.number}/{buffer}/{state}"
 
 
-_STEP = "step"
-_CONVERTED = frozenset({EXP_AVG, EXP_AVG_SQ, "master_param"})
-"""States of the precision-aware optimizer, which go into the file in another form."""
-
-
 @dataclass(frozen=True, slots=True)
 class Counting:
     """Counts what is alive on this rank.
@@ -178,6 +177,7 @@ class Counting:
         place: This rank.
         model: Its model.
         chain: Its optimizers.
+        optimizer: What the chain was made of, or None.
         whole: What it writes into the model file.
         memory: What it writes at all: in fp32 its shards of masters are the parameters' own memory.
     """
@@ -185,6 +185,7 @@ class Counting:
     place: ParallelRank
     model: LiveModel
     chain: Sequence[ChainMember | None]
+    optimizer: object
     whole: Memory
     memory: Memory
 
@@ -192,23 +193,24 @@ class Counting:
         """All of it. Ranks with one folder have the same model, and of a plain optimizer the same states."""
         for chunk in self.model.chunks:
             yield from self.whole.counted(of_module(chunk.module, f"{self.model.key(chunk)}."), self.place.folder)
-        for member in filter(None, self.chain):
-            yield from self.memory.counted(self._kept(member), self._among(member))
+        known = {id(member.optimizer.optimizer): member for member in self.chain if member is not None}
+        for inner in torch_optimizers(
+            self.optimizer
+        ):  # asked for itself: a chain may have more than is understood of it
+            member = known.get(id(inner))
+            among = None if member is None else self._among(member)
+            yield from (self.memory if member is not None else Memory()).counted(self._kept(inner, member), among)
 
-    def _kept(self, member: ChainMember) -> Iterator[Alive]:
-        """What a member keeps, apart from what goes into the file in another form: its count of steps, reduced precision."""
+    def _kept(self, inner: object, member: ChainMember | None) -> Iterator[Alive]:
+        """What an optimizer keeps; masters are what it trains and the model does not have."""
         params = {id(p): f"{self.model.key(c)}.{name}" for c in self.model.chunks for name, p in c.parameters().items()}
         names, masters = dict(params), []
-        for owned in member.owned():
-            main = member.main_param(owned)
-            names[id(main)] = params[id(owned.param)]
-            if id(main) not in params and not member.converts:
-                masters.append(main)
-        other_form = _CONVERTED if member.converts else frozenset[str]()
-        for one in of_optimizer(member.optimizer.optimizer, lambda main: names.get(id(main), "no parameter"), masters):
-            counted = member.kind == DISTRIBUTED and one.state == _STEP and not one.tensor.dim()
-            if not counted and one.state not in other_form:
-                yield one
+        if member is not None:
+            for owned in member.owned():
+                main = member.main_param(owned)
+                names[id(main)] = params[id(owned.param)]
+                masters += [main] if id(main) not in params and not member.converts else []
+        return of_optimizer(inner, lambda main: names.get(id(main), "no parameter"), masters)
 
     def _among(self, member: ChainMember) -> str | None:
         """Which ranks have the same of a member; None where every one has a part of its own."""

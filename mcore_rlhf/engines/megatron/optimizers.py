@@ -24,6 +24,8 @@ from ..stateful import Stateful
 LOG = logging.getLogger("mcore_rlhf")
 PARAM_KEY = "param"
 """What Megatron calls the fp32 master in ``distrib_optim.pt`` and among the distributed optimizer's tensors."""
+_MASTER_STATE = "master_param"
+"""What Transformer Engine's precision-aware optimizer calls it among its states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,13 @@ class ChainMember:
         return {
             k: v.detach() for k, v in named.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel() == count
         }
+
+    def kept_as(self, owned: Owned, state: str) -> list[torch.Tensor]:
+        """The optimizer's own memory of a state that :meth:`tensors` gives, or of its count of steps; none where it has none."""
+        held = self.main_param(owned)
+        values = self.optimizer.optimizer.state.get(held, {}) if self._stepped else {}
+        found = values.get(state, values.get(_MASTER_STATE) if state == MASTER else None)
+        return [found] if isinstance(found, torch.Tensor) else []
 
     def states(self) -> tuple[str, ...]:
         """The states of which a flat file has records: Adam's two, which Megatron looks for, and what else is elementwise here."""

@@ -13,9 +13,9 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from mcore_rlhf.engines.base import Engine, HasRng, LiveFile, LiveState, Segment, Text
+from mcore_rlhf.engines.base import Engine, HasRng, LiveFile, LiveState, Segment, StateTensor, Text
 from mcore_rlhf.engines.plain import TorchEngine
-from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare
+from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare, details, explain
 from mcore_rlhf.engines.stateful import Stateful
 from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.storage.pt import Pt
@@ -126,7 +126,8 @@ class Snapshot:
         rng: This rank's RNG states.
         data: The content of ``data/data.pt``, or this rank's part of it; None where there is no data.
         data_rank: The data-parallel rank that :attr:`data` belongs to, where every one has a loader of its own.
-        accounts: By role, the state tensors that this rank holds, counted.
+        held: By role, the state tensors that this rank holds.
+        accounts: The same, counted.
         live: By role, what the step holds of them, for the manifest; see :func:`accounted`.
     """
 
@@ -136,6 +137,7 @@ class Snapshot:
     rng: RngState = field(default_factory=dict)
     data: object = None
     data_rank: int | None = None
+    held: dict[str, Sequence[StateTensor]] = field(default_factory=dict)
     accounts: dict[str, RankAccount] = field(default_factory=dict)
     live: dict[str, object] = field(default_factory=dict)
 
@@ -156,7 +158,8 @@ def described(parts: Components, world: World, step: int) -> Snapshot:
         live = engine.live(step)
         _add_role(snapshot, role, live, speaks=world.rank == engine.ranks[0])
         if live.state_tensors is not None:
-            snapshot.accounts[role] = account_of(live.state_tensors, role, problems)
+            snapshot.held[role] = live.state_tensors
+            snapshot.accounts[role] = account_of(live.state_tensors, world.rank, role, problems)
     problems.raise_if_any()
     if world.commits and parts.state is not None:
         _add_state(snapshot, parts.state, world.rank)
@@ -172,8 +175,10 @@ def accounted(snapshot: Snapshot, world: World) -> None:
     """
     gathered, problems = world.all_gather(snapshot.accounts), Problems()
     for role in sorted({role for accounts in gathered for role in accounts}):
-        total = compare([accounts.get(role, {}) for accounts in gathered], role, problems)
+        total, wrong = compare([accounts.get(role, {}) for accounts in gathered])
         snapshot.live[role] = as_json(total)
+        if wrong:  # on all ranks alike: what is compared is what all of them were told
+            explain(wrong, world.all_gather(details(snapshot.held.get(role, ()), wrong)), role, problems)
     problems.raise_if_any()
 
 
