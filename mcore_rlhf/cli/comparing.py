@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.core.names import PARAM
@@ -41,7 +41,7 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         json: For machines.
 
     Raises:
-        typer.Exit: With code 1, where something differs.
+        click.exceptions.Exit: With code 1, where something differs.
         UsageError: Neither checkpoint has a state of that name.
     """
     a, b = (find(path, options) for path in paths)
@@ -55,7 +55,7 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
             print_choice(subject.chosen)
         (_print_steps if steps else _print_models)(facts)
     if not facts["equal"]:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _compare(a: Subject, b: Subject, tolerance: Tolerance, states: str | None, progress: Progress) -> Facts:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from mcore_rlhf.convert import Job, Progress
 from mcore_rlhf.core.names import PARAM
@@ -60,7 +60,7 @@ def run(job: ConversionJob, json: bool) -> None:
 
     Raises:
         CheckpointError: It cannot be done; nothing was published.
-        typer.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
+        click.exceptions.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
     """
     subject = job.subject()
     with shown_progress() as progress:
@@ -77,7 +77,7 @@ def run(job: ConversionJob, json: bool) -> None:
         print_choice(subject.chosen)
         (_print_model if subject.alone else print_step)(facts)
     if not all(proof["proved"] for proof in proofs.values()):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict[str, Facts]) -> Facts:

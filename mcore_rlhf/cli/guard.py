@@ -16,8 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from mcore_rlhf import __version__
 from mcore_rlhf.errors import CheckpointError, StorageError, clean
@@ -43,21 +42,30 @@ class Interrupted(KeyboardInterrupt):
         self.message = message
 
 
-class GuardedGroup(TyperGroup):
+class GuardedGroup(click.Group):
     """The group of all commands, each of which runs under guard."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read what stands before the command."""
+        with guarded(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""
         with guarded(ctx):
             return super().invoke(ctx)
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they are told."""
+        return list(self.commands)
+
 
 @contextmanager
-def guarded(ctx: typer.Context) -> Iterator[None]:
+def guarded(ctx: click.Context) -> Iterator[None]:
     """Turn whatever is raised inside into a message on standard error and an exit code.
 
     Raises:
-        typer.Exit: With the code.
+        click.exceptions.Exit: With the code.
     """
     debug = ctx.meta.get(DEBUG, False) or os.environ.get("MCORE_RLHF_DEBUG", "") not in ("", "0")
     try:
@@ -69,21 +77,21 @@ def guarded(ctx: typer.Context) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         _interrupted(stop)
     except Exception as error:
-        if isinstance(error, typer.Abort) or (hasattr(error, "exit_code") and not isinstance(error, CheckpointError)):
-            raise  # typer's own: usage errors, and commands that are done
+        if isinstance(error, click.Abort | click.ClickException | click.exceptions.Exit):
+            raise  # click's own: usage errors, and commands that are done
         if debug:
             _print_traceback()
         _fail(ctx, error)
 
 
-def _fail(ctx: typer.Context, error: Exception) -> NoReturn:
+def _fail(ctx: click.Context, error: Exception) -> NoReturn:
     code, text = explain(error)
-    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {text}", err=True)
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
     if ctx.meta.get(JSON):
         from .output import emit_json
 
         emit_json({"error": {"kind": type(error).__name__, "message": text, "exit_code": code}})
-    raise typer.Exit(code) from None
+    raise click.exceptions.Exit(code) from None
 
 
 def explain(error: Exception) -> tuple[int, str]:
@@ -130,13 +138,13 @@ def _print_traceback() -> None:
 def _leave_pipe() -> NoReturn:
     """End quietly, as a program does that SIGPIPE kills; the interpreter must not flush into the pipe again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise typer.Exit(128 + signal.SIGPIPE) from None
+    raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
 
 
 def _interrupted(stop: KeyboardInterrupt) -> NoReturn:
     signum = stop.args[0] if stop.args and isinstance(stop.args[0], int) else signal.SIGINT
-    typer.echo(f"interrupted: {clean(stop.message)}" if isinstance(stop, Interrupted) else "interrupted", err=True)
-    raise typer.Exit(128 + signum) from None
+    click.echo(f"interrupted: {clean(stop.message)}" if isinstance(stop, Interrupted) else "interrupted", err=True)
+    raise click.exceptions.Exit(128 + signum) from None
 
 
 @contextmanager

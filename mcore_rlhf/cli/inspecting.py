@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.errors import CheckpointError, headline
@@ -44,7 +44,7 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
 
     Raises:
         CheckpointError: It cannot be opened.
-        typer.Exit: With the code of the error of a step's model.
+        click.exceptions.Exit: With the code of the error of a step's model.
     """
     subject = find(path, options)
     if pattern is not None:
@@ -58,7 +58,7 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
         (_print_model if subject.alone else _print_step)(facts)
     codes = [model["error"]["exit_code"] for model in models.values() if "error" in model]
     if codes:
-        raise typer.Exit(min(codes))
+        raise click.exceptions.Exit(min(codes))
 
 
 def _look(subject: Subject, role: str, pattern: str | None) -> Facts:

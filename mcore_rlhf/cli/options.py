@@ -1,168 +1,178 @@
-"""The options of all commands: those of the table (:mod:`mcore_rlhf.families.options`), made for typer, and the few around them."""
+"""The options of all commands: those of the table (:mod:`mcore_rlhf.families.options`), made for click, and the few around them."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-import typer
+import click
 
-from mcore_rlhf.families.options import Option, ReadOptions, of_command, placed, read_values
+from mcore_rlhf.families import option_types
+from mcore_rlhf.families.option_types import GROUPS
+from mcore_rlhf.families.options import ReadOptions, of_command, placed, read_values
 
 from .guard import DEBUG, JSON
 
-Command = TypeVar("Command", bound=Callable[..., None])
 Group = TypeVar("Group")
 
-
-def _remember_json(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[JSON] = value
-    return value
-
-
-def _remember_debug(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[DEBUG] = value
-    return value
+FOLDER = click.Path(path_type=Path, readable=False)  # whether it can be read is said when it is, in our words
+_FOLDER_TEXT = click.Path(readable=False)
+_OTHERS = "Options"
 
 
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, show_default=False, **more)
+class Integer(click.IntRange):
+    """A whole number within limits."""
+
+    name = "integer"  # what is no number is no valid integer, whatever the limits
+
+
+class Option(click.Option):
+    """An option that stands under a heading of the help.
+
+    Args:
+        names: Its names, as click takes them: ``--tp``; with its field, where that has another one: ``folder``, ``--dir``.
+        group: The heading.
+        more: See :class:`click.Option`.
+    """
+
+    def __init__(self, *names: str, group: str = _OTHERS, **more: Any) -> None:
+        super().__init__(list(names), **more)
+        self.group = group
+
+
+class Command(click.Command):
+    """A command whose help has its options under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, those of no group of the table last."""
+        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in (*GROUPS, _OTHERS)}
+        for param in self.get_params(ctx):
+            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
+            if record is not None:
+                groups[param.group if isinstance(param, Option) else _OTHERS].append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+def _remember(key: str) -> Any:
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        ctx.meta[key] = value
+        return value
+
+    return remember
+
+
+def flag(*names: str, help: str, **more: Any) -> Option:
+    """An option without a value."""
+    return Option(*names, is_flag=True, help=help, **more)
+
+
+def argument(metavar: str, help: str, name: str = "", kind: Any = FOLDER, **more: Any) -> click.Argument:
+    """What is given by its place.
+
+    Args:
+        metavar, help: What stands in the help.
+        name: The function's parameter; the metavar's where it is empty.
+        kind: click's type.
+        more: See :class:`click.Argument`.
+    """
+    shown = metavar if more.get("required", True) else f"[{metavar}]"
+    return click.Argument([name or metavar.lower()], type=kind, metavar=shown, help=help, **more)
 
 
 # Everywhere
-Debug = Annotated[bool, _option("--debug", help="Show the traceback of an error.", callback=_remember_debug)]
-Json = Annotated[
-    bool, _option("--json", help="Print JSON alone on standard output.", callback=_remember_json, is_eager=True)
-]
-CheckpointPath = Annotated[
-    Path,
-    typer.Argument(
-        help="A run's root, a step, a role's folder, or a checkpoint's own folder.", metavar="PATH", show_default=False
-    ),
-]
+DEBUG_OPTION = flag("--debug", help="Show the traceback of an error.", callback=_remember(DEBUG), expose_value=False)
+JSON_OPTION = flag("--json", help="Print JSON alone on standard output.", callback=_remember(JSON), is_eager=True)
+CHECKPOINT = argument("PATH", "A run's root, a step, a role's folder, or a checkpoint's own folder.")
 
 # Of a conversion
-SourceFolder = Annotated[
-    str | None,
-    typer.Argument(
-        help="A run's root, a step, a role's folder, or a checkpoint's own; may come from --config.",
-        metavar="SRC",
-        show_default=False,
-    ),
-]
-TargetFolder = Annotated[
-    str | None,
-    typer.Argument(
-        help="The folder to write, as its framework is given it to load; may come from --config.",
-        metavar="DST",
-        show_default=False,
-    ),
-]
-Config = Annotated[
-    Path | None,
-    _option("--config", help="YAML conversion job; options given here win over the file.", metavar="FILE"),
-]
+SOURCE = argument(
+    "SRC",
+    "A run's root, a step, a role's folder, or a checkpoint's own; may come from --config.",
+    "source",
+    _FOLDER_TEXT,
+    required=False,
+)
+TARGET = argument(
+    "DST",
+    "The folder to write, as its framework is given it to load; may come from --config.",
+    "target",
+    _FOLDER_TEXT,
+    required=False,
+)
+CONFIG = Option(
+    "--config", help="YAML conversion job; options given here win over the file.", metavar="FILE", type=FOLDER
+)
 
 
 # Of single commands
+def _own(metavar: str, help: str, value: Any = None, *names: str, **more: Any) -> Any:
+    """A field that is an option of one command, with its default."""
+    return field(default=value, metadata={"names": names, "metavar": metavar, "help": help, **more})
+
+
+_PAIR = {"type": FOLDER, "nargs": 2}
+_POSITIVE = {"type": Integer(1)}
+
+
 @dataclass(frozen=True, slots=True)
 class CostOptions:
     """What ``interval`` is told; None where nothing is said. See :class:`~mcore_rlhf.manager.run.interval.Costs`."""
 
-    step_seconds: Annotated[float | None, typer.Option(help="Time of a training step.", metavar="S")] = None
-    save_seconds: Annotated[
-        float | None, typer.Option(help="Time from the start of a save until it is committed.", metavar="S")
-    ] = None
-    stall_seconds: Annotated[
-        float | None,
-        typer.Option(help="How long an asynchronous save stops training. [default: all of it]", metavar="S"),
-    ] = None
-    mtbf_hours: Annotated[
-        float | None, typer.Option(help="Mean time between failures of the whole job.", metavar="H")
-    ] = None
-    restart_seconds: Annotated[float, typer.Option(help="From a failure until training goes on.", metavar="S")] = 0.0
-    steps: Annotated[int, typer.Option(help="Length of the run.", metavar="N")] = 1000
-    size: Annotated[str | None, typer.Option(help="Size of one step, such as 1.2TB.", metavar="SIZE")] = None
-    keep_last: Annotated[int | None, typer.Option(help="Steps kept at a time, for the disk use.", metavar="N")] = None
+    step_seconds: float | None = _own("S", "Time of a training step.", type=float)
+    save_seconds: float | None = _own("S", "Time from the start of a save until it is committed.", type=float)
+    stall_seconds: float | None = _own(
+        "S", "How long an asynchronous save stops training. [default: all of it]", type=float
+    )
+    mtbf_hours: float | None = _own("H", "Mean time between failures of the whole job.", type=float)
+    restart_seconds: float = _own("S", "From a failure until training goes on.", 0.0)
+    steps: int = _own("N", "Length of the run.", 1000)
+    size: str | None = _own("SIZE", "Size of one step, such as 1.2TB.")
+    keep_last: int | None = _own("N", "Steps kept at a time, for the disk use.", type=int)
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeCheckOptions:
     """What ``resume-check`` is told besides its command."""
 
-    steps: Annotated[int, typer.Option(help="Kill once this step is committed.", metavar="N", min=1)] = 3
-    more: Annotated[int, typer.Option(help="Steps after it, to the end of the run.", metavar="M", min=1)] = 2
-    folder: Annotated[
-        Path | None, typer.Option("--dir", help="Where to work; new or empty. [default: removed again]", metavar="DIR")
-    ] = None
-    kill_after: Annotated[
-        str, typer.Option(help="The moment: step-commit, during-save or random.", metavar="MOMENT")
-    ] = "step-commit"
-    runs: Annotated[int, typer.Option(help="How many runs are killed and resumed.", metavar="K", min=1)] = 1
-    seed: Annotated[int, typer.Option(help="Draws random moments.", metavar="S")] = 0
-    timeout: Annotated[float, typer.Option(help="Seconds that one start may take.", metavar="S", min=1.0)] = 3600.0
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="A value that may differ, with *; may be repeated.", metavar="FILE:KEY|metrics:NAME"),
-    ] = None
-    environment: Annotated[
-        bool, typer.Option("--environment", help="The command reads MCORE_RLHF_CHECK_DIR, …_STEPS and so on.")
-    ] = False
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints although all is well.")] = False
-    demo: Annotated[bool, typer.Option("--demo", help="Check the demo's trainer; COMMAND is options for it.")] = False
-    algorithm: Annotated[str, typer.Option(help="With --demo: grpo or ppo.", metavar="NAME")] = "grpo"
-    tp: Annotated[int, typer.Option(help="With --demo: tensor-parallel ranks.", metavar="N", min=1)] = 1
-    pp: Annotated[int, typer.Option(help="With --demo: pipeline stages.", metavar="N", min=1)] = 1
-    print_commands: Annotated[
-        bool, typer.Option("--print-commands", help="Print what to run by hand, on several nodes; run nothing.")
-    ] = False
-    make_control: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Copy killed run B to C, and break it.", metavar="B C")
-    ] = None
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Only compare two runs that were done by hand.", metavar="A B")
-    ] = None
-    control: Annotated[
-        Path | None, typer.Option(help="With --compare: the control, which must differ.", metavar="C")
-    ] = None
+    steps: int = _own("N", "Kill once this step is committed.", 3, **_POSITIVE)
+    more: int = _own("M", "Steps after it, to the end of the run.", 2, **_POSITIVE)
+    folder: Path | None = _own(  # noqa: RUF009
+        "DIR", "Where to work; new or empty. [default: removed again]", None, "--dir", type=FOLDER
+    )
+    kill_after: str = _own("MOMENT", "The moment: step-commit, during-save or random.", "step-commit")
+    runs: int = _own("K", "How many runs are killed and resumed.", 1, **_POSITIVE)
+    seed: int = _own("S", "Draws random moments.", 0)
+    timeout: float = _own("S", "Seconds that one start may take.", 3600.0, type=click.FloatRange(1.0))
+    ignore: tuple[str, ...] = _own(
+        "FILE:KEY|metrics:NAME", "A value that may differ, with *; may be repeated.", (), multiple=True
+    )
+    environment: bool = _own("", "The command reads MCORE_RLHF_CHECK_DIR, …_STEPS and so on.", False)
+    keep: bool = _own("", "Keep the checkpoints although all is well.", False)
+    demo: bool = _own("", "Check the demo's trainer; COMMAND is options for it.", False)
+    algorithm: str = _own("NAME", "With --demo: grpo or ppo.", "grpo")
+    tp: int = _own("N", "With --demo: tensor-parallel ranks.", 1, **_POSITIVE)
+    pp: int = _own("N", "With --demo: pipeline stages.", 1, **_POSITIVE)
+    print_commands: bool = _own("", "Print what to run by hand, on several nodes; run nothing.", False)
+    make_control: tuple[Path, Path] | None = _own("B C", "Copy killed run B to C, and break it.", **_PAIR)
+    compare: tuple[Path, Path] | None = _own("A B", "Only compare two runs that were done by hand.", **_PAIR)
+    control: Path | None = _own("C", "With --compare: the control, which must differ.", type=FOLDER)  # noqa: RUF009
 
 
-def takes(command: str, group: type | None = None, before: str = "") -> Callable[[Command], Command]:
-    """Give a command's function further options, as keyword arguments: those that the table has for it, and those of a group.
-
-    Args:
-        command: The command, as the table names it.
-        group: A class above, whose fields are options; :func:`taken` makes one of what was given.
-        before: The parameter before which they stand in the help; ``config`` or ``json`` where it is not said.
-    """
-
-    def with_options(function: Command) -> Command:
-        signature = inspect.signature(function, eval_str=True)
-        own = [param for param in signature.parameters.values() if param.kind is not param.VAR_KEYWORD]
-        at = next(number for number, param in enumerate(own) if param.name in ((before,) if before else _LAST))
-        rows = [*_parameters(group), *(_parameter(row) for row in of_command(command))]
-        function.__signature__ = signature.replace(parameters=[*own[:at], *rows, *own[at:]])  # type: ignore[attr-defined]
-        return function
-
-    return with_options
+def options_of(group: type) -> list[Option]:
+    """The options that are the fields of a class above; :func:`taken` makes one of what was given."""
+    return [_option_of(place.name, place.default, **place.metadata) for place in fields(group)]
 
 
-_LAST = ("config", "json")
-
-
-def _parameters(group: type | None) -> list[inspect.Parameter]:
-    if group is None:
-        return []
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            place.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=place.default, annotation=hints[place.name]
-        )
-        for place in fields(group)
-    ]
+def _option_of(name: str, default: Any, names: tuple[str, ...], metavar: str, **more: Any) -> Option:
+    spelled = names or (f"--{name.replace('_', '-')}",)
+    if default is False:
+        return flag(name, *spelled, **more)
+    return Option(name, *spelled, metavar=metavar, default=default, show_default=True, **more)
 
 
 def taken(group: type[Group], given: dict[str, Any]) -> Group:
@@ -170,16 +180,21 @@ def taken(group: type[Group], given: dict[str, Any]) -> Group:
     return group(**{place.name: given.pop(place.name) for place in fields(group)})  # type: ignore[arg-type]
 
 
-def _parameter(row: Option) -> inspect.Parameter:
-    """An option for typer; not given, it is None, so that the ``--config`` file or the default decides."""
+def table(command: str) -> list[Option]:
+    """The options that the table has for a command; not given, they are None, so that the ``--config`` file or the default decides."""
+    return [_of_row(row) for row in of_command(command)]
+
+
+def _of_row(row: option_types.Option) -> Option:
     kind = row.kind
-    word: Any = list[str] if kind.repeated else kind.word
     help = f"{row.help} [default: {row.default}]" if row.default else row.help
-    spelled = f"{row.flag}/{row.opposite}" if row.opposite else row.flag
-    option = _option(spelled, help=help, metavar=kind.metavar, min=kind.least, max=kind.most)
-    return inspect.Parameter(
-        row.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Annotated[word | None, option]
-    )
+    if kind.word is bool:
+        return flag(row.name, f"{row.flag}/{row.opposite}", help=help, group=row.group, default=None)
+    word = Integer(kind.least, kind.most) if kind.word is int else _FOLDER_TEXT if kind.path else click.STRING
+    more: dict[str, Any] = {"type": word, "metavar": kind.metavar, "multiple": kind.repeated}
+    if kind.words:
+        more["shell_complete"] = lambda ctx, param, begun: [word for word in kind.words if word.startswith(begun)]
+    return Option(row.name, row.flag, help=help, group=row.group, **more)
 
 
 def read_options(given: Mapping[str, Any]) -> ReadOptions:

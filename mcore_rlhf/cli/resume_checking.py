@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-import typer
+import click
 
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.manager.prove.check import (
@@ -118,7 +118,7 @@ def dispatch(command: Sequence[str], request: ResumeCheckOptions, stubs: tuple[s
 
     Raises:
         UsageError: It asks for things that exclude each other.
-        typer.Exit, CheckpointError: See the functions below.
+        click.exceptions.Exit, CheckpointError: See the functions below.
     """
     modes = [request.print_commands, request.make_control is not None, request.compare is not None]
     if sum(modes) > 1:
@@ -150,7 +150,7 @@ def run(template: Template, folder: Path | None, options: CheckOptions, keep: bo
         json: For machines.
 
     Raises:
-        typer.Exit: With code 1, where the resume is not exact, or the check is blind.
+        click.exceptions.Exit: With code 1, where the resume is not exact, or the check is blind.
         CheckpointError: See :meth:`~.ResumeCheck.run`.
     """
     template.check()
@@ -167,7 +167,7 @@ def run(template: Template, folder: Path | None, options: CheckOptions, keep: bo
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    click.echo(line, err=True)
 
 
 def _clear(place: Path, everything: bool) -> None:
@@ -187,7 +187,7 @@ def compare(a: Path, b: Path, control: Path | None, options: CheckOptions, json:
         json: For machines.
 
     Raises:
-        typer.Exit: With code 1, where something differs, or the control does not.
+        click.exceptions.Exit: With code 1, where something differs, or the control does not.
         CheckpointError: A folder holds no such step, or a damaged one.
     """
     a, b = local_path(a).absolute(), local_path(b).absolute()
@@ -211,7 +211,7 @@ def break_copy(source: Path, target: Path, stubs: tuple[str, ...]) -> None:
     if not committed:
         raise UsageError(f"{source}: has committed no step yet")
     broken = make_control(source, target, committed[-1].step, stubs)
-    typer.echo(f"{target}: a copy of {source} with step {committed[-1].step} alone, and broken: {broken}")
+    click.echo(f"{target}: a copy of {source} with step {committed[-1].step} alone, and broken: {broken}")
 
 
 def print_commands(template: Template, folder: Path, options: CheckOptions) -> None:
@@ -254,7 +254,7 @@ def _show(outcome: Outcome, json: bool) -> None:
     else:
         _print(outcome)
     if not outcome.passed:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _facts(outcome: Outcome) -> Facts:

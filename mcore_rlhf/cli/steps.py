@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
-import typer
+import click
 
 from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems, UsageError
 from mcore_rlhf.families.options import ReadOptions
@@ -39,7 +39,7 @@ def list_steps(root: Path, quarantine: int | None, reason: str, release: int | N
         json: For machines.
 
     Raises:
-        typer.Exit: With code 1, where no step is committed.
+        click.exceptions.Exit: With code 1, where no step is committed.
     """
     require_root(root)
     if reason and quarantine is None:
@@ -56,7 +56,7 @@ def list_steps(root: Path, quarantine: int | None, reason: str, release: int | N
     else:
         _print_steps(root, found)
     if not any(step.state == "committed" for step in found):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _with_advice(found: list[Step]) -> list[Step]:
@@ -167,7 +167,7 @@ def prune(
 
     Raises:
         Corrupt: That step is damaged; nothing was deleted.
-        typer.Exit: With code 1, where something could not be deleted.
+        click.exceptions.Exit: With code 1, where something could not be deleted.
     """
     require_root(root)
     _require_metrics(root, policy)
@@ -182,7 +182,7 @@ def prune(
     else:
         _print_pruned(facts)
     if len(deleted) < len(planned):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _require_metrics(root: Path, policy: Retention) -> None:

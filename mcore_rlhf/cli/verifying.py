@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import typer
+import click
 
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import Problem
@@ -41,7 +41,7 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
         json: For machines.
 
     Raises:
-        typer.Exit: With code 1, where something is wrong; with 2, where a model of a step cannot be read.
+        click.exceptions.Exit: With code 1, where something is wrong; with 2, where a model of a step cannot be read.
     """
     subject = find(path, options)
     newer = problem_facts(subject.chosen.damage()) if subject.chosen is not None else []
@@ -56,7 +56,7 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
         (_print_model if subject.alone else _print_step)(facts)
         _print_newer(newer)
     if newer or not facts["intact"]:
-        raise typer.Exit(1 if newer or _is_damaged(facts) else 2)
+        raise click.exceptions.Exit(1 if newer or _is_damaged(facts) else 2)
 
 
 def _is_damaged(facts: Facts) -> bool:

@@ -1,208 +1,67 @@
 """The table of options: one row for each thing that a conversion, or the opening of a checkpoint, can be told.
 
 The rows are the fields of :class:`ReadOptions`, :class:`WriteOptions` and :class:`ConvertOptions`. The command line, the YAML
-jobs and the Python API are made of them: which options a command has, with their help; what a value must be; and for which
-target formats an option means something, so that for all others it is refused and not passed over.
+jobs, the Python API and the tables of ``docs/reference/cli.md`` are made of them: which options a command has, with their help
+and its headings; what a value must be; and for which target formats an option means something, so that for all others it is
+refused and not passed over.
 
 **To add an option**, add a field with its row, and use it. Nothing else: ``--some-name`` and the job's key ``some_name`` exist
-with the row; ``docs/reference/cli.md`` describes it (a test asks).
+with the row; ``python -m tests.helpers.option_tables`` writes the page's tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from os import PathLike, fspath
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.core.dtype import FLOATING, dtype_of
 from mcore_rlhf.errors import Problems, UsageError, shown
-from mcore_rlhf.models.rules import Rules, read_rules
-from mcore_rlhf.storage.paths import ReadablePath, local_path, parse_size
+from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.storage.paths import ReadablePath, local_path
+
+from .option_types import (
+    ADAPTERS,
+    CONTENT,
+    CONVERTING,
+    COUNT,
+    DTYPE,
+    EVERY,
+    FILE,
+    FOLDER,
+    HUGGING_FACE,
+    IDS,
+    LAYOUT,
+    MEGATRON,
+    NAME,
+    NAMES,
+    PIPELINE,
+    PYTHON_ONLY,
+    READING,
+    RULES,
+    SAFETY,
+    SOURCE,
+    SPEED,
+    WORD,
+    Option,
+    flag,
+    number,
+    one_of,
+    option,
+    size,
+    text,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MEGATRON = ("megatron", "megatron-dist")
-EVERY = (*MEGATRON, "deepspeed", "universal", "dcp", "hf", "peft")
-"""All target formats, as the registry names them."""
-READING = ("inspect", "plan", "convert", "verify", "diff")
-PLANNING = ("plan", "convert")
-CONVERTING = ("convert",)
-PYTHON_ONLY = ()
-
-
-@dataclass(frozen=True, slots=True)
-class OptionType:
-    """What a value may be.
-
-    Args:
-        read: What the library takes, from what a command line, a YAML file or a caller in Python gives; what was read once
-            is read again as itself. Raises ValueError.
-        word: The type of one value on the command line.
-        metavar: What stands for it in the help.
-        least, most: Limits of a number.
-        repeated: Whether the option may be given several times.
-        path: Whether it is a path, in which a YAML job fills in environment variables.
-    """
-
-    read: Callable[[Any], object]
-    word: type = str
-    metavar: str | None = None
-    least: int | None = None
-    most: int | None = None
-    repeated: bool = False
-    path: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A row of the table.
-
-    Args:
-        kind: What its value may be.
-        help: One line for ``--help``, without the default.
-        name: Key of a YAML job; the command line's has dashes. Empty for the field's own.
-        commands: The commands that have it.
-        targets: The target formats for which it means something.
-        default: What is done without it, where that is not obvious.
-        opposite: A flag's other name, by which the command line takes back what a job file says.
-        negated: Whether the field says the opposite of the option.
-        at: The fields that it sets, as ``section.field``: ``read``, ``write``, ``run`` (:class:`ConvertOptions`), or ``job``.
-    """
-
-    kind: OptionType
-    help: str
-    name: str = ""
-    commands: tuple[str, ...] = PLANNING
-    targets: tuple[str, ...] = EVERY
-    default: str = ""
-    opposite: str = ""
-    negated: bool = False
-    at: tuple[str, ...] = ()
-
-    @property
-    def flag(self) -> str:
-        """How the command line spells it."""
-        return f"--{self.name.replace('_', '-')}"
-
-
-def number(least: int = 1, most: int | None = None, metavar: str = "N") -> OptionType:
-    """A whole number within limits."""
-
-    def read(value: Any) -> object:
-        if type(value) is not int:
-            raise ValueError("should be a valid integer")
-        if value < least:
-            raise ValueError(f"should be greater than or equal to {least}")
-        if most is not None and value > most:
-            raise ValueError(f"should be less than or equal to {most}")
-        return value
-
-    return OptionType(read, int, metavar, least, most)
-
-
-def size(least: int = 1) -> OptionType:
-    """Bytes: a number, or a text such as ``2GB``."""
-
-    def read(value: Any) -> object:
-        return number(least).read(parse_size(value) if isinstance(value, str) else value)
-
-    return OptionType(read, metavar="SIZE")
-
-
-def one_of(*values: str) -> OptionType:
-    """One of a few words."""
-    said = f"{', '.join(map(repr, values[:-1]))} or {values[-1]!r}"
-
-    def read(value: Any) -> object:
-        if value not in values:
-            raise ValueError(f"should be {said}")
-        return value
-
-    return OptionType(read, metavar="|".join(values))
-
-
-def _flag(value: Any) -> object:
-    if not isinstance(value, bool):
-        raise ValueError("should be true or false")
-    return value
-
-
-def _text(value: Any) -> object:
-    if not isinstance(value, str):
-        raise ValueError("should be a text")
-    return value
-
-
-def _word(value: Any) -> object:
-    return _text(str(value) if isinstance(value, PathLike) else value)
-
-
-def _path(value: Any) -> object:
-    if not isinstance(value, str | PathLike):
-        raise ValueError("should be a path")
-    return fspath(value)
-
-
-def _texts(value: Any) -> object:
-    """One, or a list."""
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list | tuple):
-        raise ValueError("should be a text, or a list of texts")
-    return tuple(_text(item) for item in listed)
-
-
-def _dtype(value: Any) -> object:
-    if dtype_of(value) not in FLOATING:
-        raise ValueError("should be a floating-point type")
-    return value
-
-
-def _layout(value: Any) -> object:
-    """``[3, 5, 4]`` is ``3,5,4``."""
-    return ",".join(map(str, value)) if isinstance(value, list) else _text(value)
-
-
-def _ids(value: Any) -> object:
-    """``1,2``, ``[1, 2]`` and ``1`` are ids of tokens."""
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    texts = [part.strip() if isinstance(part, str) else part for part in parts]
-    if not all(type(part) is int or (isinstance(part, str) and part.isdecimal()) for part in texts):
-        raise ValueError(f"should be ids of tokens such as 1,2, found {value!r}")
-    return tuple(number(0).read(int(part)) for part in texts)
-
-
-def _rules(value: Any) -> object:
-    return value if isinstance(value, Rules) else read_rules(Path(str(_path(value))).expanduser())
-
-
-FLAG = OptionType(_flag, bool)
-NAME = OptionType(_text, metavar="NAME")
-NAMES = OptionType(_texts, metavar="NAME", repeated=True)
-FOLDER = OptionType(_path, metavar="DIR", path=True)
-FILE = OptionType(_path, metavar="FILE", path=True)
-RULES = OptionType(_rules, metavar="FILE", path=True)
-COUNT = number()
-
-
-def _row(kind: OptionType, help: str, value: Any = None, **more: Any) -> Any:
-    """A field with its row.
-
-    Args:
-        kind, help, more: See :class:`Option`.
-        value: The field's default.
-    """
-    return field(default=value, metadata={"option": Option(kind, help, **more)})
-
-
-def _flag_row(help: str, opposite: str = "", value: bool = False, **more: Any) -> Any:
-    return _row(FLAG, help, value, opposite=opposite, **more)
-
-
-_RULES = Option(RULES, "YAML: how parameters are cut that no table knows.", commands=(*READING, "adopt"))
-_VOCABULARY = Option(COUNT, "True number of words, where args lack it.")
+_RULES = Option(
+    RULES,
+    "YAML: how parameters are cut that no table knows.",
+    group=SOURCE,
+    more="See [rules](../how-to/write-rules.md).",
+    commands=(*READING, "adopt"),
+)
+_VOCABULARY = Option(COUNT, "True number of words, where args lack it.", group=LAYOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,20 +72,34 @@ class ReadOptions:
         optimizer: Whether the optimizer is read at all; without it, its files may be missing or damaged.
     """
 
-    role: str | None = _row(NAME, "Whose model, where a step holds several: actor, critic, …", commands=READING)
-    step: int | None = _row(number(0), "Which iteration, where the tracker does not decide.", commands=READING)
-    only: str | None = _row(
-        OptionType(_text, metavar="FILTER"),
+    role: str | None = option(
+        NAME, "Whose model, where a step holds several: actor, critic, …", group=SOURCE, commands=READING
+    )
+    step: int | None = option(
+        number(0), "Which iteration, where the tracker does not decide.", group=SOURCE, commands=READING
+    )
+    only: str | None = option(
+        text("FILTER"),
         "A part of the model: role, attribute or both (actor.policy), or a pattern with *.",
+        group=SOURCE,
+        more="An attribute's name is taken off; patterns leave names as they are (`'model.layers.*'`, `'!value_head'`; several with "
+        "commas). Of Megatron's names, patterns only. What fits nothing is refused, with what there is.",
         commands=READING,
     )
-    exclude_frozen: bool = _flag_row("Leave out parameters that are not trained.", "--include-frozen", commands=READING)
+    exclude_frozen: bool = flag(
+        "Leave out parameters that are not trained.",
+        "--include-frozen",
+        group=SOURCE,
+        more="They count as lost. Not for Megatron's formats.",
+        commands=READING,
+    )
     vocab_size: int | None = field(default=None, metadata={"option": _VOCABULARY})
     rules: Rules = field(default_factory=Rules, metadata={"option": _RULES})
-    stubs: tuple[str, ...] = _row(
+    stubs: tuple[str, ...] = option(
         NAMES,
         "A pickled class to load as an inert stub; may be repeated.",
         (),
+        group=SOURCE,
         name="stub",
         commands=(*READING, "adopt", "resume-check"),
     )
@@ -241,68 +114,167 @@ class WriteOptions:
         UsageError: A folder is a URL.
     """
 
-    tp: int | None = _row(
-        COUNT, "Tensor-parallel degree. Omitted degrees keep the source's.", targets=(*MEGATRON, "deepspeed")
+    tp: int | None = option(
+        COUNT,
+        "Tensor-parallel degree. Omitted degrees keep the source's.",
+        group=LAYOUT,
+        more="For `deepspeed`: the source's, or 1.",
+        targets=(*MEGATRON, "deepspeed"),
     )
-    pp: int | None = _row(COUNT, "Pipeline stages.", targets=(*MEGATRON, "deepspeed"))
-    vpp: int | None = _row(COUNT, "Model chunks per pipeline stage.", targets=MEGATRON)
-    ep: int | None = _row(COUNT, "Expert-parallel degree.", targets=MEGATRON)
-    etp: int | None = _row(COUNT, "Tensor-parallel degree of experts.", targets=MEGATRON)
-    dp: int | None = _row(
+    pp: int | None = option(COUNT, "Pipeline stages.", group=LAYOUT, targets=(*MEGATRON, "deepspeed"))
+    vpp: int | None = option(
+        COUNT, "Model chunks per pipeline stage.", group=LAYOUT, more="1 with one stage.", targets=MEGATRON
+    )
+    ep: int | None = option(COUNT, "Expert-parallel degree.", group=LAYOUT, targets=MEGATRON)
+    etp: int | None = option(
+        COUNT,
+        "Tensor-parallel degree of experts.",
+        group=LAYOUT,
+        more="Without it, it follows TP where it did in the source.",
+        targets=MEGATRON,
+    )
+    dp: int | None = option(
         COUNT,
         "Data-parallel degree.",
+        group=LAYOUT,
+        more="Where the default is not whole, or cannot hold the experts, the smallest that can. In Megatron's files it decides only "
+        "how optimizer buckets are padded and what `args` say; for `deepspeed` it is the number of ranks, for `dcp` that of parts, and "
+        "of files.",
         targets=(*MEGATRON, "deepspeed", "dcp"),
         default="the source's ranks ÷ TP·PP·CP",
     )
-    pipeline_layout: str | None = _row(
-        OptionType(_layout, metavar="S"),
+    pipeline_layout: str | None = option(
+        PIPELINE,
         "Layers per chunk (3,5,4) or Megatron's own string (Et*3|t*5L).",
+        group=LAYOUT,
+        more="Chunks stand in the order in which a token passes them. Counts that differ only in the first and last stage become "
+        "Megatron's first/last options, others a string.",
         targets=MEGATRON,
     )
-    dtype: str | None = _row(
-        OptionType(_dtype, metavar="bf16|fp16|fp32"),
+    dtype: str | None = option(
+        DTYPE,
         "Element type of the parameters.",
+        group=CONTENT,
+        more="Rounded from their masters.",
         targets=(*MEGATRON, "deepspeed", "dcp", "hf", "peft"),
     )
-    no_optimizer: bool = _flag_row("Leave the optimizer out.", "--keep-optimizer")
-    optimizer: str | None = _row(
-        one_of("distributed", "plain"), "OptionType of optimizer state to write.", targets=MEGATRON
+    no_optimizer: bool = flag("Leave the optimizer out.", "--keep-optimizer", group=CONTENT, more="It counts as lost.")
+    optimizer: str | None = option(
+        one_of("distributed", "plain"),
+        "Kind of optimizer state to write.",
+        group=CONTENT,
+        targets=MEGATRON,
+        default="the source's",
     )
-    rng: str | None = _row(
+    rng: str | None = option(
         one_of("keep", "derive", "drop"),
         "RNG states.",
+        group=CONTENT,
+        more="See [what is exact](../explanation/exactness.md).",
         targets=(*MEGATRON, "dcp"),
         default="keep for an unchanged layout, else derive",
     )
     vocab_size: int | None = field(default=None, metadata={"option": _VOCABULARY})
-    padded_vocab_size: int | None = _row(
-        COUNT, "Rows of the embedding.", targets=MEGATRON, default="Megatron's own rule"
+    padded_vocab_size: int | None = option(
+        COUNT,
+        "Rows of the embedding.",
+        group=LAYOUT,
+        more="The rule: a multiple of `make_vocab_size_divisible_by` × TP; unchanged where TP is.",
+        targets=MEGATRON,
+        default="Megatron's own rule",
     )
-    zero_stage: int | None = _row(
-        number(0, 3, "0-3"), "ZeRO stage of a DeepSpeed target.", targets=("deepspeed",), default="the source's"
+    zero_stage: int | None = option(
+        number(0, 3, "0-3"),
+        "ZeRO stage of a DeepSpeed target.",
+        group=LAYOUT,
+        more="Or that of its `ds_config`.",
+        targets=("deepspeed",),
+        default="the source's",
     )
-    reference_config: str | None = _row(FOLDER, "The model's Hugging Face folder, or its config.json.")
-    transformer_impl: str | None = _row(
+    reference_config: str | None = option(
+        FOLDER,
+        "The model's Hugging Face folder, or its config.json.",
+        group=LAYOUT,
+        more="What [another family's](../how-to/convert-between-megatron-and-deepspeed.md) target needs to know. For an adapter: its "
+        "`adapter_config.json`, or a folder with it.",
+    )
+    transformer_impl: str | None = option(
         one_of("local", "transformer_engine"),
         "Whose parameter names a Megatron target made of Hugging Face's has.",
+        group=LAYOUT,
+        more="Without it: as before, otherwise Transformer Engine's.",
         targets=MEGATRON,
     )
-    max_shard_size: int | None = _row(size(), "Largest file of a Hugging Face folder.", targets=("hf",), default="5GB")
-    tokenizer: str | None = _row(FOLDER, "Folder whose tokenizer files go into a Hugging Face folder.", targets=("hf",))
-    generation_config: str | None = _row(FILE, "generation_config.json for a Hugging Face folder.", targets=("hf",))
-    eos_token_ids: tuple[int, ...] = _row(
-        OptionType(_ids, metavar="N,N"), "Tokens that end a text, for models with several.", (), targets=("hf",)
+    max_shard_size: int | None = option(
+        size(),
+        "Largest file of a Hugging Face folder.",
+        group=HUGGING_FACE,
+        more="`2GB`, `512MiB`. No tensor is ever cut.",
+        targets=("hf",),
+        default="5GB",
     )
-    masters: bool = _flag_row("Take the parameters from their fp32 masters.", "--params", targets=("hf", "peft"))
-    with_optimizer: bool = _flag_row("Keep the optimizer beside a Hugging Face folder.", "--without-optimizer")
-    merge_adapter: bool = _flag_row("Add a LoRA adapter to its base weights.", "--keep-adapter")
-    base_model: str | None = _row(FOLDER, "The model that an adapter belongs to.")
-    dequantize: bool = _flag_row("Make plain weights of fp8 elements and their scales.", "--keep-quantized")
-    unused_patterns: bool = _flag_row("Let patterns match no parameter.", targets=("universal",), commands=PYTHON_ONLY)
-    ignore_fields: tuple[str, ...] = _row(
+    tokenizer: str | None = option(
+        FOLDER,
+        "Folder whose tokenizer files go into a Hugging Face folder.",
+        group=HUGGING_FACE,
+        more="Without it, the source's own.",
+        targets=("hf",),
+    )
+    generation_config: str | None = option(
+        FILE,
+        "generation_config.json for a Hugging Face folder.",
+        group=HUGGING_FACE,
+        more="Without it, that beside the tokenizer, then the source's.",
+        targets=("hf",),
+    )
+    eos_token_ids: tuple[int, ...] = option(
+        IDS,
+        "Tokens that end a text, for models with several.",
+        (),
+        group=HUGGING_FACE,
+        more="`1,2`: into `generation_config.json` and `config.json`.",
+        targets=("hf",),
+    )
+    masters: bool = flag(
+        "Take the parameters from their fp32 masters.",
+        "--params",
+        group=CONTENT,
+        more="The masters themselves, unless `--dtype` rounds them.",
+        targets=("hf", "peft"),
+    )
+    with_optimizer: bool = flag(
+        "Keep the optimizer beside a Hugging Face folder.",
+        "--without-optimizer",
+        group=HUGGING_FACE,
+        more="Masters, moments, param groups and counters, in `optimizer/`.",
+    )
+    merge_adapter: bool = flag(
+        "Add a LoRA adapter to its base weights.",
+        "--keep-adapter",
+        group=ADAPTERS,
+        more="Computed in fp32 and rounded once, so that it counts as lossy. Not with `--to peft`.",
+    )
+    base_model: str | None = option(
+        FOLDER,
+        "The model that an adapter belongs to.",
+        group=ADAPTERS,
+        more="In any format, where the source is an adapter alone. With `--to peft`: what is written as the base's path.",
+    )
+    dequantize: bool = flag(
+        "Make plain weights of fp8 elements and their scales.",
+        "--keep-quantized",
+        group=ADAPTERS,
+        more="Computed in fp32 and rounded once, so that it counts as lossy. Without it quantized weights are refused, unless "
+        "`--to hf` keeps them as they are.",
+    )
+    unused_patterns: bool = flag("Let patterns match no parameter.", targets=("universal",), commands=PYTHON_ONLY)
+    ignore_fields: tuple[str, ...] = option(
         NAMES,
         "Pass over an argument, or a field of config.json, that the other family cannot express.",
         (),
+        group=SAFETY,
+        more="The target computes something else without it: it stands in the report as lost. May be repeated. "
+        "[What they mean](what-fields-mean.md).",
         name="ignore_field",
     )
     rules: Rules = field(default_factory=Rules, metadata={"option": _RULES})
@@ -322,27 +294,49 @@ class ConvertOptions:
         write: What the target is to be.
     """
 
-    to: str = _row(OptionType(_text, metavar="FORMAT"), "Format to write.", "megatron", default="megatron")
+    to: str = option(text("FORMAT"), "Format to write.", "megatron", group=LAYOUT, default="megatron")
     read: ReadOptions = field(default_factory=ReadOptions)
     write: WriteOptions = field(default_factory=WriteOptions)
-    workers: int = _row(
-        COUNT, "Files at a time.", 2, commands=("convert", "verify", "adopt"), default="one per CPU, at most 8"
+    workers: int = option(
+        COUNT,
+        "Files at a time.",
+        2,
+        group=SPEED,
+        commands=("convert", "verify", "adopt"),
+        default="one per CPU, at most 8",
     )
-    max_memory: int = _row(
-        size(1 << 20), "Memory for buffers and windows.", 2 << 30, commands=CONVERTING, default="2GiB"
+    max_memory: int = option(
+        size(1 << 20),
+        "Memory for buffers and windows.",
+        2 << 30,
+        group=SPEED,
+        more="Of all workers together: `500MB`, `2GiB`.",
+        commands=CONVERTING,
+        default="2GiB",
     )
-    fsync: bool = _flag_row(
+    fsync: bool = flag(
         "Do not wait for the disk before publishing.",
         "--fsync",
         True,
+        group=SPEED,
         name="no_fsync",
         commands=CONVERTING,
         negated=True,
     )
-    strict: bool = _flag_row("Refuse what loses anything (exit code 1).", "--no-strict")
-    overwrite: bool = _flag_row("Replace an existing checkpoint.", "--no-overwrite", commands=CONVERTING)
-    trust_replicas: bool = _flag_row(
-        "Take replicas as equal without comparing.", "--compare-replicas", commands=CONVERTING
+    strict: bool = flag("Refuse what loses anything (exit code 1).", "--no-strict", group=SAFETY)
+    overwrite: bool = flag(
+        "Replace an existing checkpoint.",
+        "--no-overwrite",
+        group=SAFETY,
+        more="By renaming; other folders are never replaced.",
+        commands=CONVERTING,
+    )
+    trust_replicas: bool = flag(
+        "Take replicas as equal without comparing.",
+        "--compare-replicas",
+        group=SPEED,
+        more="Replicas are copies of one tensor on several ranks.",
+        commands=CONVERTING,
     )
 
 
@@ -350,11 +344,17 @@ class ConvertOptions:
 class JobOptions:
     """What the command line and its job files can ask for besides a conversion."""
 
-    newest_intact: bool = _flag_row(
-        "Of a root: the newest step that is intact, though newer ones are damaged.", "--no-newest-intact"
+    newest_intact: bool = flag(
+        "Of a root: the newest step that is intact, though newer ones are damaged.",
+        "--no-newest-intact",
+        group=SOURCE,
+        more="The newest whose checksums hold, though newer ones are damaged or not committed.",
     )
-    verify: bool = _flag_row(
-        "Afterwards verify the target deeply, and diff it with the source.", "--no-verify", commands=CONVERTING
+    verify: bool = flag(
+        "Afterwards verify the target deeply, and diff it with the source.",
+        "--no-verify",
+        group=SAFETY,
+        commands=CONVERTING,
     )
 
 
@@ -406,7 +406,7 @@ def read_values(given: Mapping[str, Any], files: Mapping[str, ReadablePath] | No
     for name, value in given.items():
         try:
             if value not in (None, [], ()):
-                found[name] = (rows[name].kind.read if name in rows else _word)(value)
+                found[name] = (rows[name].kind if name in rows else WORD).read(value)
         except ValueError as error:
             where = f"{files[name]}: {name}" if files and name in files else f"--{name.replace('_', '-')}"
             problems.add(UsageError, wrong(where, error, value))

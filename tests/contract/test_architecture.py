@@ -54,7 +54,7 @@ ONLY_IN = {
     "transformer_engine": {"engines", "integrations", "demo"},
     "transformers": set(),
     "peft": set(),
-    "typer": {"cli"},
+    "click": {"cli"},
     "rich": {"cli"},
 }
 CORE_NEVER = {
@@ -278,7 +278,7 @@ ALLOWED = [
         "from ..base import Target\nfrom .names import STEM\nfrom mcore_rlhf.families import crossing",
     ),
     ("engines/megatron.py", "from megatron.core import parallel_state"),
-    ("cli/main.py", "import typer\nprint('hello')"),
+    ("cli/main.py", "import click\nprint('hello')"),
     ("layouts/_table.py", "x = 1"),
 ]
 

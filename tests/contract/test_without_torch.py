@@ -56,7 +56,7 @@ def requirements(extra: str = "") -> set[str]:
 
 def test_the_offline_tool_is_installed_without_torch() -> None:
     found = requirements()
-    assert {"numpy", "ml-dtypes", "typer", "safetensors"} <= found
+    assert {"numpy", "ml-dtypes", "click", "safetensors"} <= found
     assert not {name for name in found if name.startswith(("torch", "nvidia", "triton", "megatron", "deepspeed"))}
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -9,10 +10,15 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
 
 from mcore_rlhf.cli import inspecting, main
+from mcore_rlhf.cli.app import app
 from mcore_rlhf.cli.guard import explain, stopped_by_signals
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, StorageError
+from mcore_rlhf.families.option_types import GROUPS
+from mcore_rlhf.families.options import of_command
 
 from .conftest import Cli
 
@@ -83,10 +89,6 @@ def test_what_nobody_expected_is_a_bug_and_one_line(cli: Cli, inspect_raises) ->
 def test_debug_shows_the_traceback(
     cli: Cli, inspect_raises, how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:  # type: ignore[no-untyped-def]
-    from typer.testing import CliRunner
-
-    from mcore_rlhf.cli.app import app
-
     inspect_raises(ValueError("odd"))
     if how == "environment":
         monkeypatch.setenv("MCORE_RLHF_DEBUG", "1")
@@ -103,11 +105,11 @@ def test_with_json_an_error_is_json_as_well(cli: Cli, inspect_raises) -> None:  
     assert outcome.stderr == "error: a.pt: is damaged\n"
 
 
-def test_usage_errors_are_typers_own(cli: Cli) -> None:
+def test_usage_errors_are_clicks_own(cli: Cli) -> None:
     unknown, no_number = cli("inspect", "x", "--bogus"), cli("convert", "a", "b", "--tp", "two")
     assert (unknown.code, no_number.code) == (2, 2)
     assert "--bogus" in unknown.stderr
-    assert "--tp" in no_number.stderr
+    assert "Invalid value for '--tp': 'two' is not a valid integer." in no_number.stderr
     assert cli("frobnicate").code == 2
 
 
@@ -165,3 +167,23 @@ def test_version_is_the_packages(cli: Cli) -> None:
     import mcore_rlhf
 
     assert cli("--version").stdout == f"mcore-rlhf {mcore_rlhf.__version__}\n"
+
+
+def test_a_shell_completes_options_and_their_words() -> None:
+    """With what click has for it: ``eval "$(_MCORE_RLHF_COMPLETE=bash_source mcore-rlhf)"``."""
+
+    def completed(*words: str) -> set[str]:
+        complete = ShellComplete(app, {}, "mcore-rlhf", "_MCORE_RLHF_COMPLETE")
+        return {item.value for item in complete.get_completions(list(words[:-1]), words[-1])}
+
+    assert completed("con") == {"convert"}
+    assert completed("convert", "--zero") == {"--zero-stage"}
+    assert completed("convert", "--rng", "d") == {"derive", "drop"}
+
+
+def test_the_help_has_the_options_under_their_headings(cli: Cli) -> None:
+    _, *sections = re.split(r"^([A-Z][^:\n]*):$", cli("convert", "--help").stdout, flags=re.MULTILINE)
+    shown = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert list(shown) == ["Positional arguments", *GROUPS, "Options"]
+    for row in of_command("convert"):
+        assert f"  {row.flag} " in shown[row.group]

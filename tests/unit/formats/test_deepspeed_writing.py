@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import ConvertOptions, convert

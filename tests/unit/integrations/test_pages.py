@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import NotACheckpoint
