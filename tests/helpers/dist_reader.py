@@ -42,3 +42,18 @@ def read_whole(root: Path) -> DistReading:
     tensors = {key: state[key] for key in keys}
     objects = {key: value for key, value in state.items() if key not in keys}
     return DistReading(tensors, objects, plain_load(folder / "common.pt"))
+
+
+def read_tensors(root: Path) -> dict[str, torch.Tensor]:
+    """The tensors alone, of which no class of the framework needs to be there; the tracker names an iteration."""
+    folder = root / f"iter_{int((root / 'latest_checkpointed_iteration.txt').read_text()):07d}"
+    reader = dcp.FileSystemReader(folder)
+    state = {
+        key: torch.empty(stored.size, dtype=stored.properties.dtype)
+        for key, stored in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return state

@@ -21,7 +21,8 @@ from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
 from mcore_rlhf.families.megatron.groups import inner_state
 from mcore_rlhf.families.megatron.state import NAMES
-from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, masters_of, read_optimizer
+from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
+from mcore_rlhf.formats.megatron.plain import masters_of
 from mcore_rlhf.formats.megatron.reader import training_state
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.layouts.parallel import ParallelConfig

@@ -16,8 +16,11 @@ from mcore_rlhf.models.spec import ModelSpec
 
 from .folders import file_ranks, numbers_in
 
-DISTRIBUTED, PLAIN = "distributed", "plain"
-"""Kinds of optimizer: one that is cut over data-parallel ranks, and one that every rank has whole."""
+DISTRIBUTED, PLAIN, LAYER_WISE = "distributed", "plain", "layer_wise"
+"""Kinds of optimizer: one that is cut over data-parallel ranks, one that every rank has whole, and one whose parameters are dealt to
+them, each of them whole."""
+
+_LAYER_WISE = "use_layer_wise_distributed_optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,23 @@ class Arguments:
             return None
         extra = 1 if self.values.get("tokenizer_type") == "NullTokenizer" else 0
         return size + extra + self.integer("vocab_extra_ids")
+
+    @property
+    def has_matrix_optimizer(self) -> bool:
+        """Whether matrices are trained by an optimizer of their own, such as Muon, with Adam or Lion beside it for everything else.
+
+        Sources: megatron-core 0.19.2, ``optimizer/__init__.py`` (``get_megatron_optimizer``): any but adam and sgd; megatron-core
+        0.16.1 and 0.17.1, ``optimizer/muon.py``: Muon alone, and no argument about a layer-wise optimizer yet.
+        """
+        name = str(self.values.get("optimizer") or "adam")
+        return "muon" in name or (_LAYER_WISE in self.values and name not in ("adam", "sgd"))
+
+    @property
+    def layer_wise(self) -> bool:
+        """Whether that optimizer deals whole parameters to data-parallel ranks: ``dist_muon``, as 0.16 and 0.17 call it."""
+        return self.has_matrix_optimizer and (
+            self.flag(_LAYER_WISE) or str(self.values.get("optimizer")).startswith("dist_")
+        )
 
     @property
     def params_dtype(self) -> DType | None:

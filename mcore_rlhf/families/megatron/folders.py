@@ -18,6 +18,8 @@ from mcore_rlhf.storage.paths import ReadablePath
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
+DEALT_FILES = "layer_wise_optimizer_*.pt"
+"""Those of a layer-wise optimizer, one for every data-parallel rank."""
 _MOST_RANKS = 1 << 20
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"[0-9]{1,18}")

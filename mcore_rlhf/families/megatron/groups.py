@@ -1,13 +1,15 @@
 """Which optimizer group a parameter belongs to: ``distrib_optim.pt`` does not say, so it is derived as Megatron does.
 
-Source: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_standard_config_overrides``, ``_get_param_groups``,
-``get_megatron_optimizer``).
+Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_standard_config_overrides``, ``_get_param_groups``,
+``get_megatron_optimizer``); megatron-core 0.19.2, ``optimizer/emerging_optimizers.py`` (``_is_nonlinear_or_embedding``),
+``optimizer/optimizer.py`` (``param_group_identifier_keys``), ``optimizer_param_scheduler.py`` (``ParamGroupOverride``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.inventory import Unplaced, of_torch
@@ -20,8 +22,11 @@ from .arguments import Arguments
 
 _KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
 _IDENTIFIERS = (
-    "wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr",
+    "wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr", "start_wd",
+    "end_wd", "optimizer",
 )  # fmt: skip
+"""A missing one and None are the same."""
+_WORDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 _MEMBER = (
     "optimizer", "optimizer_state_dict", "param_groups", "state", "fp32_from_fp16_params", "fp32_from_fp16", "grad_scaler",
@@ -29,6 +34,20 @@ _MEMBER = (
 )  # fmt: skip
 _COMMON_STEP = "common_step"
 """One for all parameters. Source: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``sharded_state_dict``)."""
+
+
+class MemberKind(Protocol):
+    """Which parameters one of the chained optimizers trains."""
+
+    @property
+    def expert(self) -> bool | None:
+        """Whether it holds the experts that are dealt over ranks, or everything else; None for both."""
+        ...
+
+    @property
+    def matrices(self) -> bool | None:
+        """Whether it holds matrices, or everything else; None for both."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +75,7 @@ class Membership:
         """Whether a parameter has a learning rate of its own (``--decoupled-lr``): embeddings and the output layer."""
         if self.args.number("decoupled_lr") is None:
             return False
-        return name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+        return name.endswith(_WORDS)
 
     def index(self, name: str, ndim: int, groups: Sequence[ParamGroup]) -> int:
         """The position among ``groups`` of the one that a parameter belongs to.
@@ -64,11 +83,13 @@ class Membership:
         Raises:
             LayoutMismatch: No group, or more than one, fits.
         """
-        wd_mult, decoupled = self.wd_mult(name, ndim), self.decoupled(name)
+        wd_mult, decoupled, matrices = self.wd_mult(name, ndim), self.decoupled(name), of_matrices(groups)
         fits = [
             index
             for index, group in enumerate(groups)
-            if _wd_mult(group.fields) == wd_mult and self._is_decoupled(group.fields) == decoupled
+            if _wd_mult(group.fields) == wd_mult
+            and self._is_decoupled(group.fields) == decoupled
+            and (len(set(matrices)) < 2 or matrices[index] == is_matrix(name, ndim))
         ]
         if len(fits) != 1:
             raise LayoutMismatch(
@@ -89,6 +110,22 @@ def _wd_mult(fields: Mapping[str, object]) -> object:
     return fields.get("wd_mult", fields.get("pre_wd_mult"))
 
 
+def is_matrix(name: str, ndim: int) -> bool:
+    """Whether a parameter is one that Muon and its kind train: every matrix but those that stand for words."""
+    return ndim == 2 and not name.endswith(_WORDS)
+
+
+def of_matrices(groups: Sequence[ParamGroup]) -> list[bool]:
+    """For every group of a run whether Muon or its kind trains it: the groups of everything else name their optimizer.
+
+    Before 0.18 no group names one, and Muon's have a momentum and no betas. Where one optimizer trains everything, all are alike.
+    """
+    named = [group.fields.get("optimizer") is not None for group in groups]
+    if any(named):
+        return [not name for name in named]
+    return [not group.fields.keys().isdisjoint(("momentum", "momentum_beta")) for group in groups]
+
+
 def in_expert_optimizer(name: str, ep: int) -> bool:
     """Whether a parameter belongs to the second, expert optimizer: routed experts, once they are dealt over ranks.
 
@@ -101,14 +138,18 @@ def in_expert_optimizer(name: str, ep: int) -> bool:
 def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]:
     """The groups of all ranks: equal ones once, in the order of the first rank that has them.
 
+    A group that is empty on a rank takes no step there, and lacks what another rank's has.
+
     Raises:
         Lossy: Two ranks give one group different steps or rates.
     """
     merged: dict[tuple[object, ...], ParamGroup] = {}
     for groups in per_rank:
-        for group in groups:
-            key = (group.expert, *(group.fields.get(name) for name in _IDENTIFIERS))
+        for group, matrices in zip(groups, of_matrices(groups), strict=True):
+            key = (group.expert, matrices, *(group.fields.get(name) for name in _IDENTIFIERS))
             known = merged.setdefault(key, group)
+            if group.fields.keys() > known.fields.keys():
+                merged[key], group, known = group, known, group
             different = [f for f in group.fields if group.fields[f] != known.fields.get(f)]
             if different:
                 raise Lossy(
@@ -116,6 +157,33 @@ def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup,
                     + ", ".join(f"{f} ({known.fields.get(f)} and {group.fields[f]})" for f in different)
                 )
     return tuple(merged.values())
+
+
+def groups_by_member(
+    chained: Sequence[MemberKind],
+    groups: Sequence[ParamGroup],
+    ep: int,
+    specs: Sequence[ParamSpec],
+    membership: Membership,
+) -> list[list[ParamGroup]]:
+    """The groups of every chained optimizer at an expert-parallel degree; see :func:`groups_for`.
+
+    Args:
+        chained: The chained optimizers of the new layout.
+        groups: All groups of the source.
+        ep: The new expert-parallel degree.
+        specs: The model's parameters.
+        membership: Decides which group a parameter is in.
+    """
+    found: dict[bool | None, tuple[list[ParamGroup], list[ParamGroup]]] = {}
+    for kind in {member.matrices: None for member in chained}:
+        own = [group for group, of in zip(groups, of_matrices(groups), strict=True) if kind in (None, of)]
+        inside = [s for s in specs if kind in (None, is_matrix(s.name, len(s.global_shape)))]
+        found[kind] = groups_for(own, ep, inside, membership)
+    return [
+        [*(found[m.matrices][0] if not m.expert else []), *(found[m.matrices][1] if m.expert is not False else [])]
+        for m in chained
+    ]
 
 
 def groups_for(

@@ -30,7 +30,7 @@ from mcore_rlhf.storage.pt import StoredTensor
 
 from .arguments import DISTRIBUTED, PLAIN, Arguments
 from .folders import FileRank
-from .groups import in_expert_optimizer
+from .groups import in_expert_optimizer, is_matrix
 from .new_layout import NewLayout
 
 
@@ -64,15 +64,21 @@ class ChainedOptimizer:
 
     Args:
         vpp_ranks: The model chunks whose parameters it holds.
-        expert: Whether it holds the experts that are dealt over ranks, or everything else.
+        expert: Whether it holds the experts that are dealt over ranks, or everything else; None for both.
+        matrices: Whether it holds matrices, or everything else; None for both.
     """
 
     vpp_ranks: tuple[int, ...]
-    expert: bool
+    expert: bool | None
+    matrices: bool | None = None
 
     def owns(self, param: LocalParam, ep: int) -> bool:
         """Whether it holds a parameter."""
-        return param.vpp_rank in self.vpp_ranks and in_expert_optimizer(param.name, ep) == self.expert
+        return (
+            param.vpp_rank in self.vpp_ranks
+            and self.expert in (None, in_expert_optimizer(param.name, ep))
+            and self.matrices in (None, is_matrix(param.name, len(param.shape)))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +97,20 @@ class LocalBuffer:
 
 
 def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer, ...]:
-    """The chained optimizers of every rank, in the order in which they are saved."""
+    """The chained optimizers of every rank, in the order in which they are saved.
+
+    Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_megatron_optimizer``), ``optimizer/muon.py``; 0.19.2,
+    ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``): Muon, then the rest; experts that are dealt over ranks apart,
+    where there are some and the optimizer is not layer-wise. Of experts, biases alone are no matrices.
+    """
     chunks = tuple(range(parallel.vpp))
+    if args.has_matrix_optimizer:
+        apart, biases = bool(args.num_experts) and parallel.ep > 1, args.flag("add_bias_linear", True)
+        halves = ((True, apart), (False, apart and biases))
+        if args.layer_wise:
+            return tuple(ChainedOptimizer(chunks, None, half) for half, _ in halves)
+        kinds = [(half, expert) for half, two in halves for expert in ([False, True] if two else [False])]
+        return tuple(ChainedOptimizer(chunks, expert, half) for half, expert in kinds)
     dense = [ChainedOptimizer(chunks, expert=False)]
     if args.flag("overlap_param_gather_with_optimizer_step") and parallel.vpp > 1:
         dense = [ChainedOptimizer(chunks[:1], expert=False), ChainedOptimizer(chunks[1:], expert=False)]
@@ -125,7 +143,7 @@ def buffers(
                 found.setdefault((vpp_rank, param.dtype.name), []).append(param)
     result = []
     for (vpp_rank, _), inside in found.items():
-        rules = _rules(args, parallel, member.expert, rank_numel, bucketed=at.pp_rank == 0 and vpp_rank == 0)
+        rules = _rules(args, parallel, bool(member.expert), rank_numel, bucketed=at.pp_rank == 0 and vpp_rank == 0)
         flat = flat_buffer([BufferParam(p.name, p.numel, p.shared_embedding) for p in inside], rules)
         result.append(LocalBuffer(vpp_rank, inside[0].dtype, flat))
     return result
@@ -380,7 +398,7 @@ class RankLayout:
 
     def holds_member(self, member: ChainedOptimizer) -> bool:
         """Whether this rank's ``distrib_optim.pt`` has the state of a chained optimizer."""
-        return member.expert or self.at.holds_dense_optimizer
+        return bool(member.expert) or self.at.holds_dense_optimizer
 
     def _items(self) -> Iterator[LocalItem]:
         problems = Problems()

@@ -22,7 +22,7 @@ from mcore_rlhf.core.names import PARAM, TensorName
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
-from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
@@ -91,20 +91,25 @@ class MegatronTensors:
         role: Role of all tensors.
         model: Shapes and partitions.
         states: Names of the optimizer's tensor states.
+        own: Those of parameters that have not all of them, since another optimizer trains them.
     """
 
     role: str
     model: ModelSpec
     states: tuple[str, ...]
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
 
     def __iter__(self) -> Iterator[TensorName]:
         for param in self.model.params:
             yield TensorName(self.role, param.name, PARAM)
-            for state in self.states if param.trainable else ():
+            for state in self._states(param):
                 yield TensorName(self.role, param.name, state)
 
     def __len__(self) -> int:
-        return sum(1 + (len(self.states) if param.trainable else 0) for param in self.model.params)
+        return sum(1 + len(self._states(param)) for param in self.model.params)
+
+    def _states(self, param: ParamSpec) -> tuple[str, ...]:
+        return self.own.get(param.name, self.states) if param.trainable else ()
 
 
 def scheduler_in(top: Mapping[str, object], notes: Report) -> Mapping[str, object] | None:

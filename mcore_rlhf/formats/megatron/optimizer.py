@@ -2,25 +2,24 @@
 
 ``distrib_optim.pt`` alone does not say where a parameter lies, so two ways must agree: places are computed from registration order
 and args; where the model file still has its parameters as views of one flat buffer, their storage offsets must be the same places.
-That the values agree is checked when they are read. A plain optimizer's states lie in ``model_optim_rng.pt``, numbered through the
-param groups, each group in registration order over all model chunks; fp32 copies stand in a list of lists of their own.
+That the values agree is checked when they are read. Optimizers that have parameters whole are read by :mod:`.plain`.
 
 Source: megatron-core 0.16.1, ``optimizer/distrib_optimizer.py`` (``get_parameter_state_dp_zero``,
-``load_parameter_state_from_dp_zero_legacy`` for files from before February 2024), ``optimizer/optimizer.py``
-(``Float16OptimizerWithFloat16Params.state_dict``, ``FP32Optimizer.state_dict``).
+``load_parameter_state_from_dp_zero_legacy`` for files from before February 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING
+from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Lossy, Problems, Unsupported
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
+from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
 from mcore_rlhf.families.megatron.groups import Membership, inner_state, merged_groups
 from mcore_rlhf.families.megatron.layout import (
     ChainedOptimizer,
@@ -38,6 +37,7 @@ from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.rules import Rules
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
+from .plain import Scalars, States, groups_of, has_plain_state, members_of, plain_states
 from .shards import RankShard
 
 
@@ -46,7 +46,7 @@ class OptimizerReading:
     """What was found of an optimizer.
 
     Args:
-        kind: ``distributed``, ``plain``, or None for a checkpoint without optimizer state.
+        kind: ``distributed``, ``plain``, ``layer_wise``, or None for a checkpoint without optimizer state.
         places: By (folder, chunk, name): state name → where it lies.
         groups: The param groups of all ranks.
         states: Names of the states, in the usual order.
@@ -59,7 +59,7 @@ class OptimizerReading:
     groups: tuple[ParamGroup, ...] = ()
     states: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
-    scalars: dict[str, object] = field(default_factory=dict)
+    scalars: Scalars = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def read_optimizer(
     Raises:
         CheckpointError: Files are missing, or contradict the parameters; all problems together.
     """
-    kind = _kind(shards)
+    kind = _kind(shards, args)
     by_place = {(chunk.pp_rank, chunk.vpp_rank): chunk for chunk in chunks}
     run = _Run(by_place, args, parallel, rules, any(chunk.mtp for chunk in chunks))
     reading = OptimizerReading(kind)
@@ -94,7 +94,7 @@ def read_optimizer(
         except CheckpointError as error:
             problems.add(type(error), str(error).partition("\n")[0], str(error).partition("\n")[2])
     problems.raise_if_any()
-    reading.groups = merged_groups([_groups(shard) for shard in shards])
+    reading.groups = merged_groups([groups for shard in shards for groups in _groups(shard)])
     found = {state for states in reading.places.values() for state in states}
     usual = [state for state in (MASTER, EXP_AVG, EXP_AVG_SQ) if state in found]
     reading.states = (*usual, *sorted(found - set(usual)))
@@ -103,7 +103,7 @@ def read_optimizer(
     return reading
 
 
-def _kind(shards: Sequence[RankShard]) -> str | None:
+def _kind(shards: Sequence[RankShard], args: Arguments) -> str | None:
     """Which optimizer wrote the files.
 
     Raises:
@@ -111,9 +111,12 @@ def _kind(shards: Sequence[RankShard]) -> str | None:
     """
     with_file = [shard for shard in shards if shard.distrib is not None]
     if not with_file:
-        if any(has_plain_state(member) for shard in shards for member in _members(shard)):
+        members = [member for shard in shards for member in _members(shard)]
+        if any(shard.dealt for shard in shards) or (members and args.layer_wise):
+            return LAYER_WISE
+        if any(map(has_plain_state, members)) or (members and args.values.get("use_distributed_optimizer") is False):
             return PLAIN
-        if any(inner_state(member).get("param_groups") for shard in shards for member in _members(shard)):
+        if any(inner_state(member).get("param_groups") for member in members):
             raise Incomplete(
                 f"{shards[0].pt.file} has param groups, but no rank has a distrib_optim.pt with their state\n"
                 "Restore the files, or convert the weights alone with --no-optimizer."
@@ -135,31 +138,14 @@ def _kind(shards: Sequence[RankShard]) -> str | None:
 
 
 def _members(shard: RankShard) -> list[Mapping[str, object]]:
-    stored = shard.top.get("optimizer")
-    if stored is None:
-        return []
-    listed: list[Mapping[str, object]] = stored if isinstance(stored, list) else [stored]  # type: ignore[list-item]
-    if not all(isinstance(member, dict) for member in listed):
-        raise Unsupported(f"{shard.pt.file}: 'optimizer' should hold dictionaries, found {type(listed[0]).__name__}")
-    return listed
+    return members_of(shard.top.get("optimizer"), shard.pt.file)
 
 
-def _groups(shard: RankShard) -> list[ParamGroup]:
-    return [group for number, _ in enumerate(_members(shard)) for group in _member_groups(shard, number)]
-
-
-def _member_groups(shard: RankShard, number: int) -> list[ParamGroup]:
-    member = _members(shard)[number]
-    stored = inner_state(member).get("param_groups", [])
-    if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
-        raise Unsupported(f"{shard.pt.file}: the optimizer's param_groups should be a list of dictionaries")
-    return [
-        ParamGroup(
-            shard.pt.materialize({key: value for key, value in group.items() if key != "params"}),
-            expert=bool(group.get("is_expert_parallel")),
-        )
-        for group in stored
-    ]
+def _groups(shard: RankShard) -> Iterator[list[ParamGroup]]:
+    """The groups of a rank's model file, and those of the files that whole parameters are dealt to."""
+    yield [group for member in _members(shard) for group in groups_of(member, shard.pt)]
+    for pt in shard.dealt.values():
+        yield [group for member in members_of(pt.tree, pt.file) for group in groups_of(member, pt)]
 
 
 def _read_rank(shard: RankShard, kind: str, run: _Run, reading: OptimizerReading) -> set[str]:
@@ -168,8 +154,10 @@ def _read_rank(shard: RankShard, kind: str, run: _Run, reading: OptimizerReading
     chained = members(run.args, run.parallel)
     if kind == DISTRIBUTED:
         _read_flat(shard, chained, params, stored, run, reading)
+    elif kind == PLAIN:
+        _read_whole(shard, shard.pt, _members(shard), chained, lambda dealing: dealing.whole(params), run, reading)
     else:
-        _read_plain(shard, chained, params, run, reading)
+        _read_dealt(shard, chained, params, run, reading)
     return {param.name for param in params}
 
 
@@ -201,23 +189,55 @@ def _read_flat(
         reading.places.update(((shard.at.folder, *key), states) for key, states in places.items())
 
 
-def _read_plain(
+def _read_whole(
+    shard: RankShard,
+    pt: PtFile,
+    stored: Sequence[Mapping[str, object]],
+    chained: tuple[ChainedOptimizer, ...],
+    deal: Callable[[Dealing], Dealt],
+    run: _Run,
+    reading: OptimizerReading,
+) -> None:
+    """Note the states of parameters that one file has whole."""
+    if len(stored) != len(chained):
+        raise Unsupported(f"{pt.file}: expected {len(chained)} chained optimizers, found {len(stored)}")
+    groups = [groups_of(member, pt) for member in stored]
+    dealt = deal(Dealing(chained, groups, Membership(run.args, run.rules), run.parallel.ep))
+    for member, inside in zip(stored, dealt, strict=True):
+        places, scalars = plain_states(member, pt, inside)
+        reading.places.update(((shard.at.folder, *key), states) for key, states in places.items() if states)
+        reading.scalars.update(scalars)
+
+
+def _read_dealt(
     shard: RankShard,
     chained: tuple[ChainedOptimizer, ...],
     params: list[LocalParam],
     run: _Run,
     reading: OptimizerReading,
 ) -> None:
-    stored = _members(shard)
-    if len(stored) != len(chained):
-        raise Unsupported(f"{shard.pt.file}: expected {len(chained)} chained optimizers, found {len(stored)}")
-    for number, member in enumerate(chained):
-        owned = [param for param in params if member.owns(param, run.parallel.ep)]
-        membership = Membership(run.args, run.rules)
-        groups = _member_groups(shard, number)
-        places, scalars = plain_states(stored[number], shard.pt, owned, groups, membership)
-        reading.places.update(((shard.at.folder, *key), states) for key, states in places.items() if states)
-        reading.scalars.update(scalars)
+    """Note the states of parameters that are dealt to data-parallel ranks, each of which has a file.
+
+    Raises:
+        Incomplete: Some of the files are missing: what the model file has are the states of one rank.
+    """
+    expected = dealt_files(run.parallel, shard.at)
+    missing = [file.name for file in expected if file.name not in shard.dealt]
+    if missing and len(expected) > 1:
+        raise Incomplete(
+            f"{shard.pt.file}: the layer-wise optimizer deals whole parameters to {len(expected)} data-parallel ranks, and "
+            f"{', '.join(missing)} beside it {'is' if len(missing) == 1 else 'are'} missing: the states of about "
+            f"{len(missing)} of {len(expected)} of its {len(params)} parameters are lost; the model file repeats those of one rank\n"
+            "Restore the files, or convert the weights alone with --no-optimizer."
+        )
+    for file in expected:
+        pt = shard.dealt.get(file.name)
+        stored = _members(shard) if pt is None else members_of(pt.tree, pt.file)
+
+        def deal(dealing: Dealing, file: DealtFile = file) -> Dealt:
+            return dealing.of_rank(params, file.dense, file.expert)
+
+        _read_whole(shard, pt or shard.pt, stored, chained, deal, run, reading)
 
 
 def _local_params(shard: RankShard, run: _Run) -> tuple[list[LocalParam], dict[tuple[int, str], StoredTensor]]:
@@ -234,7 +254,6 @@ def _local_params(shard: RankShard, run: _Run) -> tuple[list[LocalParam], dict[t
     return params, stored
 
 
-States = dict[str, StoredTensor]
 Layout = Callable[[Sequence[LocalParam]], list[LocalBuffer]]
 
 
@@ -374,89 +393,3 @@ def _bucket_of(
     raise Unsupported(
         f"{file}: {place.name} lies across two buckets of an old file; save it once with a newer Megatron"
     )
-
-
-Scalars = dict[str, object]
-
-
-def masters_of(member: Mapping[str, object]) -> Sequence[Sequence[StoredTensor]] | None:
-    """The fp32 copies by group, or None in an fp32 run."""
-    value = member.get("fp32_from_fp16_params", member.get("fp32_from_fp16"))
-    return value if isinstance(value, list) else None
-
-
-def has_plain_state(member: Mapping[str, object]) -> bool:
-    """Whether a member of the optimizer holds tensors of its own."""
-    return bool(inner_state(member).get("state"))
-
-
-def plain_states(
-    member: Mapping[str, object],
-    pt: PtFile,
-    params: Sequence[LocalParam],
-    groups: Sequence[ParamGroup],
-    membership: Membership,
-) -> tuple[dict[tuple[int, str], States], Scalars]:
-    """Where the states of one member's parameters lie.
-
-    Args:
-        member: The member's dictionary.
-        pt: The file.
-        params: The member's trainable parameters on this rank, in registration order.
-        groups: Its param groups, in the stored order.
-        membership: Decides which group a parameter is in.
-
-    Returns:
-        By (chunk, name): state name → where it lies; and values that all parameters share, such as ``step``.
-
-    Raises:
-        Unsupported: Groups, states and parameters do not fit together as they do in the optimizers that are known.
-    """
-    file, inner = pt.file, inner_state(member)
-    states = inner.get("state")
-    stored_groups = inner.get("param_groups")
-    if not isinstance(states, dict) or not isinstance(stored_groups, list):
-        raise Unsupported(f"{file}: the optimizer has no 'state' and 'param_groups'")
-    dealt: list[list[LocalParam]] = [[] for _ in groups]
-    for param in params:
-        dealt[membership.index(param.name, len(param.shape), groups)].append(param)
-    found: dict[tuple[int, str], States] = {}
-    scalars: Scalars = {}
-    for number, (inside, stored) in enumerate(zip(dealt, stored_groups, strict=True)):
-        indices = stored.get("params", [])
-        if len(indices) != len(inside):
-            raise Unsupported(
-                f"{file}: param group {number} has {len(indices)} parameters, {len(inside)} expected from the names and shapes "
-                f"({', '.join(p.name for p in inside[:3])}, …)\nSay which group parameters belong to with --rules (wd_mult)."
-            )
-        for index, param in zip(indices, inside, strict=True):
-            found[param.vpp_rank, param.name] = _tensors(states.get(index, {}), scalars, param, pt)
-    for inside, masters in zip(dealt, masters_of(member) or [], strict=False):
-        half = [param for param in inside if param.dtype != FLOAT32]
-        for param, master in zip(half, masters, strict=True):
-            found[param.vpp_rank, param.name][MASTER] = _same_shape(master, param, file, MASTER)
-    return found, scalars
-
-
-def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, pt: PtFile) -> States:
-    tensors: States = {}
-    for name, value in state.items():
-        if isinstance(value, StoredTensor) and value.shape:
-            tensors[name] = _same_shape(value, param, pt.file, name)
-            continue
-        scalar = pt.materialize(value)
-        if scalars.setdefault(name, scalar) != scalar:
-            raise Lossy(
-                f"{pt.file}: {param.name}: {name} is {scalar}, but {scalars[name]} for other parameters; one {name} for all is "
-                "what a Megatron checkpoint of another layout can hold"
-            )
-    return tensors
-
-
-def _same_shape(value: StoredTensor, param: LocalParam, file: str, state: str) -> StoredTensor:
-    if value.shape != param.shape:
-        raise Unsupported(
-            f"{file}: {state} of {param.name} has shape {value.shape}, its parameter {param.shape}; only states shaped like "
-            "their parameter can be reshaped\nIf the parameter is in another param group, say so with --rules (wd_mult)."
-        )
-    return value

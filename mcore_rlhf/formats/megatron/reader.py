@@ -114,7 +114,14 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     note_frozen(sorted(optimizer.frozen), notes)
     state = training_state(run.shards, run.located, optimizer.groups, notes)
     note_scheduler(optimizer.kind, state.scheduler, notes)
-    catalog = MegatronCatalog(options.role or "actor", model, optimizer.states, run.parallel, holders)
+    catalog = MegatronCatalog(
+        options.role or "actor",
+        model,
+        optimizer.states,
+        run.parallel,
+        holders,
+        own=_own_states(holders, optimizer.states),
+    )
     source = Source(
         format="megatron",
         root=run.located.root,
@@ -182,6 +189,12 @@ def _holders(run: OpenedRun, optimizer: OptimizerReading) -> dict[str, list[Hold
                 states = optimizer.places.get((shard.at.folder, part.vpp_rank, name), {})
                 holders.setdefault(alias.get(name, name), []).append(Holder(shard.at, tensor, states))
     return holders
+
+
+def _own_states(holders: Mapping[str, Sequence[Holder]], states: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The states of parameters that have some, and not all."""
+    found = {name: {state for holder in held for state in holder.states} for name, held in holders.items()}
+    return {name: tuple(s for s in states if s in own) for name, own in found.items() if own and len(own) < len(states)}
 
 
 def _order(shards: list[RankShard], parallel: ParallelConfig) -> list[str]:
@@ -318,6 +331,8 @@ def unplaced_of(shards: Sequence[RankShard], *, with_optimizer: bool) -> tuple[s
         found.compare(shard.pt.file, _scheduler(shard), first)
         if with_optimizer:
             look_at_optimizer(found, shard.pt.file, shard.top.get("optimizer"))
+            for dealt in shard.dealt.values():
+                look_at_optimizer(found, dealt.file, dealt.tree)
         if with_optimizer and shard.distrib is not None:
             _look_flat(found, shard.distrib)
     return found.names

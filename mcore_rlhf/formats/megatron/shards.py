@@ -10,7 +10,7 @@ from typing import Any
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
-from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
+from mcore_rlhf.families.megatron.folders import DEALT_FILES, MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
 from mcore_rlhf.families.megatron.state import ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
@@ -28,17 +28,19 @@ class RankShard:
         pt: The model file.
         parts: Its model chunks.
         distrib: The distributed optimizer's file, or None.
+        dealt: The files of a layer-wise optimizer, by name.
     """
 
     at: FileRank
     pt: PtFile
     parts: list[ModelPart]
     distrib: PtFile | None
+    dealt: dict[str, PtFile] = field(default_factory=dict)
 
     @property
     def files(self) -> list[PtFile]:
-        """Both, or the model file alone."""
-        return [self.pt] if self.distrib is None else [self.pt, self.distrib]
+        """The model file, and those of its optimizer."""
+        return [self.pt, *([] if self.distrib is None else [self.distrib]), *self.dealt.values()]
 
     @property
     def top(self) -> Mapping[str, object]:
@@ -58,7 +60,7 @@ class RankFiles:
     Args:
         located: Where the checkpoint is.
         stubs: Further pickled classes that may become inert stubs.
-        optimizer: Whether ``distrib_optim.pt`` is opened at all.
+        optimizer: Whether the optimizer's own files are opened at all.
     """
 
     located: Located
@@ -106,7 +108,9 @@ class RankFiles:
         distrib = None
         if self.optimizer and (self.located.folder / at.folder / OPTIMIZER_FILE).is_file():
             distrib = self._open(at.folder, OPTIMIZER_FILE)
-        return RankShard(at, pt, [_model_part(pt, v) for v in _vpp_ranks(pt.tree)], distrib)
+        dealt = sorted(p.name for p in (self.located.folder / at.folder).glob(DEALT_FILES)) if self.optimizer else []
+        parts = [_model_part(pt, v) for v in _vpp_ranks(pt.tree)]
+        return RankShard(at, pt, parts, distrib, {name: self._open(at.folder, name) for name in dealt})
 
     def _model(self, folder: str) -> PtFile:
         name = model_file(self.located.folder, folder)
@@ -301,7 +305,9 @@ def _arguments(shard: RankShard) -> Mapping[str, object]:
 def _note_other_files(shards: Sequence[RankShard], located: Located, notes: Report) -> None:
     known = {*MODEL_FILES, OPTIMIZER_FILE}
     for shard in shards:
-        others = sorted(p.name for p in (located.folder / shard.at.folder).glob("*.pt") if p.name not in known)
+        files = {p.name for p in (located.folder / shard.at.folder).glob("*.pt")}
+        dealt = {p.name for p in (located.folder / shard.at.folder).glob(DEALT_FILES)}
+        others = sorted(files - known - dealt)
         if others:
             notes.add(Fate.LOST, f"{shard.at.folder}: {', '.join(others[:3])}: not a file of this format, not read")
 

@@ -1,0 +1,121 @@
+"""Which parameters are in which group of which chained optimizer, in the optimizer's own order; and, where whole parameters are dealt to
+data-parallel ranks, which of them each rank has, and the files that they lie in.
+
+Sources: megatron-core 0.16.1 and 0.19.2, ``optimizer/layer_wise_optimizer.py`` (``shard_params``, ``_shard_params_ping_pong``,
+``save_state_dict_to_file``); Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``save_checkpoint``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.tensor import Shard
+
+from .folders import FileRank, folder_name
+from .groups import Membership, in_expert_optimizer
+from .layout import ChainedOptimizer, LocalParam
+
+Dealt = list[list[list[LocalParam]]]
+"""Parameters by chained optimizer, and by group of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """Who trains what.
+
+    Args:
+        chained: The chained optimizers.
+        groups: The param groups of each.
+        membership: Decides which group a parameter is in.
+        ep: The expert-parallel degree.
+    """
+
+    chained: tuple[ChainedOptimizer, ...]
+    groups: Sequence[Sequence[ParamGroup]]
+    membership: Membership
+    ep: int
+
+    def whole(self, params: Sequence[LocalParam]) -> Dealt:
+        """All parameters of a model-parallel rank, each group's in registration order.
+
+        Args:
+            params: In registration order.
+
+        Raises:
+            LayoutMismatch: A parameter fits no group, or several.
+        """
+        dealt: Dealt = [[[] for _ in groups] for groups in self.groups]
+        for member, inside, groups in zip(self.chained, dealt, self.groups, strict=True):
+            for param in params:
+                if member.owns(param, self.ep):
+                    inside[self._group(param, groups)].append(param)
+        return dealt
+
+    def _group(self, param: LocalParam, groups: Sequence[ParamGroup]) -> int:
+        """The position of a parameter's group; an optimizer of both has groups of experts and others."""
+        positions = list(range(len(groups)))
+        if len({group.expert for group in groups}) > 1:
+            expert = in_expert_optimizer(param.name, self.ep)
+            positions = [number for number in positions if groups[number].expert == expert]
+        chosen = [groups[number] for number in positions]
+        return positions[self.membership.index(param.name, len(param.shape), chosen)]
+
+    def of_rank(self, params: Sequence[LocalParam], dense: Shard, expert: Shard) -> Dealt:
+        """What one data-parallel rank has where whole parameters are dealt: by size, forwards and backwards in turn.
+
+        Args:
+            params: All parameters of its model-parallel rank, in registration order.
+            dense: Its place among the data-parallel ranks.
+            expert: Its place among the experts' own data-parallel ranks.
+        """
+        whole = self.whole(params)
+        if dense.degree == 1:
+            return whole
+        own: Dealt = [[[] for _ in groups] for groups in self.groups]
+        turns = {False: _there_and_back(dense.degree), True: _there_and_back(expert.degree)}
+        ranks = {False: dense.rank, True: expert.rank}
+        listed = [(m, g, p) for m, groups in enumerate(whole) for g, inside in enumerate(groups) for p in inside]
+        for member, group, param in sorted(listed, key=lambda one: one[2].numel):
+            kind = self.groups[member][group].expert
+            if next(turns[kind]) == ranks[kind]:
+                own[member][group].append(param)
+        return own
+
+
+def _there_and_back(ranks: int) -> cycle[int]:
+    return cycle([*range(ranks), *reversed(range(ranks))])
+
+
+@dataclass(frozen=True, slots=True)
+class DealtFile:
+    """The file of one data-parallel rank of a layer-wise optimizer.
+
+    Args:
+        name: In the folder of its model-parallel rank.
+        dense: Its place among the data-parallel ranks.
+        expert: Its place among the experts' own data-parallel ranks.
+    """
+
+    name: str
+    dense: Shard
+    expert: Shard
+
+
+def dealt_files(parallel: ParallelConfig, at: FileRank) -> list[DealtFile]:
+    """The files in the folder of a rank; that rank's own is the first.
+
+    Megatron names a file by the data-parallel rank alone, so that the ranks of a context-parallel group overwrite each other's;
+    with ``_cp`` in their names they are this package's own.
+    """
+    found = []
+    for place in range(parallel.stage_size):
+        rank = parallel.coordinates(at.pp_rank * parallel.stage_size + place)
+        if folder_name(rank.tp_rank, at.pp_rank, rank.ep_rank, parallel) == at.folder:
+            dense = Shard(place // parallel.tp, parallel.dp * parallel.cp)
+            name = f"layer_wise_optimizer_{rank.dp_rank}{f'_cp{rank.cp_rank}' if parallel.cp > 1 else ''}.pt"
+            found.append(DealtFile(name, dense, Shard(rank.expert_dp_rank, parallel.expert_dp)))
+    return found

@@ -1,0 +1,133 @@
+"""Reading a plain optimizer's states, which lie in the file of its param groups: numbered through the groups, each group's parameters in
+an order of its own; fp32 copies stand in a list of lists.
+
+A layer-wise optimizer has whole parameters too, dealt to data-parallel ranks: every rank writes a file of its own with what a plain
+optimizer of its parameters would have. The model file repeats that of one rank, and looks complete.
+
+Sources: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``Float16OptimizerWithFloat16Params.state_dict``,
+``FP32Optimizer.state_dict``), ``optimizer/layer_wise_optimizer.py`` (``save_state_dict_to_file``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mcore_rlhf.core.dtype import FLOAT32
+from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.errors import Lossy, Unsupported
+from mcore_rlhf.families.megatron.groups import inner_state
+from mcore_rlhf.families.megatron.layout import LocalParam
+from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.storage.pt import PtFile, StoredTensor
+
+States = dict[str, StoredTensor]
+Scalars = dict[str, object]
+
+
+def masters_of(member: Mapping[str, object]) -> Sequence[Sequence[StoredTensor]] | None:
+    """The fp32 copies by group, or None in an fp32 run."""
+    value = member.get("fp32_from_fp16_params", member.get("fp32_from_fp16"))
+    return value if isinstance(value, list) else None
+
+
+def has_plain_state(member: Mapping[str, object]) -> bool:
+    """Whether a member of the optimizer holds tensors of its own."""
+    return bool(inner_state(member).get("state"))
+
+
+def members_of(stored: object, file: str) -> list[Mapping[str, object]]:
+    """The chained optimizers of a file: one dictionary, or a list of them.
+
+    Raises:
+        Unsupported: It is something else.
+    """
+    if stored is None:
+        return []
+    listed: list[Mapping[str, object]] = stored if isinstance(stored, list) else [stored]  # type: ignore[list-item]
+    if not all(isinstance(member, dict) for member in listed):
+        raise Unsupported(f"{file}: 'optimizer' should hold dictionaries, found {type(listed[0]).__name__}")
+    return listed
+
+
+def groups_of(member: Mapping[str, object], pt: PtFile) -> list[ParamGroup]:
+    """The param groups of a chained optimizer.
+
+    Raises:
+        Unsupported: There are none, in the shape that torch gives them.
+    """
+    stored = inner_state(member).get("param_groups", [])
+    if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
+        raise Unsupported(f"{pt.file}: the optimizer's param_groups should be a list of dictionaries")
+    return [
+        ParamGroup(
+            pt.materialize({key: value for key, value in group.items() if key != "params"}),
+            expert=bool(group.get("is_expert_parallel")),
+        )
+        for group in stored
+    ]
+
+
+def plain_states(
+    member: Mapping[str, object], pt: PtFile, dealt: Sequence[Sequence[LocalParam]]
+) -> tuple[dict[tuple[int, str], States], Scalars]:
+    """Where the states of one chained optimizer's parameters lie.
+
+    Args:
+        member: Its dictionary.
+        pt: The file.
+        dealt: Its parameters on this rank by param group, in the optimizer's order.
+
+    Returns:
+        By (chunk, name): state name → where it lies; and values that all parameters share, such as ``step``.
+
+    Raises:
+        Unsupported: Groups, states and parameters do not fit together as they do in the optimizers that are known.
+    """
+    file, inner = pt.file, inner_state(member)
+    states = inner.get("state")
+    stored_groups = inner.get("param_groups")
+    if not isinstance(states, dict) or not isinstance(stored_groups, list):
+        raise Unsupported(f"{file}: the optimizer has no 'state' and 'param_groups'")
+    found: dict[tuple[int, str], States] = {}
+    scalars: Scalars = {}
+    for number, (inside, stored) in enumerate(zip(dealt, stored_groups, strict=True)):
+        indices = stored.get("params", [])
+        if len(indices) != len(inside):
+            some = f" ({', '.join(p.name for p in inside[:3])}, …)" if inside else ""
+            raise Unsupported(
+                f"{file}: param group {number} has {len(indices)} parameters, {len(inside)} expected from the names and shapes{some}\n"
+                "Say which group parameters belong to with --rules (wd_mult)."
+            )
+        for index, param in zip(indices, inside, strict=True):
+            found[param.vpp_rank, param.name] = _tensors(states.get(index, {}), scalars, param, pt)
+    for number, (inside, masters) in enumerate(zip(dealt, masters_of(member) or [], strict=False)):
+        half = [param for param in inside if param.dtype != FLOAT32]
+        if len(half) != len(masters):
+            raise Unsupported(f"{file}: param group {number} has {len(masters)} fp32 masters, {len(half)} expected")
+        for param, master in zip(half, masters, strict=True):
+            found[param.vpp_rank, param.name][MASTER] = _same_shape(master, param, file, MASTER)
+    return found, scalars
+
+
+def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, pt: PtFile) -> States:
+    tensors: States = {}
+    for name, value in state.items():
+        if isinstance(value, StoredTensor) and value.shape:
+            tensors[name] = _same_shape(value, param, pt.file, name)
+            continue
+        scalar = pt.materialize(value)
+        if scalars.setdefault(name, scalar) != scalar:
+            raise Lossy(
+                f"{pt.file}: {param.name}: {name} is {scalar}, but {scalars[name]} for other parameters; one {name} for all is "
+                "what a Megatron checkpoint of another layout can hold"
+            )
+    return tensors
+
+
+def _same_shape(value: StoredTensor, param: LocalParam, file: str, state: str) -> StoredTensor:
+    if value.shape != param.shape:
+        raise Unsupported(
+            f"{file}: {state} of {param.name} has shape {value.shape}, its parameter {param.shape}; only states shaped like "
+            "their parameter can be reshaped\nIf the parameter is in another param group, say so with --rules (wd_mult)."
+        )
+    return value
