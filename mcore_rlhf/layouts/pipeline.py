@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import LayoutMismatch, UsageError
@@ -43,6 +44,7 @@ class PipelineSplit:
         count_embedding: ``account_for_embedding_in_pipeline_split``: the embedding counts as one layer.
         count_loss: ``account_for_loss_in_pipeline_split``: the output layer counts as one layer.
         layout: ``pipeline_model_parallel_layout``: a string such as ``Ettt|(tt|)*29,m|L``.
+        counts: Layers of every chunk, as the marks in a hybrid model's pattern say them.
     """
 
     first: int | None = None
@@ -50,6 +52,7 @@ class PipelineSplit:
     count_embedding: bool = False
     count_loss: bool = False
     layout: str | None = None
+    counts: tuple[int, ...] | None = None
 
     @property
     def even(self) -> bool:
@@ -80,7 +83,9 @@ def model_chunks(
         _check_layout(letters, split.layout, num_layers, pp, vpp, mtp_layers)
         counts, mtp = [stage.count("t") for stage in letters], [stage.count("m") for stage in letters]
     else:
-        counts = _counts(num_layers, pp, vpp, split)
+        counts = (
+            _counts(num_layers, pp, vpp, split) if split.counts is None else _marked(num_layers, pp, vpp, split.counts)
+        )
         mtp = [0] * (pp * vpp - 1) + [mtp_layers]
     chunks, layer = [], 0
     for index, (count, mtp_count) in enumerate(zip(counts, mtp, strict=True)):
@@ -105,6 +110,16 @@ def _counts(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[in
     counts[0] -= split.count_embedding
     counts[-1] -= split.count_loss
     return counts
+
+
+def _marked(num_layers: int, pp: int, vpp: int, counts: Sequence[int]) -> list[int]:
+    """Decoder layers per chunk, as they are said."""
+    if len(counts) != pp * vpp or sum(counts) != num_layers:
+        said = ", ".join(map(str, counts))
+        raise LayoutMismatch(
+            f"{len(counts)} chunks of {said} layers do not deal {num_layers} layers to PP {pp} × VPP {vpp} = {pp * vpp} chunks"
+        )
+    return list(counts)
 
 
 def _per_stage(num_layers: int, pp: int, split: PipelineSplit) -> list[int]:

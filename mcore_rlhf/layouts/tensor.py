@@ -78,15 +78,35 @@ def _split_pieces(
     """One piece per block; sets the local extent of the cut dimension in ``view``."""
     dim = partition.dim
     assert dim is not None
-    block = _divided(global_shape[dim], partition.blocks, f"elements of dim {dim}", "blocks")
-    part = _divided(block, split.degree, f"elements of dim {dim}", "tensor-parallel ranks")
-    view[dim] = part * partition.blocks
-    pieces = []
-    for index in range(partition.blocks):
-        start, shape, offset = list(origin), list(view), [0] * len(view)
-        start[dim], shape[dim], offset[dim] = index * block + split.rank * part, part, index * part
-        pieces.append(Piece(Box(tuple(start), tuple(shape)), tuple(offset)))
+    blocks = block_sizes(partition, global_shape[dim])
+    cut = [_divided(size, split.degree, f"elements of {what}", "tensor-parallel ranks") for what, size in blocks]
+    view[dim] = sum(cut)
+    pieces, first, start = [], 0, 0
+    for (_, size), part in zip(blocks, cut, strict=True):
+        box_start, shape, offset = list(origin), list(view), [0] * len(view)
+        box_start[dim], shape[dim], offset[dim] = first + split.rank * part, part, start
+        pieces.append(Piece(Box(tuple(box_start), tuple(shape)), tuple(offset)))
+        first, start = first + size, start + part
     return tuple(pieces)
+
+
+def block_sizes(partition: Partition, extent: int) -> list[tuple[str, int]]:
+    """What the blocks of a cut dimension are called, and how many elements of the whole each has.
+
+    Args:
+        partition: How the tensor is cut.
+        extent: Of the whole dimension.
+
+    Raises:
+        LayoutMismatch: The dimension is not made of such blocks.
+    """
+    what = f"dim {partition.dim}"
+    if not partition.parts:
+        return [(what, _divided(extent, partition.blocks, f"elements of {what}", "blocks"))] * partition.blocks
+    if extent != sum(size for _, size in partition.parts):
+        said = " + ".join(f"{name} {size}" for name, size in partition.parts)
+        raise LayoutMismatch(f"{extent} elements of {what} are not {said}, as the args make them")
+    return [(f"{name} in {what}", size) for name, size in partition.parts]
 
 
 def global_shape_of(
@@ -100,12 +120,17 @@ def global_shape_of(
         split_degree: Ranks on the axis that cuts ``partition.dim``.
         stack_degree: Expert-parallel ranks.
         experts: Routed experts of the whole model, for stacked experts.
+
+    Raises:
+        LayoutMismatch: It is not made of the blocks that it should have.
     """
     view = list(_view_shape(partition, local_shape, experts // stack_degree if stack_degree else experts))
     if partition.stacked is not None:
         view[0] *= stack_degree
     if partition.dim is not None:
         view[partition.dim] *= split_degree
+        if partition.parts:
+            block_sizes(partition, view[partition.dim])
     return tuple(view)
 
 

@@ -2,15 +2,20 @@
 
 Sources: megatron-core 0.16.1, ``models/gpt/gpt_model.py``, ``transformer/attention.py``,
 ``transformer/multi_latent_attention.py``, ``transformer/mlp.py``, ``transformer/moe/{experts,router,shared_experts}.py``,
-``transformer/multi_token_prediction.py``, ``extensions/transformer_engine.py``.
+``transformer/multi_token_prediction.py``, ``extensions/transformer_engine.py``; 0.19.2, ``ssm/mamba_mixer.py``,
+``ssm/gated_delta_net/common.py``, ``transformer/experimental_attention_variant/dsa.py``.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
+from mcore_rlhf.errors import LayoutMismatch
+
+from .hybrid import DELTA_CONV, DELTA_IN, MAMBA_CONV, MAMBA_IN, Fused
 from .spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -24,19 +29,30 @@ class Traits:
     Args:
         gated: The feed-forward's first matrix is ``[gate; up]`` (SwiGLU and its kin).
         transformer_engine: Whether the layers are Transformer Engine's; its latent down-projections are not cut.
+        args: The run's arguments, of which the blocks of a hybrid model's mixers are made.
     """
 
     gated: bool
     transformer_engine: bool
+    args: Mapping[str, object] = field(default_factory=dict)
 
 
-_Row = tuple[str, Partition | dict[str, Partition]]
+_Row = tuple[str, Partition | dict[str, Partition] | Fused]
 
 _FC1: dict[str, Partition] = {"gated": GATED, "plain": COLUMN}
 _LATENT: dict[str, Partition] = {"transformer_engine": REPLICATED, "local": COLUMN}
 
 # The end of a name → how it is cut. The first row that matches counts. A dictionary is a choice by trait.
 TABLE: tuple[_Row, ...] = (
+    # the mixers of hybrid models: Mamba, and the gated delta net; with Megatron-Bridge's LoRA (read, not run)
+    (r"\.mixer\.in_proj\.(adapter\.linear_out\.)?weight", MAMBA_IN),
+    (r"\.mixer\.conv1d[._](weight|bias)", MAMBA_CONV),  # a module of its own until 0.18
+    (r"\.mixer\.norm\.weight", COLUMN),
+    (r"\.self_attention\.in_proj\.(adapter\.linear_out\.)?(weight|bias)", DELTA_IN),
+    (r"\.self_attention\.conv1d\.(weight|bias)", DELTA_CONV),
+    (r"\.(mixer|self_attention)\.(A_log|D|dt_bias)", COLUMN),
+    (r"\.(mixer|self_attention)\.out_proj\.(adapter\.linear_in\.)?weight", ROW),
+    (r"\.(mixer|self_attention)\.out_proj\.bias", REPLICATED),
     # Megatron-Bridge's LoRA (read, not run): peft/utils.py; the rows of what comes out are cut like those of the base weight
     (r"linear_(proj|fc2)\.adapter\.(\w+\.)?linear_in\.weight", ROW),
     (r"\.adapter\.(\w+\.)?linear_in\.weight", COLUMN),
@@ -53,6 +69,7 @@ TABLE: tuple[_Row, ...] = (
     (r"linear_(q|kv)_down_proj\.weight", _LATENT),
     (r"linear_q_proj\.(weight|bias)", COLUMN),
     (r"linear_(q|kv)_up_proj\.(weight|bias)", COLUMN),
+    (r"\.indexer\.linear_\w+\.weight", REPLICATED),  # sparse attention's (read, not run)
     (r"linear_proj\.weight", ROW),
     (r"linear_proj\.bias", REPLICATED),
     # routed experts, stacked (GroupedMLP): seen as (experts, hidden, ffn) and (experts, ffn, hidden)
@@ -86,19 +103,26 @@ _GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias|_extra_s
 
 
 def partition_of(name: str, traits: Traits) -> Partition | None:
-    """How the parameter of that name is cut, or None when the table does not know it."""
-    for pattern, partition in _COMPILED:
-        if pattern.search(name):
-            if isinstance(partition, Partition):
-                return partition
-            by_trait = {
-                "gated": traits.gated,
-                "plain": not traits.gated,
-                "transformer_engine": traits.transformer_engine,
-                "local": not traits.transformer_engine,
-            }
-            return next(choice for trait, choice in partition.items() if by_trait[trait])
-    return None
+    """How the parameter of that name is cut, or None when the table does not know it.
+
+    Raises:
+        LayoutMismatch: It is made of blocks whose sizes the arguments do not say.
+    """
+    found = next((partition for pattern, partition in _COMPILED if pattern.search(name)), None)
+    if isinstance(found, Fused):
+        try:
+            return found.partition(traits.args)
+        except LayoutMismatch as error:
+            raise LayoutMismatch(f"{name}: {error}") from None
+    if isinstance(found, dict):
+        by_trait = {
+            "gated": traits.gated,
+            "plain": not traits.gated,
+            "transformer_engine": traits.transformer_engine,
+            "local": not traits.transformer_engine,
+        }
+        return next(choice for trait, choice in found.items() if by_trait[trait])
+    return found
 
 
 def second_matrix(name: str) -> str | None:

@@ -20,16 +20,25 @@ class Partition:
         vocabulary: The dimension counts words, and is padded to a size that depends on the degree.
         stacked: The stored dimension along which the local experts lie stacked (``GroupedMLP``). The tensor is then
             seen as ``(experts, *shape of one expert)``, and ``dim`` counts in that view.
+        parts: The dimension is made of blocks of unequal size instead: name and elements of each, of the whole tensor.
+        own_copies: Every rank has a copy of its own, which the others' need not equal. The tensor is seen as all of
+            them, one behind the other, and exists at its own degree only.
     """
 
     dim: int | None = None
     blocks: int = 1
     vocabulary: bool = False
     stacked: int | None = None
+    parts: tuple[tuple[str, int], ...] = ()
+    own_copies: bool = False
 
     def __str__(self) -> str:
         if self.dim is None:
             return "replicated"
+        if self.own_copies:
+            return "a copy of its own on every rank"
+        if self.parts:
+            return f"split({self.dim}) in {', '.join(f'{name} {size}' for name, size in self.parts)}"
         kind = "vocabulary" if self.vocabulary else "split"
         return f"{kind}({self.dim})" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
 
@@ -39,6 +48,7 @@ COLUMN = Partition(0)
 ROW = Partition(1)
 GATED = Partition(0, blocks=2)
 VOCABULARY = Partition(0, vocabulary=True)
+OWN_COPIES = Partition(0, own_copies=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,6 @@ NOT_READ_YET = (
     "dist_precisionaware_dp2_bf16_do",
     "dist_tp2pp2_bf16_do_dpreshardable",
     "dist_tp2pp2_bf16_do_fullyreshardable",
-    "hybrid_gdn_tp2_bf16_do",
-    "hybrid_mamba_tp2_bf16_do",
 )
 
 

@@ -1,7 +1,7 @@
 """Merging the local tensors of all ranks into global ones, for :mod:`tests.helpers.independent_reader`.
 
 Facts: megatron-core 0.16.1 ``transformer/{attention,mlp,multi_latent_attention}.py``, ``transformer/moe/experts.py``,
-``models/gpt/gpt_model.py``. Imports nothing of mcore_rlhf.
+``models/gpt/gpt_model.py``; 0.19.2 ``ssm/mamba_mixer.py``, ``ssm/gated_delta_net/{common,gdn}.py``. Imports nothing of mcore_rlhf.
 """
 
 from __future__ import annotations
@@ -99,9 +99,11 @@ def _first_layers(ranks: Sequence[Rank]) -> dict[tuple[int, int], int]:
 
 def _joined(name: str, pieces: list[torch.Tensor], args: Namespace) -> torch.Tensor:
     tail = re.sub(r"\d+$", "", name)
+    if ".mixer." in tail or re.search(r"self_attention\.(in_proj|conv1d|out_proj|out_norm|A_log|dt_bias)", tail):
+        return _joined_mixer(tail, pieces, args)
     if tail.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return torch.cat(pieces, 1)
-    if ".linear_fc1." in tail and args.swiglu:
+    if tail.endswith(("linear_fc1.weight", "linear_fc1.bias")) and args.swiglu:
         halves = [piece.chunk(2) for piece in pieces]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     if tail.endswith((EMBEDDING, OUTPUT)) or re.search(
@@ -112,6 +114,28 @@ def _joined(name: str, pieces: list[torch.Tensor], args: Namespace) -> torch.Ten
         return torch.cat(pieces)
     assert all(torch.equal(pieces[0], piece) for piece in pieces), f"{name}: copies differ"
     return pieces[0]
+
+
+def _joined_mixer(name: str, pieces: list[torch.Tensor], args: Namespace) -> torch.Tensor:
+    """Mamba's and the gated delta net's parameters, as their forward passes split the local tensors of a rank."""
+    tp = len(pieces)
+    if name.endswith(("layer_norm_weight", "out_norm.weight")):
+        assert all(torch.equal(pieces[0], piece) for piece in pieces), f"{name}: copies differ"
+        return pieces[0]
+    if name.endswith("out_proj.weight"):
+        return torch.cat(pieces, 1)
+    if ".mixer." in name:
+        heads = args.mamba_num_heads or args.hidden_size * 2 // args.mamba_head_dim
+        inner, state = heads * args.mamba_head_dim // tp, args.mamba_num_groups // tp * args.mamba_state_dim
+        conv, into = [inner, state, state], [inner, inner, state, state, heads // tp]  # x B C; z x B C dt
+    else:
+        key = args.linear_num_key_heads * args.linear_key_head_dim // tp
+        value = args.linear_num_value_heads * args.linear_value_head_dim // tp
+        gates = args.linear_num_value_heads // tp
+        conv, into = [key, key, value], [key, key, value, value, gates, gates]  # q k v; q k v z beta alpha
+    sizes = into if "in_proj." in name else conv if "conv1d" in name else [len(pieces[0])]
+    split = [torch.split(piece, sizes) for piece in pieces]
+    return torch.cat([torch.cat(block) for block in zip(*split, strict=True)])
 
 
 def _merged_grouped(name: str, pieces: dict[tuple[int, int], torch.Tensor], args: Namespace, ep: int) -> torch.Tensor:

@@ -11,7 +11,8 @@ from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import ModelChunk, PipelineSplit, model_chunks
-from mcore_rlhf.models.megatron import EMBEDDING, second_matrix
+from mcore_rlhf.models.hybrid import LAYER_KINDS, LAYER_MARKS, Pattern
+from mcore_rlhf.models.megatron import EMBEDDING, layer_of, second_matrix
 from mcore_rlhf.models.spec import ModelSpec
 
 from .folders import file_ranks, numbers_in
@@ -124,7 +125,18 @@ class Arguments:
             count_embedding=self.flag("account_for_embedding_in_pipeline_split"),
             count_loss=self.flag("account_for_loss_in_pipeline_split"),
             layout=text,
+            counts=self.pattern.counts if self.pattern is not None else None,
         )
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """What every layer of a hybrid model is, and which chunk it lies in; None for any other model.
+
+        Raises:
+            Unsupported: The pattern has symbols that no known version has.
+        """
+        value = next((value for name in PATTERNS if isinstance(value := self.values.get(name), str)), None)
+        return None if value is None else Pattern.of(value)
 
     def parallel(self) -> ParallelConfig:
         """The degrees of the run that wrote the files."""
@@ -157,6 +169,13 @@ def _layout_text(layout: object) -> str | None:
     state = getattr(layout, "__dict__", {})
     text = state.get("input_data") if isinstance(state, dict) else None
     return text if isinstance(text, str) else None
+
+
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Where the pattern of a hybrid model stands: since 0.17, and before, without marks for stages.
+
+Source: Megatron-LM core_v0.17.1, ``megatron/training/arguments.py``.
+"""
 
 
 def arguments_for(
@@ -192,6 +211,7 @@ def arguments_for(
     new = {**old, **_degrees(parallel)}
     new.update((name, value) for name, value in where_present.items() if name in old or value not in (None, False))
     new.update(_virtual_stage_arguments(old, parallel, split))
+    new.update(_pattern_arguments(old, split))
     if optimizer is not None:
         new.update(_optimizer_arguments(old, optimizer))
     if params_dtype is not None:
@@ -243,7 +263,7 @@ def _virtual_stage_arguments(
 ) -> dict[str, object]:
     """How Megatron is told of virtual stages: by their layers where all are equal, by their number, or by a layout."""
     layers = old.get("num_layers")
-    virtual = parallel.vpp > 1 and split.layout is None
+    virtual = parallel.vpp > 1 and split.layout is None and split.counts is None
     per_chunk = layers // (parallel.pp * parallel.vpp) if virtual and split.even and isinstance(layers, int) else None
     new: dict[str, object] = {"num_layers_per_virtual_pipeline_stage": per_chunk}
     if "num_virtual_stages_per_pipeline_rank" in old or (virtual and per_chunk is None):
@@ -252,6 +272,15 @@ def _virtual_stage_arguments(
         dependent = ("overlap_p2p_comm", "align_param_gather")  # Megatron's defaults; only virtual stages can have them
         new.update((name, parallel.vpp > 1) for name in dependent if name in old)
     return new
+
+
+def _pattern_arguments(old: Mapping[str, object], split: PipelineSplit) -> dict[str, object]:
+    """The pattern of a hybrid model with the marks of its stages, wherever the source has it."""
+    pattern = Arguments(old).pattern
+    if pattern is None:
+        return {}
+    dealt = str(pattern.dealt(split.counts))
+    return {name: dealt for name in PATTERNS if isinstance(old.get(name), str)}
 
 
 def _optimizer_arguments(old: Mapping[str, object], optimizer: str) -> dict[str, object]:
@@ -344,6 +373,12 @@ def check_against_arguments(
 
     embedding = model.get(EMBEDDING)
     compare("decoder layers", model.num_layers, "num_layers")
+    if args.pattern is not None and len(args.pattern.layers) != model.num_layers:
+        layers = len(args.pattern.layers)
+        text = f"decoder layers: found {model.num_layers} in the files, but args.{PATTERNS[0]} {args.pattern} in {file} has {layers}"
+        problems.add(LayoutMismatch, text)
+    elif args.pattern is not None:
+        _check_pattern(args.pattern, file, model, problems)
     if embedding is not None:
         compare("embedding rows", embedding.global_shape[0], "padded_vocab_size")
         compare("hidden size", embedding.global_shape[1], "hidden_size")
@@ -351,6 +386,22 @@ def check_against_arguments(
     if not problems and chunks is not None:
         _check_chunks(args, file, model, chunks, parallel, problems)
     problems.raise_if_any()
+
+
+def _check_pattern(pattern: Pattern, file: str, model: ModelSpec, problems: Problems) -> None:
+    """Every layer of a hybrid model must be what the pattern calls it."""
+    names: dict[int, list[str]] = {}
+    for spec in model.params:
+        layer = layer_of(spec.name)
+        if layer is not None:
+            names.setdefault(layer, []).append(spec.name)
+    for layer, symbol in enumerate(pattern.layers):
+        mine = names.get(layer, [])
+        if not any(LAYER_MARKS[symbol] in name for name in mine):
+            problems.add(
+                LayoutMismatch,
+                f"decoder layer {layer} has {', '.join(mine[:2])} …, but the pattern {pattern} in {file} calls it {LAYER_KINDS[symbol]}",
+            )
 
 
 def _check_qkv(args: Arguments, file: str, model: ModelSpec, problems: Problems) -> None:

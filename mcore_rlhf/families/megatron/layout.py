@@ -231,14 +231,15 @@ class Blueprint:
     def items_of(self, chunk: ModelChunk) -> Iterator[ModelKey]:
         """The keys of one model chunk in registration order.
 
-        Source: megatron-core 0.16.1, ``models/gpt/gpt_model.py``, ``transformer/transformer_block.py``
-        (``has_final_layernorm_in_this_stage``).
+        Sources: megatron-core 0.16.1, ``models/gpt/gpt_model.py``, ``transformer/transformer_block.py``
+        (``has_final_layernorm_in_this_stage``); 0.19.2, ``models/hybrid/hybrid_block.py``.
         """
         wanted: list[object] = []
         wanted += ["embedding"] if chunk.embedding or chunk.mtp else []
         wanted += ["first"] if chunk.embedding else []
         wanted += range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
-        wanted += ["final_norm"] if (chunk.holds_last_layer if self.has_mtp else chunk.loss) else []
+        behind_last = self.has_mtp and self.args.pattern is None  # a hybrid model's is where the output layer is
+        wanted += ["final_norm"] if (chunk.holds_last_layer if behind_last else chunk.loss) else []
         wanted += ["mtp"] if chunk.mtp else []
         wanted += ["last"] if chunk.loss else []
         for section in wanted:

@@ -12,10 +12,11 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.padding import padded_vocab_size, repadded
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
-from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, split_from_option
+from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, model_chunks, split_from_option
+from mcore_rlhf.models.hybrid import heads_to_divide
 from mcore_rlhf.models.spec import ModelSpec
 
-from .arguments import Arguments
+from .arguments import PATTERNS, Arguments
 
 _DEFAULT_DIVISOR = 128  # Megatron's own default for --make-vocab-size-divisible-by
 
@@ -114,9 +115,13 @@ def _choose_split(
 ) -> PipelineSplit:
     model = source.model
     if options.pipeline_layout is not None:
-        return split_from_option(options.pipeline_layout, model.num_layers, parallel.pp, parallel.vpp, model.mtp_layers)
+        said = split_from_option(options.pipeline_layout, model.num_layers, parallel.pp, parallel.vpp, model.mtp_layers)
+        return said if args.pattern is None else _hybrid_split(args, source, parallel, said, report)
     old = args.pipeline_split
-    if (parallel.pp, parallel.vpp) == (source.parallel.pp, source.parallel.vpp) or old.even:
+    same = (parallel.pp, parallel.vpp) == (source.parallel.pp, source.parallel.vpp)
+    if args.pattern is not None and not same:
+        return _hybrid_split(args, source, parallel, PipelineSplit(), report)
+    if same or old.even:
         return old
     if parallel.pp == 1:
         new = PipelineSplit()
@@ -125,6 +130,30 @@ def _choose_split(
     if new != old:
         report.add(Fate.CHANGED, f"pipeline split: {_describe(old)} → {_describe(new)}")
     return new
+
+
+def _hybrid_split(
+    args: Arguments, source: Source, parallel: ParallelConfig, wanted: PipelineSplit, report: Report
+) -> PipelineSplit:
+    """A hybrid model's stages are marked in its pattern, and no other argument may deal its layers.
+
+    Source: megatron-core 0.19.2, ``megatron/training/arguments.py`` (``validate_args``), ``models/hybrid/hybrid_layer_allocation.py``
+    (``select_pipeline_segment``); before 0.17 there are no marks, and all stages are equal.
+    """
+    model, old = source.model, args.pattern
+    assert old is not None
+    chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, wanted, model.mtp_layers)
+    counts = tuple(chunk.num_layers for chunk in chunks) if len(chunks) > 1 else None
+    if not isinstance(args.values.get(PATTERNS[0]), str):
+        if counts is not None and (parallel.vpp > 1 or len(set(counts)) > 1):
+            raise LayoutMismatch(
+                f"args.{PATTERNS[1]} {old} is that of a Megatron before 0.17, which deals a hybrid model's layers equally to stages, "
+                f"and has no virtual ones; chunks of {', '.join(map(str, counts))} layers are wanted"
+            )
+        return PipelineSplit()
+    if str(old) != str(old.dealt(counts)):
+        report.add(Fate.CHANGED, f"{PATTERNS[0]}: {old} → {old.dealt(counts)}, which marks the new stages")
+    return PipelineSplit(counts=counts)
 
 
 def _describe(split: PipelineSplit) -> str:
@@ -137,10 +166,10 @@ def _describe(split: PipelineSplit) -> str:
 
 
 def _check_heads(args: Arguments, parallel: ParallelConfig) -> None:
-    """The divisions that Megatron's attention asserts.
+    """The divisions that Megatron's attention and the mixers of hybrid models assert.
 
-    Source: megatron-core 0.16.1, ``transformer/attention.py`` (``Attention.__init__``): with more tensor-parallel ranks
-    than query groups, several ranks share a group.
+    Sources: megatron-core 0.16.1, ``transformer/attention.py`` (``Attention.__init__``): with more tensor-parallel ranks
+    than query groups, several ranks share a group; 0.19.2, ``ssm/mamba_mixer.py`` (``MambaMixer.__init__``).
     """
     heads = args.optional("num_attention_heads")
     problems = Problems()
@@ -150,6 +179,11 @@ def _check_heads(args: Arguments, parallel: ParallelConfig) -> None:
     groups = args.integer("num_query_groups", 1) if args.flag("group_query_attention") else 0
     if groups and groups % parallel.tp and parallel.tp % groups:
         problems.add(LayoutMismatch, f"--tp {parallel.tp}: {groups} query groups cannot be shared out", advice)
+    layers = "" if args.pattern is None else args.pattern.layers
+    for what, count in heads_to_divide(args.values, layers).items() if parallel.tp > 1 else ():
+        if count % parallel.tp:
+            text = f"--tp {parallel.tp}: {count} {what} cannot be divided equally"
+            problems.add(LayoutMismatch, text, "Choose a --tp that divides the heads and groups of all layers.")
     problems.raise_if_any()
 
 

@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import Catalog
 from mcore_rlhf.core.dtype import DType
 from mcore_rlhf.core.names import MASTER, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
-from mcore_rlhf.errors import LayoutMismatch, UsageError
+from mcore_rlhf.errors import LayoutMismatch, Lossy, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, state_items
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
@@ -73,6 +73,7 @@ class NewRun:
                 f"compared: {', '.join(family.unknown[:5])}\n"
                 "Say how they are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
             )
+        _check_own_copies(source, choices.parallel.tp, ckpt_format)
         return cls(source, family, choices, options, report, ckpt_format)
 
     @property
@@ -247,6 +248,22 @@ class NewRun:
                 f"global_batch_size {batch} is not a multiple of micro_batch_size {micro} × DP {dp}: Megatron will want another --dp, "
                 "or other batch sizes",
             )
+
+
+def _check_own_copies(source: Source, tp: int, ckpt_format: str) -> None:
+    """Copies that drifted apart cannot become one, nor can one become several; ``torch_dist`` has one.
+
+    Raises:
+        Lossy: The target has another number of them.
+    """
+    names, old = [spec.name for spec in source.model.params if spec.partition.own_copies], source.parallel.tp
+    if names and (tp != old or ckpt_format == "torch_dist"):
+        place = f"TP {tp}" if tp != old else "torch_dist"
+        raise Lossy(
+            f"{len(names)} parameters, such as {names[0]}, have {old} copies that differ, one for each tensor-parallel rank, as Megatron "
+            f"trains them without sequence parallelism; {place} has no place for them\nKeep --to megatron and --tp {old}, or take rank "
+            "0's: --rules with the pattern '*.out_norm.weight' and the partition 'replicated', and --trust-replicas."
+        )
 
 
 def _without_ranks(choices: NewLayout, family: MegatronState, options: WriteOptions) -> NewLayout:

@@ -19,9 +19,10 @@ from mcore_rlhf.families.megatron.layout import local_chunks
 from mcore_rlhf.families.megatron.state import MegatronTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
+from mcore_rlhf.models.hybrid import OUT_NORM
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
+from mcore_rlhf.models.spec import COLUMN, OWN_COPIES, REPLICATED, ParamSpec, Partition
 from mcore_rlhf.storage.pt import StoredTensor
 
 from .shards import RankShard
@@ -120,25 +121,35 @@ class PartitionFinder:
     def _spec(self, name: str, holders: list[Holder]) -> ParamSpec:
         shape = _common_shape(name, holders)
         dtype = holders[0].param.record.dtype
-        partition = self.rules.partition(name) or self._known(name, shape)
+        partition = self.rules.partition(name) or self._known(name, shape, holders)
         if partition is None:
             partition = self._compared(name, holders)
         split = self.parallel.etp if is_routed_expert(name) else self.parallel.tp
         if partition.dim is not None and partition.dim >= len(shape) + (partition.stacked is not None):
             raise LayoutMismatch(f"{name}: {partition} does not fit its shape {shape}\n{_ADVICE}")
-        whole = global_shape_of(partition, shape, split, self.parallel.ep, self.args.num_experts)
+        try:
+            whole = global_shape_of(partition, shape, split, self.parallel.ep, self.args.num_experts)
+        except LayoutMismatch as error:
+            raise LayoutMismatch(f"{name}: {error}\nThe args are not those of this model.") from None
         said = self.rules.trainable(name)
         trainable = (dtype in FLOATING and not is_buffer(name)) if said is None else said
         return ParamSpec(name, whole, dtype, partition, trainable)
 
-    def _known(self, name: str, shape: Shape) -> Partition | None:
-        partition = partition_of(name, Traits(self._gated, self.args.transformer_engine))
+    def _known(self, name: str, shape: Shape, holders: list[Holder]) -> Partition | None:
+        partition = partition_of(name, Traits(self._gated, self.args.transformer_engine, self.args.values))
         if partition is None:
             return None
         if partition.vocabulary and name != EMBEDDING and not self._counts_words(shape):
             return None  # a value head takes the place of the output layer
         if "_down_proj." in name:
             return self._latent(name, shape, partition)
+        if OUT_NORM.search(name) and not self.args.flag("sequence_parallel") and not self._all_equal(holders):
+            self.notes.add(
+                Fate.NOTE,
+                f"{name}: the copies of the {self.parallel.tp} tensor-parallel ranks differ, as Megatron trains them without sequence "
+                "parallelism; each is kept as its rank's own",
+            )
+            return OWN_COPIES
         return partition
 
     def _counts_words(self, shape: Shape) -> bool:
@@ -167,17 +178,22 @@ class PartitionFinder:
             if holders[0].param.shape:  # a single number cannot be cut
                 self.unknown.append(name)
             return REPLICATED
-        first, *others = by_rank.values()
-        if not all(self._bytes(first) == self._bytes(other) for other in others):
+        if len({self._bytes(holder.param) for holder in by_rank.values()}) > 1:
             raise LayoutMismatch(
                 f"{name}: unknown parameter, and its {len(by_rank)} tensor-parallel copies differ\n{_ADVICE}"
             )
         self.notes.add(Fate.NOTE, f"{name} is in no table; it is replicated, since all {len(by_rank)} copies are equal")
         return REPLICATED
 
-    def _bytes(self, holder: Holder) -> bytes:
-        pt = next(shard.pt for shard in self.shards if shard.at == holder.at)
-        return pt.load(holder.param).contiguous()
+    def _all_equal(self, holders: list[Holder]) -> bool:
+        """Whether the copies of all ranks are equal, and those of their states."""
+        stored = [{"": holder.param, **holder.states} for holder in holders]
+        found = {(state, self._bytes(tensor)) for states in stored for state, tensor in states.items()}
+        return len(found) == len({state for state, _ in found})
+
+    def _bytes(self, tensor: StoredTensor) -> bytes:
+        pt = next(pt for shard in self.shards for pt in shard.files if pt.file == tensor.record.file)
+        return pt.load(tensor).contiguous()
 
 
 def _common_shape(name: str, holders: list[Holder]) -> Shape:

@@ -320,9 +320,9 @@ def check_keys(shards: Sequence[RankShard], args: Arguments) -> None:
     """
     problems = Problems()
     _check_peers(shards, problems)
-    if not any(
-        args.values.get(name) for name in ("heterogeneous_layers_config_path", "hybrid_override_pattern", "spec")
-    ):
+    if args.pattern is not None:
+        _check_layers(shards, problems, args.pattern.layers)
+    elif not any(args.values.get(name) for name in ("heterogeneous_layers_config_path", "spec")):
         _check_layers(shards, problems)
     problems.raise_if_any()
 
@@ -341,19 +341,26 @@ def _check_peers(shards: Sequence[RankShard], problems: Problems) -> None:
                     problems.add(Incomplete, f"{shard.pt.file}: {name} is missing, which {file} has")
 
 
-def _check_layers(shards: Sequence[RankShard], problems: Problems) -> None:
-    """Layers of one kind have the same keys: a layer whose keys are a part of another's has lost some."""
+def _check_layers(shards: Sequence[RankShard], problems: Problems, kinds: str = "") -> None:
+    """Layers of one kind have the same keys: a layer whose keys are a part of another's has lost some.
+
+    Args:
+        shards: All ranks.
+        problems: Told of what is missing.
+        kinds: A symbol for each layer, where they are of several kinds; each kind then has the same keys in all layers.
+    """
     suffixes: dict[int, frozenset[str]] = {}
     for shard in shards:
         for part in shard.parts:
             for name in part.tensors:
                 layer = layer_of(name)
-                if layer is not None and _EVERY_LAYER.search(name) and not is_routed_expert(name):
+                if layer is not None and (kinds or _EVERY_LAYER.search(name)) and not is_routed_expert(name):
                     suffixes[layer] = suffixes.get(layer, frozenset()) | {name.partition(f"layers.{layer}.")[2]}
-    whole = {keys: layer for layer, keys in suffixes.items()}
+    kind = {layer: kinds[layer : layer + 1] for layer in suffixes}
+    whole = {(kind[layer], keys): layer for layer, keys in suffixes.items()}
     for layer, keys in suffixes.items():
-        for more, other in whole.items():
-            if keys < more:
+        for (alike, more), other in whole.items():
+            if keys < more and alike == kind[layer]:
                 lost = ", ".join(sorted(more - keys)[:3])
                 problems.add(Incomplete, f"decoder layer {layer} has no {lost}, which layer {other} has")
                 break

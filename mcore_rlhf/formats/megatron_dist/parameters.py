@@ -109,7 +109,7 @@ class SpecFinder:
         """
         problems, specs = Problems(), []
         shapes = {name: self.parameters.shape(name) for name in names}
-        traits = Traits(is_gated(shapes, self.args), self.args.transformer_engine)
+        traits = Traits(is_gated(shapes, self.args), self.args.transformer_engine, self.args.values)
         words = shapes.get(EMBEDDING, (None,))[0]
         for name in names:
             try:

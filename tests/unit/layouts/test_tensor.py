@@ -57,6 +57,19 @@ def test_blocks_are_cut_one_by_one(degree: int, per_rank: int, width: int, block
         assert global_shape_of(partition, layout.shape, degree, 1, 0) == tuple(whole.shape)
 
 
+@settings(max_examples=100)
+@given(SMALL, st.lists(st.integers(0, 3), min_size=1, max_size=6), SMALL)
+def test_blocks_of_unequal_size_are_cut_one_by_one(degree: int, per_rank: list[int], width: int) -> None:
+    """Mamba's [z, x, B, C, dt]: a rank holds its part of each, as many elements of each as every other rank."""
+    partition = Partition(0, parts=tuple((f"block {i}", n * degree) for i, n in enumerate(per_rank)))
+    whole = count(sum(per_rank) * degree, width)
+    parts = [block.tensor_split(degree) for block in whole.split([n * degree for n in per_rank])]
+    for rank in range(degree):
+        layout = local_layout(partition, tuple(whole.shape), Shard(rank, degree))
+        assert torch.equal(gathered(layout, whole), torch.cat([block[rank] for block in parts]))
+        assert global_shape_of(partition, layout.shape, degree, 1, 0) == tuple(whole.shape)
+
+
 @settings(max_examples=50)
 @given(SMALL, SMALL, SMALL, st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_grouped_first_matrix(hidden: int, ffn: int, per_rank: int, ep: int, etp: int, gated: bool) -> None:
@@ -98,6 +111,14 @@ def test_grouped_second_matrix(hidden: int, ffn: int, per_rank: int, ep: int, et
         (GATED, (6, 2), Shard(0, 2), Shard(), "3 elements of dim 0"),
         (GATED, (5, 2), Shard(0, 1), Shard(), "2 blocks"),
         (Partition(1, stacked=0), (3, 4, 2), Shard(), Shard(0, 2), "3 experts"),
+        (Partition(0, parts=(("x", 4), ("dt", 3))), (7, 2), Shard(0, 2), Shard(), "3 elements of dt in dim 0"),
+        (
+            Partition(0, parts=(("x", 4), ("dt", 2))),
+            (7, 2),
+            Shard(0, 2),
+            Shard(),
+            "7 elements of dim 0 are not x 4 . dt 2",
+        ),
     ],
 )
 def test_what_does_not_divide_is_said(
