@@ -57,8 +57,19 @@ class Chunk:
 
     def narrow(self, box: Box) -> Chunk:
         """The part of this chunk that holds ``box``, which must lie inside it."""
+        if self.box.step is not None or box.step is not None:
+            return self._stepped(box)
         step = dot(tuple(b - a for a, b in zip(self.box.offset, box.offset, strict=True)), self.strides)
         return Chunk(box, self.record, self.start + step, self.strides)
+
+    def _stepped(self, box: Box) -> Chunk:
+        """The same, where one of the boxes has steps; strides are from one of the box's elements to the next."""
+        if not self.box.contains(box):
+            raise ValueError(f"{box} does not lie in {self.box}")
+        way = tuple((b - a) // by for a, b, by in zip(self.box.offset, box.offset, self.box.steps, strict=True))
+        each = zip(self.strides, box.steps, self.box.steps, strict=True)
+        strides = tuple(stride * wanted // own for stride, wanted, own in each)
+        return Chunk(box, self.record, self.start + dot(way, self.strides), strides)
 
 
 @dataclass(frozen=True, slots=True)

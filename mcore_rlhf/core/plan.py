@@ -94,10 +94,10 @@ def plan_file(file: str, holds: Iterable[TensorEntry], source: Catalog) -> FileP
 
 def _plan_entry(have: TensorEntry, want: TensorEntry, problems: Problems) -> Iterator[Copy]:
     sources = have.primary()
-    spans = [(c.box.offset[0], c.box.offset[0] + c.box.shape[0]) if c.box.shape else (0, 1) for c in sources]
+    spans = [_rows(c.box) for c in sources]
     for chunk in want.chunks:
         missing = chunk.box.numel
-        low, high = (chunk.box.offset[0], chunk.box.offset[0] + chunk.box.shape[0]) if chunk.box.shape else (0, 1)
+        low, high = _rows(chunk.box)
         for candidate, (start, stop) in zip(sources, spans, strict=True):
             if start >= high or stop <= low:  # one of hundreds of slices, as a rule: not worth a box
                 continue
@@ -117,6 +117,14 @@ def _plan_entry(have: TensorEntry, want: TensorEntry, problems: Problems) -> Ite
                 f"{want.name}: {chunk.box}, wanted in {chunk.record.file}, has overlapping sources: "
                 + ", ".join(f"{c.box} in {c.record.file}" for c in sources[:4]),
             )
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """The first row of a box, and one past its last."""
+    if not box.shape:
+        return 0, 1
+    step = 1 if box.step is None else box.step[0]
+    return box.offset[0], box.offset[0] + (box.shape[0] - 1) * step + 1
 
 
 def coalesced(shape: Shape, source: Chunk, target: Chunk) -> Copy:

@@ -61,6 +61,11 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 32,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,9 @@ CASES = {
     "qwen2_moe": Case("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}, Parallel(ep=2, dp=2)),
     "qwen3_moe": Case("qwen3_moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}, Parallel(ep=2, dp=2)),
     "mixtral": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": Case("gpt_oss", GPT_OSS, Parallel(tp=2, ep=2, etp=1)),
+    "gpt_oss_experts": Case("gpt_oss", {**GPT_OSS, "swiglu_limit": 0.5,
+        "layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}, Parallel(ep=2, dp=2)),
     "glm4_moe": Case("glm4_moe", {**ROUTED, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}),
     "deepseek_v2": Case("deepseek_v2", {**ROUTED, **LATENT, "routed_scaling_factor": 1.5}),
     "deepseek_v3": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1}, Parallel(tp=2)),
@@ -133,7 +141,8 @@ def to(root: Path, target: Path, to: str, **write: Any) -> Any:
 
 def to_megatron(root: Path, target: Path, parallel: Parallel) -> Any:
     layout = {"tp": parallel.tp, "ep": parallel.ep, "dp": parallel.dp}
-    return to(root, target, "megatron", transformer_impl="local", **{k: v for k, v in layout.items() if v > 1})
+    write = {} if parallel.etp is None else {"etp": parallel.etp}
+    return to(root, target, "megatron", transformer_impl="local", **write, **{k: v for k, v in layout.items() if v > 1})
 
 
 def run(pool: WorkerPool, root: Path, parallel: Parallel, *, head: bool = False) -> Answer:

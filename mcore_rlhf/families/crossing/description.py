@@ -70,7 +70,7 @@ def build_of(relation: Relation, tied: bool) -> Build:
         head = "Model"
 
     def biased(layer: str) -> bool:
-        return any(name.endswith(f"{layer}_proj.bias") for name in names)
+        return any(name.endswith((f"{layer}_proj.bias", f"{layer}_proj_bias")) for name in names)
 
     own_head = LM_HEAD in names or VALUE_HEAD in names
     return Build(

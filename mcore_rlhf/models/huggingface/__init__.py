@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .glm4_moe import GLM4_MOE
+from .gpt_oss import GPT_OSS
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -13,7 +14,7 @@ from .qwen_moe import QWEN2_MOE, QWEN3_MOE
 from .table import Architecture
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, MIXTRAL, LLAMA, MISTRAL,
+    QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, MIXTRAL, GPT_OSS, LLAMA, MISTRAL,
 )  # fmt: skip
 """Those that are known. Where nothing but the tensors tells, the first one that fits counts: the most particular ones
 come first, since Llama's rows are all but a subset of the others', and Mistral's are Llama's."""
@@ -28,7 +29,6 @@ REFUSED: dict[str, str] = {
     "gemma3_text": _FOUR_NORMS,
     "olmo2": "it has no norm before attention and feed-forward, and norms all query and key heads together",
     "olmo3": "it has no norm before attention and feed-forward, and norms all query and key heads together",
-    "gpt_oss": "its experts lie transposed with gate and up in turn, have biases, and its attention has sinks",
     "phi3": "its matrices of queries, keys, values and of gate and up are fused in an order that no table has",
     "glm": "its rotary positions are interleaved, and gate and up are fused",
     "glm4": f"{_FOUR_NORMS}; its rotary positions are interleaved, and gate and up are fused",

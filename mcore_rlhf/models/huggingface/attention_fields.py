@@ -77,6 +77,15 @@ def every_other_layer(config: Values, layers: int) -> frozenset[int]:
     return frozenset(range(0, min(integer(config, "max_window_layers"), layers), 2))
 
 
+def every_other(config: Values, layers: int) -> frozenset[int]:
+    """GPT-OSS's rule: every other layer, the first one among them."""
+    return frozenset(range(0, layers, 2))
+
+
+_NUMBERED = (last_layers, every_other_layer)
+"""Rules that look at ``max_window_layers``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window(Field):
     """A sliding window.
@@ -93,7 +102,8 @@ class Window(Field):
     def names(self) -> tuple[str, ...]:
         """Fields of ``config.json``."""
         switch = ("use_sliding_window",) if self.switch else ()
-        return ("sliding_window", *switch, *(("max_window_layers", "layer_types") if self.rule else ()))
+        number = ("max_window_layers",) if self.rule in _NUMBERED else ()
+        return ("sliding_window", *switch, *number, *(("layer_types",) if self.rule else ()))
 
     arguments = (_SIZE, _LAYERS)
 
@@ -132,8 +142,10 @@ class Window(Field):
         size, layers = _size(args), integer(args, "num_layers")
         windowed = _windowed_layers(args, layers) if size else frozenset[int]()
         if not windowed:
+            if self.rule is every_other:  # its class wants a number even where no layer has a window, and has a default
+                return {"layer_types": [_FULL] * layers}
             off: dict[str, object] = {"use_sliding_window": False} if self.switch else {"sliding_window": None}
-            return {**off, "max_window_layers": layers} if self.rule is not None else off
+            return off if self.rule is None else {**off, "max_window_layers": layers}
         if self.rule is None and len(windowed) < layers:
             raise Unsupported(
                 f"args: {_LAYERS} gives {_SIZE} {args[_SIZE]} to {len(windowed)} of {layers} layers, and transformers to all"
@@ -141,8 +153,9 @@ class Window(Field):
         said: dict[str, object] = {"sliding_window": size}
         if self.switch:
             said["use_sliding_window"] = True
-        if self.rule is not None:  # transformers 4 has the number alone, and newer ones prefer the list
+        if self.rule in _NUMBERED:  # transformers 4 has the number alone, and newer ones prefer the list
             said["max_window_layers"] = min(windowed) if self.rule is last_layers else layers
+        if self.rule is not None:
             said["layer_types"] = [_SLIDING if number in windowed else _FULL for number in range(layers)]
         return said
 

@@ -44,7 +44,7 @@ _CAUSAL = "ForCausalLM"
 _HEADS = (_CAUSAL, "ForSequenceClassification", "ForTokenClassification", "Model")
 _ABSENT = (
     "layernorm_epsilon", "rotary_base", "rotary_percent", "moe_router_topk", "moe_router_pre_softmax",
-    "moe_router_score_function", "moe_shared_expert_gate",
+    "moe_router_score_function", "moe_shared_expert_gate", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
 )  # fmt: skip
 """Arguments whose absence means Megatron's default, where the tensors do not say another thing."""
 _ROPE = ("rope_scaling", "rope_parameters")

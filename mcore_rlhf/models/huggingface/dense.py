@@ -104,20 +104,21 @@ SIZES: tuple[Field, ...] = (
 )
 """What a decoder's description cannot be without."""
 
-COMMON: tuple[Field, ...] = (
+OF_ANY: tuple[Field, ...] = (
     *SIZES,
     Same("max_position_embeddings", "max_position_embeddings"),
     Same("rms_norm_eps", "layernorm_epsilon"),
     Same("initializer_range", "init_method_std"),
     Same("attention_dropout", "attention_dropout"),
     Only("hidden_act", "silu", "Megatron's --swiglu is silu"),
-    Always("swiglu", True),
     Always("normalization", "RMSNorm"),
     Always("add_position_embedding", True),
-    Always("layernorm_zero_centered_gamma", False),
     Always("rotary_interleaved", False),
 )
 """What the two descriptions of any of them have in common."""
+
+COMMON: tuple[Field, ...] = (*OF_ANY, Always("swiglu", True), Always("layernorm_zero_centered_gamma", False))
+"""The same with SwiGLU and the usual norms."""
 
 FIELDS: tuple[Field, ...] = (*COMMON, Heads(), Rotary())
 """The same with the usual attention."""

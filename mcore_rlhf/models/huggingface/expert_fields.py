@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from mcore_rlhf.errors import Unsupported
 
-from .fields import Field, Values, integer
+from .fields import Field, Values, integer, number
 
 _ARG, _LAYERS, _HF_LAYERS = "moe_layer_freq", "num_layers", "num_hidden_layers"
+_CLAMP, _ALPHA = "activation_func_clamp_value", 1.702
 
 
 def mixture_layers(args: Values) -> frozenset[int]:
@@ -218,6 +219,46 @@ class SigmoidWeights(Field):
     def config(self, args: Values) -> dict[str, object]:
         """What Megatron does."""
         return {"norm_topk_prob": args.get("moe_router_topk", 2) != 1}
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate(Field):
+    """GPT-OSS's feed-forward: ``(up + 1) * gate * sigmoid(1.702 * gate)``, both clamped before.
+
+    Sources: transformers 5.23.0, ``models/gpt_oss/modeling_gpt_oss.py`` (``GptOssExperts._apply_gate``); megatron-core 0.16.1
+    and 0.19.2, ``transformer/mlp.py``, ``fusions/fused_bias_geglu.py`` (``quick_gelu``).
+    """
+
+    names = ("swiglu_limit", "swiglu_alpha")
+    arguments = ("swiglu", "quick_geglu", "glu_linear_offset", _CLAMP)
+
+    def args(self, config: Values) -> dict[str, object]:
+        """``quick_geglu`` and its two numbers.
+
+        Raises:
+            Unsupported: The sigmoid is steeper or less steep than Megatron's.
+        """
+        if number(config, "swiglu_alpha", _ALPHA) != _ALPHA:
+            raise Unsupported(
+                f"config.json: swiglu_alpha {config['swiglu_alpha']}; Megatron's --quick-geglu has {_ALPHA}"
+            )
+        limit = number(config, "swiglu_limit", 7.0)
+        return {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, _CLAMP: limit}
+
+    def config(self, args: Values) -> dict[str, object]:
+        """``swiglu_limit``.
+
+        Raises:
+            Unsupported: It is another kind of feed-forward, another offset, or has no limit.
+        """
+        if args.get("swiglu") or not args.get("quick_geglu"):
+            raise Unsupported("args: quick_geglu is off, and transformers computes as with it")
+        offset, limit = number(args, "glu_linear_offset", 0.0), args.get(_CLAMP)
+        if offset != 1.0:
+            raise Unsupported(f"args: glu_linear_offset is {offset}, and transformers computes as with 1.0")
+        if not isinstance(limit, int | float):
+            raise Unsupported(f"args: {_CLAMP} is {limit}, and transformers always clamps")
+        return {"swiglu_limit": float(limit)}
 
 
 def doubt_about_groups(args: Values) -> str | None:

@@ -7,11 +7,11 @@ row links boxes of both sides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from mcore_rlhf.core.box import Box, Shape
-from mcore_rlhf.core.views import Share
+from mcore_rlhf.core.views import ABSENT, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 
 from . import ARCHITECTURES
@@ -32,6 +32,8 @@ from .table import (
     Sizes,
     Spelling,
 )
+
+_OF_ALL = (Arrangement.SLICE, Arrangement.IN_TURN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,20 @@ class Filled:
         row: Of the table.
         name: Megatron's parameter.
         tensors: Hugging Face's tensors that it is made of, in order, with their shapes.
+        expert: Whose it is.
     """
 
     row: Row
     name: str
     tensors: Mapping[str, Shape]
+    expert: int = 0
 
     @property
     def shape(self) -> Shape:
         """Shape of Megatron's parameter, without padding."""
         rows, first = sum(shape[0] for shape in self.tensors.values()), next(iter(self.tensors.values()))
+        if self.row.arrangement in _OF_ALL:
+            return tuple(reversed(first[1:]))
         if self.row.arrangement is not Arrangement.EXPERTS:
             return (rows, *first[1:])
         experts = len(self.tensors) // len(self.row.huggingface)
@@ -108,6 +114,9 @@ class Filled:
         if self.row.arrangement is Arrangement.EXPERTS:
             yield from self._transposed()
             return
+        if self.row.arrangement in _OF_ALL:
+            yield from self._of_all()
+            return
         blocks = groups if self.row.arrangement is Arrangement.GROUPED else 1
         at = 0
         for block in range(blocks):
@@ -116,6 +125,17 @@ class Filled:
                 part, rest = (rows, *shape[1:]), (0,) * len(shape[1:])
                 yield Link(tensor, Box((block * rows, *rest), part), self.name, Box((at, *rest), part))
                 at += rows
+
+    def _of_all(self) -> Iterator[Link]:
+        """Rows of the parameter are the last dimension of a tensor that has all experts."""
+        ((tensor, shape),) = self.tensors.items()
+        parts = 2 if self.row.arrangement is Arrangement.IN_TURN else 1
+        inner, rows = shape[1:-1], shape[-1] // parts
+        axes = (ABSENT, *reversed(range(len(shape) - 1)))
+        for part in range(parts):
+            box = Box((self.expert, *(0,) * len(inner), part), (1, *inner, rows), (1,) * (len(shape) - 1) + (parts,))
+            own = Box((part * rows, *(0,) * len(inner)), (rows, *inner))
+            yield Link(tensor, box if parts > 1 else replace(box, step=None), self.name, own, axes)
 
     def _transposed(self) -> Iterator[Link]:
         each, at = len(self.row.huggingface), 0
@@ -172,13 +192,16 @@ def _layers(section: str | None, sizes: Sizes) -> range:
 
 def _experts(rows: Sequence[Row], sizes: Sizes, layer: int) -> Iterator[Filled]:
     """The rows of a layer; experts that are modules of their own go one after the other."""
-    for module, group in groupby(
-        rows, lambda row: row.megatron.partition(EXPERT)[0] if EXPERT in row.megatron else None
-    ):
+    for module, group in groupby(rows, lambda row: _module_of_experts(row.megatron)):
         listed = list(group)
         for expert in range(1) if module is None else range(sizes.experts):
             for row in listed:
                 yield _fill(row, sizes, layer, expert)
+
+
+def _module_of_experts(name: str) -> str | None:
+    """The module that has a parameter for every expert, or a module with parameters; None where a name counts none."""
+    return name.partition(EXPERT)[0].rpartition(".")[0] if EXPERT in name else None
 
 
 def _fill(row: Row, sizes: Sizes, layer: int, expert: int) -> Filled:
@@ -188,7 +211,7 @@ def _fill(row: Row, sizes: Sizes, layer: int, expert: int) -> Filled:
 
     experts = range(sizes.experts) if row.arrangement is Arrangement.EXPERTS else (expert,)
     tensors = {named(t.name, number): sizes.shape(t.shape) for number in experts for t in row.huggingface}
-    return Filled(row, named(row.megatron, expert), tensors)
+    return Filled(row, named(row.megatron, expert), tensors, expert)
 
 
 _SHOWN = 4

@@ -113,9 +113,11 @@ class Rotary(Field):
 
     Args:
         partial: Whether the class looks at ``partial_rotary_factor``.
+        scaled: Whether the class scales positions unless its ``config.json`` says that it does not.
     """
 
     partial: bool = False
+    scaled: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -171,7 +173,7 @@ class Rotary(Field):
         scalings = _scalings(args)
         if len(scalings) > 1:
             raise Unsupported(f"args: {' and '.join(scalings)} at once; config.json has one type of rotary positions")
-        for scaling in scalings.values():
+        for scaling in scalings.values() or ([{"rope_type": "default"}] if self.scaled else []):
             config["rope_scaling"] = scaling
         return config
 

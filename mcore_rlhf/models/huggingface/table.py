@@ -110,6 +110,11 @@ class Sizes:
         return 2 * self.hidden
 
     @property
+    def twice_ffn(self) -> int:
+        """Gate and up of a routed expert."""
+        return 2 * self.expert_ffn
+
+    @property
     def one(self) -> int:
         """Rows of a value head."""
         return 1
@@ -143,6 +148,8 @@ class Arrangement(Enum):
     STACKED = "all rows of the first, then all rows of the second, ..."
     GROUPED = "for every query group: its query heads, its key head, its value head"
     EXPERTS = "for every expert all rows of the first, then of the second, ...; transposed"
+    SLICE = "the expert's slice of one tensor of them all; transposed, where it is a matrix"
+    IN_TURN = "the same, where gate and up lie in turn"
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,5 +65,9 @@ def complete(config: Values, model_type: str) -> dict[str, object]:
     other = aliases(model_type)
     known_as = {name: {name, other.get(name, name), *(a for a, b in other.items() if b == name)} for name in config}
     said = {name for names in known_as.values() for name in names}
-    filled = {**rotary_defaults(model_type), **config_fields(model_type)}
-    return {**{name: value for name, value in filled.items() if name not in said}, **config}
+    rope = rotary_defaults(model_type)
+    found = {**{n: value for n, value in {**rope, **config_fields(model_type)}.items() if n not in said}, **config}
+    silent = not any(config.get(name) for name in ("rope_parameters", "rope_scaling"))
+    if silent and rope.get("rope_type", "default") != "default":  # a class that scales positions unless told otherwise
+        found["rope_parameters"] = {**rope, **{name: found[name] for name in ("rope_theta",) if name in config}}
+    return found

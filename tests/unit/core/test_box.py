@@ -15,7 +15,8 @@ SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 
 def elements(box: Box) -> set[tuple[int, ...]]:
-    return set(product(*(range(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))))
+    each = zip(box.offset, box.shape, box.steps, strict=True)
+    return set(product(*(range(a, a + n * by, by) for a, n, by in each)))
 
 
 @st.composite
@@ -35,6 +36,34 @@ def test_an_intersection_is_what_both_hold(pair: list[Box]) -> None:
     assert met is None or elements(met) == common
     assert b.intersect(a) == met
     assert a.numel == len(elements(a))
+
+
+@st.composite
+def stepped(draw: st.DrawFn) -> list[Box]:
+    """Two boxes of the same steps, or one without any."""
+    step = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple))
+    dims = st.lists(st.integers(0, 5), min_size=len(step), max_size=len(step)).map(tuple)
+    return [Box(draw(dims), draw(dims), step), Box(draw(dims), draw(dims), draw(st.sampled_from([None, step])))]
+
+
+@given(stepped())
+def test_boxes_with_steps_meet_where_both_have_elements(pair: list[Box]) -> None:
+    a, b = pair
+    common = elements(a) & elements(b)
+    met = a.intersect(b)
+    assert (met is None) == (not common)
+    assert met is None or elements(met) == common
+    assert b.intersect(a) == met
+    if b.numel:
+        assert a.contains(b) == (elements(b) <= elements(a))
+        assert a.stop == tuple(max(each, default=0) + 1 for each in zip(*elements(a), strict=True)) or not a.numel
+
+
+def test_a_box_with_steps_says_so() -> None:
+    assert str(Box((0, 1), (3, 4), (1, 2))) == "[0:3, 1:8:2]"
+    assert Box((0, 1), (3, 4), (1, 2)).shift((0, 1)) == Box((0, 0), (3, 4), (1, 2))
+    with pytest.raises(ValueError, match="neither equal nor 1"):
+        Box((0,), (4,), (2,)).intersect(Box((0,), (4,), (3,)))
 
 
 @settings(max_examples=50)

@@ -14,7 +14,7 @@ from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.catalog import Catalog, FixedCatalog, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, dtype_of
 from mcore_rlhf.core.names import EXP_AVG, MASTER, PARAM, TensorName
-from mcore_rlhf.core.plan import check_tiles
+from mcore_rlhf.core.plan import check_tiles, plan_file
 from mcore_rlhf.core.views import (
     EITHER,
     FROM_MASTERS,
@@ -30,7 +30,7 @@ from mcore_rlhf.core.views import (
     StateOrder,
     with_rows,
 )
-from tests.unit.core.layouts import INT32, cut, random_tensor, stored, view
+from tests.unit.core.layouts import INT32, cut, naive, random_tensor, stored, view
 
 ROLE = "actor"
 BF16 = dtype_of("bfloat16")
@@ -63,7 +63,7 @@ class Known:
             box = chunk.box.intersect(Box.whole(entry.global_shape))
             if box is not None:
                 part = chunk.narrow(box)
-                to = tuple(slice(a, b) for a, b in zip(box.offset, box.stop, strict=True))
+                to = tuple(slice(a, b, by) for a, b, by in zip(box.offset, box.stop, box.steps, strict=True))
                 data = self.contents[chunk.record.file.removeprefix("up/"), chunk.record.key]
                 got[to] = view(data, part.start, box.shape, part.strides)
         return got
@@ -167,6 +167,42 @@ def test_recut(rng: random.Random) -> None:
     keeps_the_law(back)
     for name, array in below.arrays.items():
         np.testing.assert_array_equal(below.read(back.get(name)), array)
+
+
+@settings(max_examples=50)
+@given(randoms)
+def test_recut_of_elements_in_turn(rng: random.Random) -> None:
+    """Every second or third element of a dimension, transposed as well, and woven together again; a plan moves both."""
+    tensor, parts = random_tensor(rng), rng.randrange(2, 4)
+    dim = rng.randrange(tensor.ndim)
+    tensor = np.concatenate([tensor] * parts, axis=dim)
+    below = Known()
+    below.add(rng, TensorName(ROLE, "a"), tensor)
+    shares, shapes = {}, {}
+    for part in range(parts):
+        offset = tuple(part if d == dim else 0 for d in range(tensor.ndim))
+        shape = tuple(n // parts if d == dim else n for d, n in enumerate(tensor.shape))
+        box = Box(offset, shape, tuple(parts if d == dim else 1 for d in range(tensor.ndim)))
+        axes = tuple(reversed(range(tensor.ndim)))
+        shapes[f"part {part}"] = tuple(reversed(shape))
+        shares[f"part {part}"] = (Share(Box.whole(shapes[f"part {part}"]), "a", box, axes),)
+    pieces = Recut(below.catalog, ROLE, shares, shapes)
+    woven = Recut(pieces, ROLE, {"a": tuple(s.inverse(name) for name, (s,) in shares.items())}, {"a": tensor.shape})
+    for part in range(parts):
+        taken = tensor[tuple(slice(part, None, parts) if d == dim else slice(None) for d in range(tensor.ndim))]
+        np.testing.assert_array_equal(below.read(pieces.get(TensorName(ROLE, f"part {part}"))), taken.T)
+    entry = woven.get(TensorName(ROLE, "a"))
+    assert entry is not None
+    assert check_tiles(entry) is None
+    np.testing.assert_array_equal(below.read(entry), tensor)
+    target = stored(rng, tensor, "b", rng.randrange(1, 5), transposed=True)
+    plan = plan_file("b", [replace(target.entry, name=entry.name)], woven)
+    assert not plan.problems
+    got = {key: np.full_like(value, -1) for key, value in target.contents.items()}
+    for copy in plan.copies:
+        naive(copy, below.contents[copy.source.file, copy.source.key], got[copy.target.key])
+    for key, value in target.contents.items():
+        np.testing.assert_array_equal(got[key], value)
 
 
 def test_what_recut_lacks_is_missing(rng: random.Random) -> None:

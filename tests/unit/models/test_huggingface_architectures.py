@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.box import Box, Shape
@@ -72,6 +73,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "yarn", "type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096,
                          "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 7.0, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_scaling": {"rope_type": "yarn", "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+                         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
     "glm4_moe": {
         "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5, "n_group": 1,
@@ -104,14 +111,20 @@ def tiles(shares: tuple[Share, ...], shape: Shape) -> bool:
     """Whether the parts cover a tensor once: every element is counted."""
     counted = np.zeros(shape, int)
     for share in shares:
-        counted[tuple(slice(a, b) for a, b in zip(share.box.offset, share.box.stop, strict=True))] += 1
+        counted[inside(share.box)] += 1
     return bool((counted == 1).all())
+
+
+def inside(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b, by) for a, b, by in zip(box.offset, box.stop, box.steps, strict=True))
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
 @pytest.mark.parametrize("known", ARCHITECTURES, ids=lambda known: known.model_type)
 def test_every_element_has_one_place_on_the_other_side(known: Architecture, spelling: Spelling) -> None:
     sizes = fitting(known, SIZES)
+    if known is KNOWN["gpt_oss"] and spelling.experts == STACKED:
+        pytest.skip("Megatron's GroupedMLP has no biases")
     relation = relation_of(known, sizes, spelling)
     for shares, shapes in (
         (relation.of_huggingface(), relation.huggingface),
@@ -127,6 +140,7 @@ def test_every_element_has_one_place_on_the_other_side(known: Architecture, spel
 def test_sizes_do_not_matter(data: Any) -> None:
     count = st.integers(1, 3)
     known, spelling = data.draw(st.sampled_from(ARCHITECTURES)), data.draw(st.sampled_from(SPELLINGS))
+    assume(known is not KNOWN["gpt_oss"] or spelling.experts != STACKED)
     groups, layers = data.draw(count), data.draw(count)
     sizes = Sizes(
         layers, data.draw(count), data.draw(count), groups * data.draw(count), groups, data.draw(count), data.draw(st.integers(2, 5)),
@@ -148,12 +162,12 @@ def filled_in(shares: tuple[Share, ...], shape: Shape, values: dict[str, np.ndar
     made = np.full(shape, -1)
     for share in shares:
         stored = values[share.name]
-        part = stored[tuple(slice(a, b) for a, b in zip(share.other.offset, share.other.stop, strict=True))]
-        strides = share.strides(tuple(s // stored.itemsize for s in stored.strides))
-        box = share.own(Box(share.other.offset, share.other.shape))
+        part = stored[inside(share.other)]
+        strides = share.strides(tuple(s // stored.itemsize for s in part.strides))
+        box = share.own(share.other)
         assert box == share.box
         seen = np.lib.stride_tricks.as_strided(part, box.shape, [s * stored.itemsize for s in strides])
-        made[tuple(slice(a, b) for a, b in zip(box.offset, box.stop, strict=True))] = seen
+        made[inside(box)] = seen
     return made
 
 
@@ -163,6 +177,27 @@ def numbered(shapes: Any) -> dict[str, np.ndarray]:
         made[name] = np.arange(at, at + prod(shape)).reshape(shape)
         at += prod(shape)
     return made
+
+
+@pytest.mark.parametrize("experts", [SEQUENTIAL, GROUPED])
+def test_gate_and_up_lie_in_turn(experts: str) -> None:
+    """In one tensor of all experts, transposed: the even columns are the gate's. Both ways, biases as well."""
+    relation = relation_of(KNOWN["gpt_oss"], SIZES, Spelling(LOCAL, experts))
+    files, layer = numbered(relation.huggingface), "model.layers.2.mlp.experts"
+    parameters = {
+        name: filled_in(shares, relation.megatron[name], files) for name, shares in relation.of_megatron().items()
+    }
+    for number in range(3):
+        one = f"local_experts.{number}.linear_fc1." if experts == SEQUENTIAL else "linear_fc1."
+        end = "" if experts == SEQUENTIAL else str(number)
+        for kind, tensor in (("weight", "gate_up_proj"), ("bias", "gate_up_proj_bias")):
+            found = parameters[f"decoder.layers.2.mlp.experts.{one}{kind}{end}"]
+            turned = files[f"{layer}.{tensor}"][number].T
+            assert np.array_equal(found, np.concatenate([turned[::2], turned[1::2]]))
+        second = parameters[f"decoder.layers.2.mlp.experts.{one.replace('fc1', 'fc2')}weight{end}"]
+        assert np.array_equal(second, files[f"{layer}.down_proj"][number].T)
+    for name, shares in relation.of_huggingface().items():
+        assert np.array_equal(filled_in(shares, relation.huggingface[name], parameters), files[name])
 
 
 def test_stacked_experts_are_transposed() -> None:
@@ -280,6 +315,8 @@ def test_a_contradicting_number_of_experts_is_named() -> None:
 def test_descriptions_say_the_same_both_ways(kind: str) -> None:
     config, known = config_for(kind), KNOWN[kind]
     build = Build(biased=kind in ("qwen2_moe", "glm4_moe"))
+    if kind == "gpt_oss":
+        build = Build(biased=True, proj_biased=True, mlp_biased=True)
     args = args_of(config, known, build)
     back = config_of(args, sizes_of_args(args, 61), known, build)
     assert {key: back[key] for key in config} == config
@@ -308,6 +345,46 @@ def test_a_model_that_was_trained_otherwise_is_not_exported_as_one_that_computes
     wrong = {**args, "layernorm_zero_centered_gamma": True}
     with pytest.raises(Unsupported, match=r"LlamaForCausalLM: args: layernorm_zero_centered_gamma is True"):
         config_of(wrong, sizes_of_args(wrong, 61), KNOWN["llama"], Build())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"glu_linear_offset": 0.0}, "glu_linear_offset is 0.0, and transformers computes as with 1.0"),
+        ({"glu_linear_offset": None}, "glu_linear_offset is 0.0, and transformers computes as with 1.0"),
+        ({"activation_func_clamp_value": None}, "activation_func_clamp_value is None, and transformers always clamps"),
+        ({"quick_geglu": False, "swiglu": True}, "quick_geglu is off, and transformers computes as with it"),
+        ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one, and transformers computes as with learnable"),
+    ],
+)
+def test_a_feed_forward_that_gpt_oss_does_not_have_is_refused(wrong: dict[str, Any], why: str) -> None:
+    build = Build(biased=True, proj_biased=True, mlp_biased=True)
+    args = args_of(config_for("gpt_oss"), KNOWN["gpt_oss"], build)
+    changed = {name: value for name, value in {**args, **wrong}.items() if value is not None}
+    with pytest.raises(Unsupported, match=re.escape(why)):
+        config_of(changed, sizes_of_args(changed, 61), KNOWN["gpt_oss"], build)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"), [({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0; Megatron's"), ({"attention_bias": False}, "biases of")]
+)
+def test_a_gpt_oss_that_megatron_does_not_compute_is_refused(said: dict[str, Any], why: str) -> None:
+    build = Build(biased=False, proj_biased=False, mlp_biased=True)
+    with pytest.raises(Unsupported, match=why):
+        args_of(config_for("gpt_oss", **said), KNOWN["gpt_oss"], build)
+
+
+def test_positions_that_are_not_scaled_are_said_to_be_so() -> None:
+    """A ``config.json`` of GPT-OSS that says nothing of them means YaRN, and layers in turn."""
+    build = Build(biased=True, proj_biased=True, mlp_biased=True)
+    known, plain = KNOWN["gpt_oss"], {"rope_scaling": {"rope_type": "default"}, "layer_types": ["full_attention"] * 3}
+    args = args_of(config_for("gpt_oss", **plain), known, build)
+    assert (args["position_embedding_type"], args["window_size"]) == ("rope", None)
+    assert args_of(config_of(args, sizes_of_args(args, 61), known, build), known, build) == args
+    silent = {name: value for name, value in config_for("gpt_oss").items() if name not in plain}
+    args = args_of({**silent, "sliding_window": 5}, known, build)
+    assert (args["position_embedding_type"], args["window_size"]) == ("yarn", (4, 0))
+    assert args["window_attn_skip_freq"] == [1, 0, 1]
 
 
 def test_biases_that_megatron_cannot_have_apart() -> None:
