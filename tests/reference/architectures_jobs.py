@@ -156,7 +156,8 @@ def _config(args: Namespace, parallel: Parallel) -> Any:
     quick = getattr(args, "quick_geglu", False)
     said.update(
         activation_func=quick_gelu if quick else torch.nn.functional.silu, gated_linear_unit=args.swiglu or quick,
-        use_cpu_initialization=True, params_dtype=torch.float32, bf16=False, fp16=False, hidden_dropout=0.0, attention_dropout=0.0, attention_softmax_in_fp32=True, bias_dropout_fusion=False,
+        use_cpu_initialization=True, params_dtype=torch.float32, bf16=False, fp16=False, hidden_dropout=0.0,
+        attention_dropout=0.0, attention_softmax_in_fp32=True, bias_dropout_fusion=False,
         tensor_model_parallel_size=parallel.tp, expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp or parallel.tp, sequence_parallel=False, cuda_graph_scope=[],
     )  # fmt: skip
