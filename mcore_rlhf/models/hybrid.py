@@ -127,6 +127,15 @@ def _linear(args: Mapping[str, object]) -> dict[str, int]:
     return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
 
+def has_conv_parameters(args: Mapping[str, object]) -> bool:
+    """Whether Mamba's convolution is ``mixer.conv1d_weight``, as since 0.19, and no module ``mixer.conv1d``.
+
+    Files do not say which version wrote them; this argument is as new. Source: megatron-core 0.19.2 and 0.18.2,
+    ``ssm/mamba_mixer.py``, ``transformer/transformer_config.py``.
+    """
+    return "mamba_training_ssm_states_dtype" in args
+
+
 _MIXERS = {"mamba": _mamba, "linear": _linear}
 
 

@@ -75,8 +75,8 @@ class Arguments:
 
     @property
     def transformer_engine(self) -> bool:
-        """Whether the layers are Transformer Engine's."""
-        return self.values.get("transformer_impl", "transformer_engine") != "local"
+        """Whether the layers are Transformer Engine's; those of a hybrid model always are."""
+        return self.pattern is not None or self.values.get("transformer_impl", "transformer_engine") != "local"
 
     @property
     def vocab_size(self) -> int | None:

@@ -6,7 +6,8 @@ them, as if Transformer Engine had fused them.
 
 Sources: megatron-core 0.16.1, ``transformer/transformer_block.py`` (``sharded_state_dict``), ``models/gpt/gpt_layer_specs.py``
 (``sharded_state_dict_keys_map``), ``transformer/moe/experts.py``, ``transformer/mlp.py`` (``apply_swiglu_sharded_factory``),
-``extensions/transformer_engine.py`` (``_sharded_state_dict_grouped``).
+``extensions/transformer_engine.py`` (``_sharded_state_dict_grouped``); 0.19.2, ``models/hybrid/hybrid_block.py``,
+``ssm/mamba_mixer.py``, ``ssm/gated_delta_net/common.py`` (``sharded_state_dict``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from itertools import product
 
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.models.hybrid import DELTA_CONV, DELTA_IN, MAMBA_CONV, MAMBA_IN, has_conv_parameters
 from mcore_rlhf.models.megatron import expert_of, renumbered
 
 _NUMBER = "{n}"
@@ -42,12 +44,14 @@ class Spelling:
         experts: How routed experts are named.
         stacked: Whether all layers are of one kind, and lie in one tensor.
         singleton: Whether experts, and the halves of a gated matrix, have keys of their own (``singleton_local_shards``).
+        conv_parameters: Whether Mamba's convolution is parameters of the mixer itself, and no module of its own.
     """
 
     separate_norms: bool
     experts: Experts
     stacked: bool
     singleton: bool = False
+    conv_parameters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,13 @@ class Home:
         key: The key.
         index: Layer and expert numbers, for the leading dimensions of the tensor.
         transposed: Whether the last two dimensions change places: ``GroupedMLP`` has its matrices the other way round.
-        half: Which half of a gated matrix it is; None for the whole parameter.
+        part: Which of the parameter's parts it is, from its first rows to its last; None for the whole parameter.
     """
 
     key: str
     index: Shape = ()
     transposed: bool = False
-    half: int | None = None
+    part: int | None = None
 
     def turned(self, values: Shape) -> Shape:
         """One value for each of the parameter's dimensions, in the order in which the key has them; or the other way."""
@@ -122,8 +126,19 @@ _EXPERTS = {
         _Row("mlp.experts.weight2", "mlp.experts.experts.linear_fc2.weight", transposed=True),
     ),
 }
+_CONV = tuple(_Row(f"mixer.conv1d_{kind}", f"mixer.conv1d.{kind}") for kind in ("weight", "bias"))
 _SINGLETON_EXPERTS = (_Row("mlp.experts.local_experts.{n}.", "mlp.experts.experts.{n}."),)
 _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias))_([wv])")
+_BLOCKS = tuple(
+    (re.compile(rf"((?:.*\.)?{whole})(?:\.(\w+))?"), fused.blocks)
+    for whole, fused in (
+        (r"mixer\.in_proj\.weight", MAMBA_IN),
+        (r"mixer\.conv1d\.(?:weight|bias)", MAMBA_CONV),
+        (r"self_attention\.in_proj\.weight", DELTA_IN),
+        (r"self_attention\.conv1d\.(?:weight|bias)", DELTA_CONV),
+    )
+)
+"""Keys of tensors that are made of blocks, each of which has a key of its own, and what the blocks are called."""
 EXPERT_STATES = ("mlp.experts.experts.linear_fc1._extra_state", "mlp.experts.experts.linear_fc2._extra_state")
 """Keys that every mixture layer has, also where its module keeps no such state, or one for all experts."""
 
@@ -135,7 +150,7 @@ def rows_of(spelling: Spelling) -> tuple[_Row, ...]:
     experts = _EXPERTS[spelling.experts]
     if spelling.singleton and spelling.experts is Experts.SEQUENTIAL:
         experts = _SINGLETON_EXPERTS
-    return (*layers, *norms, *experts)
+    return (*layers, *norms, *experts, *(_CONV if spelling.conv_parameters else ()))
 
 
 def home_of(name: str, spelling: Spelling) -> Home:
@@ -156,6 +171,24 @@ def home_of(name: str, spelling: Spelling) -> Home:
             index += map(int, match.groups())
         name = name[: match.start()] + row.key.replace(_NUMBER, "".join(match.groups())) + name[match.end() :]
     return Home(name, tuple(index), transposed)
+
+
+def blocks_of(key: str) -> tuple[str, ...]:
+    """What the blocks of a key are called, where each has a key of its own, behind a dot."""
+    found = ((pattern.fullmatch(key), blocks) for pattern, blocks in _BLOCKS)
+    return next((blocks for match, blocks in found if match and match.group(2) is None), ())
+
+
+def _whole_of(key: str, spelling: Spelling) -> tuple[str, int | None]:
+    """The key of the whole parameter, and which part of it lies at this one; None for all of it."""
+    halved = _HALF.fullmatch(key) if spelling.singleton else None
+    if halved:
+        return halved.group(1), "wv".index(halved.group(2))
+    for pattern, blocks in _BLOCKS:
+        match = pattern.fullmatch(key)
+        if match and match.group(2) in blocks:
+            return match.group(1), blocks.index(match.group(2))
+    return key, None
 
 
 def stacked_axes(key: str, spelling: Spelling) -> int:
@@ -197,11 +230,10 @@ def names_in(key: str, shape: Shape, spelling: Spelling) -> Iterator[tuple[str, 
         shape: Shape of its tensor.
         spelling: What decides.
     """
-    halved = _HALF.fullmatch(key) if spelling.singleton else None
-    whole, half = (halved.group(1), "wv".index(halved.group(2))) if halved else (key, None)
+    whole, part = _whole_of(key, spelling)
     transposed = any(row.transposed and row.in_key(whole) is not None for row in rows_of(spelling))
     for index in product(*map(range, shape[: stacked_axes(whole, spelling)])):
-        yield name_at(whole, index, spelling), Home(key, index, transposed, half)
+        yield name_at(whole, index, spelling), Home(key, index, transposed, part)
 
 
 def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
@@ -215,7 +247,7 @@ def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
     numbered = any(re.match(r"decoder\.layers\.\d+\.", key) for key in listed)
     singleton = any(_HALF.fullmatch(key) for key in listed)
     local = not args.transformer_engine and not args.flag("multi_latent_attention")
-    return Spelling(local, _experts_of(args), not numbered, singleton)
+    return Spelling(local, _experts_of(args), not numbered, singleton, has_conv_parameters(args.values))
 
 
 def _experts_of(args: Arguments) -> Experts:
@@ -224,6 +256,8 @@ def _experts_of(args: Arguments) -> Experts:
     Source: megatron-core 0.16.1, ``models/backends.py``, ``extensions/transformer_engine_spec_provider.py``
     (``grouped_mlp_modules``).
     """
+    if args.pattern is not None:  # a hybrid model's specification has no other
+        return Experts.GROUPED
     if not args.flag("moe_grouped_gemm"):
         return Experts.SEQUENTIAL
     packed = not args.transformer_engine or args.flag("moe_use_legacy_grouped_gemm")
@@ -250,7 +284,8 @@ def spelling_of_names(names: Iterable[str], args: Arguments) -> Spelling:
     elif "mlp.experts.linear_fc1.weight0" in suffixes:
         experts = Experts.GROUPED
     same = len({frozenset(kind) for kind in kinds.values()}) <= 1
-    return Spelling(separate, experts, same and not _several_kinds(args))
+    conv = any(suffix.startswith("mixer.conv1d_") for suffix in suffixes)
+    return Spelling(separate, experts, same and not _several_kinds(args), conv_parameters=conv)
 
 
 def _unnumbered(suffix: str) -> str:
@@ -268,4 +303,5 @@ def _several_kinds(args: Arguments) -> bool:
         value = args.values.get(name)
         if isinstance(value, list) or (isinstance(value, int) and value > 1):
             return True
-    return any(args.values.get(name) for name in ("heterogeneous_layers_config_path", "hetereogenous_dist_checkpoint"))
+    several = ("heterogeneous_layers_config_path", "hetereogenous_dist_checkpoint")
+    return args.pattern is not None or any(args.values.get(name) for name in several)

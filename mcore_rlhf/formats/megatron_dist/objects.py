@@ -163,7 +163,8 @@ class DistState(MegatronState):
 
 
 _NOT_STORED = ("output_layer._extra_state", "core_attention._extra_state")
-"""Megatron-core leaves these out: ``models/gpt/gpt_model.py``, ``extensions/transformer_engine.py`` (0.16.1)."""
+"""Megatron-core leaves these out: ``models/gpt/gpt_model.py``, ``extensions/transformer_engine.py`` (0.16.1). A hybrid model wants the
+first (0.19.2, ``models/hybrid/hybrid_model.py``)."""
 _NORMS = ("layernorm.weight", "norm.weight")
 
 
@@ -200,8 +201,9 @@ class Objects:
         """``_extra_state`` of all modules: those that the source has, and those that Megatron-core wants to be there."""
         stored = self._stored()
         found: dict[ShardKey, object] = {}
+        left_out = _NOT_STORED if self.run.family.args.pattern is None else _NOT_STORED[1:]
         for name in (*self.run.family.order, *self._norms()):
-            if not name.endswith(EXTRA) or name.endswith(_NOT_STORED):
+            if not name.endswith(EXTRA) or name.endswith(left_out):
                 continue
             home = home_of(name, self.spelling)
             if self._in_one_module(name):

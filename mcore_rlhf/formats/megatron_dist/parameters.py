@@ -19,6 +19,7 @@ from mcore_rlhf.core.dtype import FLOATING
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.tensor import block_sizes
 from mcore_rlhf.models.megatron import (
     EMBEDDING,
     Traits,
@@ -53,14 +54,18 @@ class Parameters:
     def __post_init__(self) -> None:
         for key, tensor in self.tensors.items():
             for name, home in names_in(key, tensor.global_shape, self.spelling):
-                self.homes[name] = tuple(sorted((*self.homes.get(name, ()), home), key=lambda h: h.half or 0))
+                self.homes[name] = tuple(sorted((*self.homes.get(name, ()), home), key=lambda h: h.part or 0))
                 self.axes[key] = len(home.index)
 
     def shape(self, name: str) -> Shape:
         """The whole shape of a parameter."""
         home, *more = self.homes[name]
         shape = home.turned(self.tensors[home.key].global_shape[len(home.index) :])
-        return (shape[0] * (1 + len(more)), *shape[1:]) if more else shape
+        return (shape[0] + sum(map(self.rows, more)), *shape[1:]) if more else shape
+
+    def rows(self, part: Home) -> int:
+        """Rows of a part of a parameter."""
+        return self.tensors[part.key].global_shape[len(part.index)]
 
     def local_shape(self, name: str) -> Shape:
         """The shape of the first stored part of a parameter."""
@@ -125,10 +130,21 @@ class SpecFinder:
             partition = self._as_stored(name, shape)
         if partition.dim is not None and partition.dim >= len(shape):
             raise LayoutMismatch(f"{name}: {partition} does not fit its shape {shape}\n{_ADVICE}")
+        if partition.parts:
+            self._check_parts(name, shape, partition)
         dtype = self.parameters.tensors[self.parameters.homes[name][0].key].dtype
         said = self.rules.trainable(name)
         trainable = (dtype in FLOATING and not is_buffer(name)) if said is None else said
         return ParamSpec(name, shape, dtype, partition, trainable)
+
+    def _check_parts(self, name: str, shape: Shape, partition: Partition) -> None:
+        """The blocks of a parameter must be there, as large as the arguments make them."""
+        try:
+            block_sizes(partition, shape[0])
+        except LayoutMismatch as error:
+            stored = self.parameters
+            found = ", ".join(f"{home.key} {stored.rows(home)}" for home in stored.homes[name])
+            raise LayoutMismatch(f"{name}: {error}; found {found}") from None
 
     def _known(self, name: str, shape: Shape, traits: Traits, words: int | None) -> Partition | None:
         partition = partition_of(name, traits)
@@ -161,7 +177,9 @@ class SpecFinder:
 
 _PARTS = (
     "embedding", "word_embeddings", "position_embeddings", "tokentype_embeddings", "decoder", "enorm", "hnorm", "eh_proj",
-    "transformer_layer", "layers", "input_layernorm", "self_attention",
+    "transformer_layer", "mtp_model_layer", "layers", "input_layernorm", "mixer", "self_attention",
+    # mixers; until 0.18 Mamba's convolution was a module, and modules come behind a mixer's own parameters
+    "conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D", "in_proj", "conv1d", "norm", "out_norm", "out_proj",
     # attention
     "core_attention", "softmax_offset", "linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj",
     "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm",

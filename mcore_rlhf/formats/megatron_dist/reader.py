@@ -283,17 +283,17 @@ def _cells(chunk: Chunk, grid: Shape, shape: Shape, axes: int) -> Iterator[Chunk
         yield _without_axes(Chunk(part.shift(origin), chunk.record, start, strides), axes)
 
 
-def placed(chunk: Chunk, home: Home, rows: int) -> Chunk:
+def placed(chunk: Chunk, home: Home, first: int) -> Chunk:
     """A chunk in the coordinates of the parameter, given those of what lies at its home.
 
     Args:
         chunk: The chunk.
         home: The parameter's home.
-        rows: Rows of the parameter, for a half of it.
+        first: The parameter's row at which it begins.
     """
     offset = home.turned(chunk.box.offset)
-    if home.half:
-        offset = (offset[0] + rows // 2, *offset[1:])
+    if first:
+        offset = (offset[0] + first, *offset[1:])
     return Chunk(Box(offset, home.turned(chunk.box.shape)), chunk.record, chunk.start, home.turned(chunk.strides))
 
 
@@ -322,14 +322,17 @@ class DistCatalog(MegatronTensors):
         if self.flat is not None and name.state != PARAM:
             chunks = tuple(self.flat(name.param, name.state)) if spec.trainable else ()
         else:
-            chunks = tuple(self._chunks(name, spec.global_shape))
+            chunks = tuple(self._chunks(name))
         return TensorEntry(name, spec.global_shape, chunks[0].record.dtype, chunks) if chunks else None
 
-    def _chunks(self, name: TensorName, shape: Shape) -> Iterator[Chunk]:
+    def _chunks(self, name: TensorName) -> Iterator[Chunk]:
+        first = 0
         for home in self.homes[name.param]:
             slices = self._slices_of(name.state, home.key)
             for chunk in slices.at(home.index) if slices is not None else ():
-                yield placed(chunk, home, shape[0] if shape else 0)
+                yield placed(chunk, home, first)
+            if home.part is not None:
+                first += self.tensors[PARAM][home.key].global_shape[len(home.index)]
 
     def _slices_of(self, state: str, key: str) -> Slices | None:
         tensor = self.tensors.get(state, {}).get(key)

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.box import Box, Shape, row_major
 from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
 from mcore_rlhf.core.dtype import FLOAT32, DType
 from mcore_rlhf.core.names import MASTER, PARAM, TensorName
-from mcore_rlhf.errors import CheckpointError, Problems
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import groups_for
@@ -36,7 +37,7 @@ from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stubs import Namespace
 
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, MASTERS
-from .names import Home, Spelling, extents, home_of, spelling_of_names
+from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
 from .objects import DistState, Objects, rng_ranks
 from .optimizer import CONTENT, CONTENT_SHARDING, FULLY_RESHARDABLE, SHARDING
 
@@ -261,9 +262,25 @@ class Contents:
         found: dict[str, Shape] = {}
         for parts in self.files:
             for part in parts:
-                home = home_of(part.spec.name, self.spelling)
-                found.setdefault(self.fqn(home, part.state), self._stacked(home, part.spec))
+                for home, _, rows in self._homes(part.spec):
+                    shape = (rows, *part.spec.global_shape[1:])[: len(part.spec.global_shape)]
+                    found.setdefault(self.fqn(home, part.state), self._stacked(home, shape))
         return found
+
+    def _homes(self, spec: ParamSpec) -> list[tuple[Home, int, int]]:
+        """Where a parameter lies, with the first row and the number of rows at each place: its blocks have keys of their own."""
+        home, rows = home_of(spec.name, self.spelling), (*spec.global_shape, 1)[0]
+        blocks = blocks_of(home.key)
+        if not blocks:
+            return [(home, 0, rows)]
+        if tuple(name for name, _ in spec.partition.parts) != blocks:
+            raise Unsupported(
+                f"{spec.name}: torch_dist has its blocks {', '.join(blocks)} one by one, and how long they are is not known: it is "
+                f"{spec.partition}\nLeave out the rule that says how it is cut."
+            )
+        starts = accumulate((size for _, size in spec.partition.parts), initial=0)
+        found = zip(spec.partition.parts, starts, strict=False)
+        return [(replace(home, key=f"{home.key}.{name}"), start, size) for (name, size), start in found]
 
     def fqn(self, home: Home, state: str) -> str:
         """The key of a tensor."""
@@ -294,11 +311,13 @@ class Contents:
         ]  # fmt: skip
 
     def _items(self, part: Part) -> Iterator[TensorItem]:
-        home = home_of(part.spec.name, self.spelling)
-        fqn, dtype, ones = self.fqn(home, part.state), self.dtype(part), (1,) * len(home.index)
+        dtype, homes = self.dtype(part), self._homes(part.spec)
         for box in part.boxes:
-            offset, shape = (*home.index, *home.turned(box.offset)), (*ones, *home.turned(box.shape))
-            yield TensorItem(fqn, dtype, offset, shape)
+            home, start, _ = next(h for h in reversed(homes) if len(homes) == 1 or h[1] <= box.offset[0])
+            offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
+            ones = (1,) * len(home.index)
+            where = (*home.index, *home.turned(offset)), (*ones, *home.turned(box.shape))
+            yield TensorItem(self.fqn(home, part.state), dtype, *where)
 
     def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
         home = home_of(part.spec.name, self.spelling)
@@ -306,9 +325,9 @@ class Contents:
             if box.numel:
                 yield Chunk(box, records[item.key], 0, home.turned(row_major(item.shape)[len(home.index) :]))
 
-    def _stacked(self, home: Home, spec: ParamSpec) -> Shape:
+    def _stacked(self, home: Home, shape: Shape) -> Shape:
         stack = extents(home, self.spelling, self.num_layers, self.run.source.model.num_experts)
-        return (*stack, *home.turned(spec.global_shape))
+        return (*stack, *home.turned(shape))
 
     def _parts(self) -> Iterator[Part]:
         problems = Problems()

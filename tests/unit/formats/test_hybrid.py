@@ -24,6 +24,7 @@ from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import Conversions, options
 from tests.helpers.damage import MODEL, edit_args, edited
+from tests.helpers.dist_reader import read_whole
 from tests.helpers.independent_merge import Rank
 from tests.helpers.independent_reader import Reading, _flat, differences, read
 from tests.helpers.plain_load import plain_load, plain_save, same
@@ -219,3 +220,73 @@ def test_copies_that_drifted_apart_are_kept_where_they_can_be(drifted: Path, tmp
         convert(drifted, tmp_path / "tp1", options(tp=1))
     with pytest.raises(Lossy, match="have 2 copies that differ"):
         convert(drifted, tmp_path / "dist", replace(options(), to="megatron-dist"))
+
+
+BLOCKS = {
+    "mixer.in_proj.weight": (("z", 64), ("x", 64), ("B", 32), ("C", 32), ("dt", 8)),
+    "mixer.conv1d_weight": (("x", 64), ("B", 32), ("C", 32)),
+    "mixer.conv1d_bias": (("x", 64), ("B", 32), ("C", 32)),
+    "self_attention.in_proj.weight": (
+        ("query", 32), ("key", 32), ("value", 96), ("z", 96), ("beta", 8), ("alpha", 8),
+    ),
+    "self_attention.conv1d.weight": (("query", 32), ("key", 32), ("value", 96)),
+}  # fmt: skip
+"""Of the two goldens. Sources: megatron-core 0.19.2, ssm/mamba_mixer.py, ssm/gated_delta_net/common.py (sharded_state_dict)."""
+
+
+@pytest.mark.parametrize("name", [ATTENTION, MAMBA, DELTA])
+@pytest.mark.parametrize("write", [{}, {"tp": 1, "pp": 2}], ids=["same", "tp=1-pp=2"])
+def test_torch_dist_has_every_block_by_itself(tmp_path: Path, name: str, write: dict[str, Any]) -> None:
+    """As torch's own DCP reads it: keys, shapes and every element, in all states."""
+    source = read(GOLDENS / name)
+    convert(GOLDENS / name, tmp_path / "dist", replace(options(padded_vocab_size=160, **write), to="megatron-dist"))
+    found = read_whole(tmp_path / "dist")
+    expected: dict[str, torch.Tensor] = {}
+    for (param, state), whole in source.tensors.items():
+        stored = {"master": "param"}.get(state, state)
+        key = param.replace("conv1d_", "conv1d.")
+        key = key if state == "param" else f"optimizer.state.{stored}.{key}"
+        blocks = next((blocks for end, blocks in BLOCKS.items() if param.endswith(end)), ())
+        parts = torch.split(whole, [size for _, size in blocks] or len(whole))
+        names = [f"{key}.{block}" for block, _ in blocks] or [key]
+        expected |= dict(zip(names, parts, strict=True))
+    assert set(found.tensors) == set(expected)
+    assert [key for key, tensor in expected.items() if not torch.equal(found.tensors[key], tensor)] == []
+    extra = {key for key in found.objects if "_extra_state" in key}
+    opaque = {n for rank in source.ranks for n in rank.model["model"] if n.endswith("._extra_state")}
+    assert extra == {f"{n}/shard_0_1" for n in opaque}
+    assert "output_layer._extra_state/shard_0_1" in extra
+
+
+@pytest.mark.parametrize("name", [MAMBA, DELTA])
+def test_torch_dist_and_back_is_the_same_tree(tmp_path: Path, name: str) -> None:
+    source = read(GOLDENS / name)
+    convert(GOLDENS / name, tmp_path / "dist", replace(options(pp=2), to="megatron-dist"))
+    convert(tmp_path / "dist", tmp_path / "back", options(pp=1))
+    back = read(tmp_path / "back")
+    assert differences(source, back) == []
+    for old, new in zip(source.ranks, back.ranks, strict=True):
+        assert same(old.distrib, new.distrib) == []
+        assert list(old.model["model"]) == list(new.model["model"])
+        assert new.model["args"].hybrid_layer_pattern == old.model["args"].hybrid_layer_pattern
+
+
+def test_older_names_come_back_by_the_version_of_the_arguments(older: Path, tmp_path: Path) -> None:
+    """Megatron 0.18 has no ``mamba_training_ssm_states_dtype``; torch_dist has one name for both."""
+    for path in older.rglob(MODEL):
+        with edited(path) as tree:
+            del tree["args"].mamba_training_ssm_states_dtype
+    convert(older, tmp_path / "dist", replace(options(), to="megatron-dist"))
+    convert(tmp_path / "dist", tmp_path / "back", options())
+    back = read(tmp_path / "back")
+    assert differences(read(older), back) == []
+    assert [list(r.model["model"]) for r in back.ranks] == [list(r.model["model"]) for r in read(older).ranks]
+
+
+def test_a_block_that_is_missing_or_of_another_size_is_said(tmp_path: Path) -> None:
+    convert(GOLDENS / MAMBA, tmp_path / "dist", replace(options(), to="megatron-dist"))
+    common = tmp_path / "dist/iter_0000006/common.pt"
+    with edited(common) as tree:
+        tree["args"].mamba_state_dim = 8
+    with pytest.raises(CheckpointError, match=r"are not z 64 .*; found .*in_proj.weight.z 64, .*weight.dt 8"):
+        open_checkpoint(local_path(tmp_path / "dist"), ReadOptions())

@@ -103,11 +103,20 @@ def test_halves_with_keys_of_their_own_are_one_parameter() -> None:
     spelling = Spelling(True, Experts.SEQUENTIAL, False, singleton=True)
     gate, up = (dict(names_in(f"decoder.layers.0.mlp.linear_fc1.weight_{half}", (96, 64), spelling)) for half in "wv")
     assert list(gate) == list(up) == ["decoder.layers.0.mlp.linear_fc1.weight"]
-    assert (next(iter(gate.values())).half, next(iter(up.values())).half) == (0, 1)
+    assert (next(iter(gate.values())).part, next(iter(up.values())).part) == (0, 1)
     key = "decoder.layers.0.mlp.experts.experts.3.linear_fc2.weight"
     assert [name for name, _ in names_in(key, (64, 48), spelling)] == [
         "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"
     ]
+
+
+@pytest.mark.parametrize("kind", ["attn_mlp", "mamba", "gdn"])
+def test_registration_order_of_hybrid_models_is_theirs(kind: str, seed: int) -> None:
+    golden = GOLDENS.parent / "megatron_0_19" / f"hybrid_{kind}_tp2_bf16_do"
+    order = open_checkpoint(golden, ReadOptions()).family.order  # type: ignore[attr-defined]
+    shuffled = list(order)
+    random.Random(seed).shuffle(shuffled)
+    assert registration_order(shuffled) == order
 
 
 @pytest.mark.parametrize("name", NAMES)
