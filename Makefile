@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 # As many files of tests at a time as there are cores, four at most; what the tests of a file share is made once.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup_venv.sh
+ADD_MEGATRON := VENV='$(VENV)' scripts/add_megatron.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-demo demo test test-unit test-all check fmt fuzz bench clean
@@ -17,12 +18,14 @@ help:  ## Show this list
 
 setup:  ## Make .venv with everything for development
 	@$(SETUP) megatron,hf,dev
+	@$(ADD_MEGATRON) 0.16.1
 
 setup-demo:
 	@$(SETUP) megatron
 
-demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on the CPU, with proof
-	$(BIN)/mcore-rlhf demo $(ARGS)
+demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on the CPU, with proof; MEGATRON=0.16.1 for another release
+	$(if $(MEGATRON),@$(ADD_MEGATRON) $(MEGATRON))
+	$(if $(MEGATRON),PYTHONPATH='$(VENV)/megatron-$(MEGATRON)') $(BIN)/mcore-rlhf demo $(ARGS)
 
 test: setup  ## All tests that need neither a GPU nor a long time
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)

@@ -70,9 +70,15 @@ install() {
     touch "$unfinished"
     say "installing the pinned packages (the first time takes minutes: torch is large)"
     if [[ -n ${TORCH_INDEX:-} ]]; then "${pip[@]}" --no-deps --index-url "$TORCH_INDEX" torch || return; fi
+    install_megatron "${pip[@]}" || return
     "${pip[@]}" --editable ".[$extras]" || return
     if [[ ,$extras, == *,dev,* ]]; then install_deepspeed "${pip[@]}"; fi
     rm "$unfinished"
+}
+
+# Ahead of the rest, which then finds it there: these packages ask for Python 3.12, but run on 3.11 as well.
+install_megatron() {
+    "$@" --no-deps --ignore-requires-python megatron-core 'emerging_optimizers; python_version >= "3.11"' absl-py
 }
 
 # Only tests need it. It is built from source, against the torch that is there now: without isolation, and without kernels.

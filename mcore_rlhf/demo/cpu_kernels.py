@@ -9,12 +9,14 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import typing_extensions
 
-_BATCH_INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+from mcore_rlhf.demo import versions
 
 
 def stand_in_for_compiling() -> None:
@@ -27,14 +29,27 @@ def stand_in_for_compiling() -> None:
 
 
 def stand_in_for_triton() -> None:
-    """Answer "no" for the batch-invariant kernels: their module imports Triton at once."""
+    """Answer "no" in the place of modules that import Triton at once: it is a gigabyte, and nobody here wants their kernels."""
     if importlib.util.find_spec("triton") is not None:
         return
-    module = types.ModuleType(_BATCH_INVARIANT)
-    module.__spec__ = importlib.machinery.ModuleSpec(_BATCH_INVARIANT, None)
-    for name in ("enable_batch_invariant_mode", "disable_batch_invariant_mode", "is_batch_invariant_mode_enabled"):
-        setattr(module, name, lambda *_, **__: False)
-    sys.modules[_BATCH_INVARIANT] = module
+    for name in versions.NEED_TRITON:
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__getattr__ = _no  # type: ignore[method-assign]
+        sys.modules[name] = module
+
+
+def _no(name: str) -> Any:
+    """What a module without kernels has under a public name: a function whose answer is no, or a flag that says no."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return False if name.isupper() else lambda *_, **__: False
+
+
+def stand_in_for_override() -> None:
+    """Offer ``typing.override`` on Python 3.11, too: emerging_optimizers imports it, and runs there otherwise."""
+    if not hasattr(typing, "override"):
+        setattr(typing, "override", typing_extensions.override)  # noqa: B010 - mypy knows that 3.10 has none
 
 
 def stand_in_for_router_gemm() -> None:
@@ -70,7 +85,9 @@ def grouped_matmul(
 
 
 def stand_in_for_grouped_gemm() -> None:
-    """Offer ``grouped_gemm``'s one operation, so that Megatron's GroupedMLP (packed experts) can be run."""
+    """Offer ``grouped_gemm``'s one operation, so that the GroupedMLP (packed experts) of Megatron 0.16 can be run."""
+    if not versions.HAS_GROUPED_MLP:
+        return
     from megatron.core.transformer.moe import grouped_gemm_util
 
     if grouped_gemm_util.grouped_gemm_is_available():
@@ -106,6 +123,7 @@ def install() -> None:
     """Everything that has to be in place before megatron is imported."""
     stand_in_for_compiling()
     stand_in_for_triton()
+    stand_in_for_override()
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -122,6 +140,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: Added to the root of the second moment.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 term in the gradient.
         weight_decay: Weight decay.
+        capturable: Whether a CUDA graph may capture the step; asked for by Megatron since 0.17, and of no meaning here.
     """
 
     def __init__(
@@ -133,6 +152,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        capturable: bool = False,
     ) -> None:
         self.adam_w_mode = adam_w_mode
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)

@@ -1,4 +1,4 @@
-"""Real megatron-core 0.16 on a machine without a GPU: import it through here.
+"""Real megatron-core on a machine without a GPU: import it through here.
 
 Megatron takes CUDA, NCCL and apex for granted. :func:`import_megatron` puts stand-ins in their places, imports
 megatron-core and finishes the few that need it imported. No file of Megatron is changed, and what it computes,
@@ -356,6 +356,18 @@ def install(force: bool = False) -> bool:
     return _done["install"]
 
 
+@contextlib.contextmanager
+def _pickled_tensors_for_torch() -> Iterator[None]:
+    """Let a pickled tensor go on naming torch's function: since 0.18 Megatron binds its own in that place, and whoever reads what
+    a worker answers would have to import Megatron.
+    """
+    load = torch.storage._load_from_bytes
+    try:
+        yield
+    finally:
+        setattr(torch.storage, "_load_from_bytes", load)  # noqa: B010 - mypy guards functions against being replaced
+
+
 def import_megatron(force: bool = False) -> None:
     """Import megatron-core, with stand-ins where there is no GPU; a second call does nothing.
 
@@ -366,7 +378,7 @@ def import_megatron(force: bool = False) -> None:
         ModuleNotFoundError: If megatron-core is not installed.
     """
     stand_in = install(force)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _pickled_tensors_for_torch():
         warnings.filterwarnings("ignore", module=r"megatron\.")  # it complains of every optional package
         for name in _MODULES:
             importlib.import_module(name)

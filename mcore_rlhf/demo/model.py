@@ -25,6 +25,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn.functional import gelu, silu
 
+from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel, TinyGPT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -131,9 +132,10 @@ def virtual_stages(parallel: Parallel) -> int | None:
 def transformer_config(model: TinyGPT, parallel: Parallel) -> TransformerConfig:
     """Megatron's configuration for a model on a layout."""
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    return kind(
+    fields = {
         **_model_fields(model), **_parallel_fields(model, parallel), **_expert_fields(model), **_latent_fields(model)
-    )
+    }  # fmt: skip
+    return kind(**versions.known_fields(kind, fields))
 
 
 def _model_fields(model: TinyGPT) -> dict[str, Any]:

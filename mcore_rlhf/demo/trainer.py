@@ -27,9 +27,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank
 
-from mcore_rlhf.demo import data
+from mcore_rlhf.demo import data, versions
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.model import DTYPES, build_chunk, transformer_config, virtual_stages
 
@@ -119,7 +118,7 @@ class Trainer:
         dp_rank, size = parallel_state.get_data_parallel_rank(), self.training.micro_batch_size
         for number in range(self.num_microbatches):
             first = (number * self.parallel.dp + dp_rank) * size
-            yield get_batch_on_this_cp_rank(self._micro_batch(range(first, first + size)))
+            yield versions.on_this_cp_rank(self._micro_batch(range(first, first + size)))
 
     def _micro_batch(self, indices: range) -> Batch:
         """Samples of the next global batch."""

@@ -1,0 +1,56 @@
+"""What differs between the releases of megatron-core that the demonstration runs on: 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+
+def _installed() -> tuple[int, int]:
+    """The first two numbers of the installed release; of the newest that is known where none is installed."""
+    try:
+        major, minor = version("megatron-core").split(".")[:2]
+        return int(major), int(minor)
+    except PackageNotFoundError:
+        return (0, 19)
+
+
+MEGATRON = _installed()
+
+HAS_GROUPED_MLP = MEGATRON < (0, 17)
+"""Whether experts can be packed in two tensors without Transformer Engine (core/transformer/moe/experts.py, GroupedMLP)."""
+
+NEED_TRITON = (
+    "emerging_optimizers.triton_kernels",
+    *{
+        (0, 16): ["megatron.core.transformer.custom_layers.batch_invariant_kernels"],
+        (0, 18): ["megatron.core.transformer.moe.paged_stash"],
+        (0, 19): ["megatron.core.transformer.moe.ops.paged_stash"],
+    }.get(MEGATRON, []),
+)
+"""Modules that cannot be imported without Triton, though they are."""
+
+_WITHDRAWN = ("cuda_graph_scope", "moe_use_legacy_grouped_gemm")
+"""Fields of TransformerConfig that 0.16.1 needs to be set, and that later releases do not have."""
+
+
+def known_fields(config_class: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration without those that this release has withdrawn.
+
+    Args:
+        config_class: Megatron's class of configurations.
+        fields: Its fields by name, as 0.16.1 takes them.
+
+    Returns:
+        The fields that it takes; one that is unknown and was never withdrawn stays, and is refused by the class.
+    """
+    known = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in fields.items() if name in known or name not in _WITHDRAWN}
+
+
+def on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch's part that this context-parallel rank works on; since 0.18 it is asked whether that part varies by sample."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    return get_batch_on_this_cp_rank(batch, *([False] if MEGATRON >= (0, 18) else []))
