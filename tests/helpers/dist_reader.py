@@ -1,4 +1,4 @@
-"""A second reader of ``torch_dist`` checkpoints: torch's own DCP, and ``torch.load`` for ``common.pt``."""
+"""A second reader of ``torch_dist`` checkpoints: torch's own DCP, and ``torch.load`` for ``common.pt``; and a check against it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.families.source import Source
+from tests.helpers.catalog_values import tensor_of
 from tests.helpers.plain_load import plain_load
+from tests.reference.merge import bits_equal
 
 
 @dataclass
@@ -41,7 +45,10 @@ def read_whole(root: Path) -> DistReading:
         dcp.load(state, storage_reader=reader, no_dist=True)
     tensors = {key: state[key] for key in keys}
     objects = {key: value for key, value in state.items() if key not in keys}
-    return DistReading(tensors, objects, plain_load(folder / "common.pt"))
+    common = folder / "common.pt"
+    return DistReading(
+        tensors, objects, plain_load(common) if common.exists() else objects["common_state/shard_0_1"][0]
+    )
 
 
 def read_tensors(root: Path) -> dict[str, torch.Tensor]:
@@ -57,3 +64,39 @@ def read_tensors(root: Path) -> dict[str, torch.Tensor]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def stored_as(name: str) -> tuple[str, int | None]:
+    """A parameter's key in ``torch_dist``, and the layer that it is there."""
+    parts = name.split(".")
+    if parts[1] != "layers":
+        return name, None
+    rest = ".".join(parts[3:])
+    return f"decoder.layers.{NORMS.get(rest, rest)}", int(parts[2])
+
+
+def states_of(root: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every tensor of a ``torch_dist`` folder by (key, state), as torch reads it."""
+    found = {}
+    for key, tensor in read_tensors(root).items():
+        _, is_state, rest = key.rpartition("optimizer.state.")
+        state, _, param = rest.partition(".") if is_state else ("param", "", rest)
+        found[param, MASTER if is_state and state in ("fp32_param", "param") else state] = tensor
+    return found
+
+
+def check_every_state(source: Source, theirs: dict[tuple[str, str], torch.Tensor]) -> None:
+    """Assert that a catalogue has these tensors, in these states, and no other."""
+    names = list(source.catalog)
+    for name in names:
+        key, layer = stored_as(name.param)
+        their = theirs[key, name.state]
+        their = their if layer is None else their[layer]
+        assert bits_equal(tensor_of(source, name.param, name.state), their), name
+    assert {(stored_as(name.param)[0], name.state) for name in names} == set(theirs)

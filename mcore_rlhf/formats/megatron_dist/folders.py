@@ -1,7 +1,11 @@
 """Which folders are ``torch_dist`` checkpoints, and what they hold, by the key that Megatron gave it.
 
-Source: megatron-core 0.16.1, ``dist_checkpointing/core.py`` (``CheckpointingConfig``, ``maybe_load_config``) and
-``dist_checkpointing/strategies/common.py`` (``COMMON_STATE_FNAME``).
+What all ranks share lies in ``common.pt``; since 0.19 it is an object among the others, and ``metadata.json`` names no backend for it.
+
+Sources: megatron-core 0.16.1, ``dist_checkpointing/core.py`` (``CheckpointingConfig``, ``maybe_load_config``) and
+``dist_checkpointing/strategies/common.py`` (``COMMON_STATE_FNAME``); megatron-core 0.19.2, ``dist_checkpointing/serialization.py``
+(``load_common_state_dict``: the file where there is one), ``optimizer/layer_wise_optimizer.py`` (``sharded_state_dict``: its members'
+states are ``chained_0.optimizer.state.…``).
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFolder, DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.pt import read_pt
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"
+SHARED = "common_state"
+"""The object that takes the place of ``common.pt`` since 0.19."""
 BACKEND = "torch_dist"
 CONFIG_TEXT = json.dumps(
     {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -43,6 +49,8 @@ def is_dist_folder(path: ReadablePath) -> bool:
     """Whether a folder directly holds such a checkpoint, or what is left of one."""
     if "sharded_backend" in _config(path):
         return True
+    if path.name.startswith(("iter_", "release")) and (path / METADATA_FILE).is_file():
+        return (path / COMMON).is_file() or f"{SHARED}/shard_".encode() in reading.read_bytes(path / METADATA_FILE)
     return (path / COMMON).is_file() and ((path / METADATA_FILE).is_file() or any(path.glob("__*_*.distcp")))
 
 
@@ -74,11 +82,6 @@ def locate_dist(path: ReadablePath, step: int | None) -> Located:
     if not (folder / METADATA_FILE).is_file():
         raise Incomplete(
             f"{folder / METADATA_FILE}: missing (a plain ls or cp * passes over it)\nCopy the folder again, or use an older step."
-        )
-    if not (folder / COMMON).is_file():
-        raise Unsupported(
-            f"{folder / COMMON}: is not there, and the run's arguments with it: it is not known how to read such a folder\n"
-            "If a copy left it out, copy it as well."
         )
     return located
 
@@ -155,8 +158,10 @@ class DistFolder:
 
     Args:
         located: Where it is.
-        common: ``common.pt``.
+        common_file: What holds that which all ranks share, for messages.
+        top: That: its content.
         dcp: The sharded rest.
+        zips: Files beside those of ``dcp``.
         tensors: By state (``param`` for the weight, ``master``, ``exp_avg``, …) and key.
         flat: Buckets of the distributed optimizer, where it is stored in those.
         objects: What is not a tensor.
@@ -164,8 +169,10 @@ class DistFolder:
     """
 
     located: Located
-    common: PtFile
+    common_file: str
+    top: Mapping[str, Any]
     dcp: DcpFolder
+    zips: tuple[StoredFile, ...] = ()
     tensors: dict[str, dict[str, DcpTensor]] = field(default_factory=dict)
     flat: dict[FlatKey, DcpTensor] = field(default_factory=dict)
     objects: dict[ShardKey, DcpObject] = field(default_factory=dict)
@@ -185,17 +192,23 @@ class DistFolder:
         Raises:
             CheckpointError: It is incomplete, damaged, or asks for code.
         """
-        name = located.folder.relative_to(located.root).as_posix()
-        common = read_pt(located.root, f"{name}/{COMMON}", stubs=stubs)
-        if not isinstance(common.tree, dict):
-            raise Unsupported(f"{common.file}: expected a dictionary, found {type(common.tree).__name__}")
-        return cls(located, common, DcpFolder.open(located.folder, located.root, stubs))
-
-    @property
-    def top(self) -> Mapping[str, Any]:
-        """The content of ``common.pt``."""
-        tree: Mapping[str, Any] = self.common.tree
-        return tree
+        folder, name = located.folder, located.folder.relative_to(located.root).as_posix()
+        dcp, zips = DcpFolder.open(folder, located.root, stubs), list[StoredFile]()
+        if (folder / COMMON).is_file():
+            pt = read_pt(located.root, f"{name}/{COMMON}", stubs=stubs)
+            file, top = pt.file, pt.materialize(pt.tree)
+            zips.append(StoredFile.of_zip(file, pt.directory))
+        else:
+            shared = next((item for fqn, item in dcp.objects.items() if fqn.startswith(f"{SHARED}/")), None)
+            if shared is None:
+                raise Unsupported(
+                    f"{folder}: has neither {COMMON} nor {SHARED}, and so not the run's arguments: it is not known how to read such a "
+                    "folder\nIf a copy left it out, copy it as well."
+                )
+            file, top = f"{dcp.path(shared.place.file)}: {SHARED}", unwrapped(shared)
+        if not isinstance(top, dict):
+            raise Unsupported(f"{file}: expected a dictionary, found {type(top).__name__}")
+        return cls(located, file, top, dcp, tuple(zips))
 
     @property
     def model(self) -> Mapping[str, DcpTensor]:
@@ -205,7 +218,7 @@ class DistFolder:
     def files(self) -> tuple[StoredFile, ...]:
         """All files with their checksums."""
         sharded = (StoredFile(file.path, file.nbytes, file.records) for file in self.dcp.files())
-        return (StoredFile.of_zip(self.common.file, self.common.directory), *sharded)
+        return (*self.zips, *sharded)
 
     def value(self, item: DcpObject) -> object:
         """An object's value. Most are small and equal, and are taken apart once.
@@ -233,6 +246,8 @@ class DistFolder:
 
     def _add_object(self, fqn: str, item: DcpObject) -> None:
         match = _SHARD.fullmatch(fqn)
+        if match is not None and match.group(1) == SHARED:
+            return
         if match is None:
             self.objects[ShardKey(fqn, (), ())] = item
             return

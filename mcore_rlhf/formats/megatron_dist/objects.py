@@ -1,11 +1,12 @@
 """What a checkpoint has for each rank, read and written: random states, and values that are no parameters (``_extra_state``).
 
-Random states are one object per (pipeline stage, tensor-parallel rank), and with experts dealt over ranks one per
+Random states are one object per (pipeline stage, tensor-parallel rank); up to 0.16, with experts dealt over ranks, one per
 (stage, tensor-parallel rank, data-parallel rank). Opaque values are one object per layer (and expert): the copies of all
-tensor-parallel ranks count as one.
+tensor-parallel ranks count as one; since 0.20 they may be left out (``--ckpt-drop-redundant-extra-state``).
 
 Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get_rng_state``); megatron-core 0.16.1,
-``transformer/utils.py`` (``make_sharded_object_for_checkpoint``).
+``transformer/utils.py`` (``make_sharded_object_for_checkpoint``); megatron-core 0.19.2, ``rerun_state_machine.py`` (``state_dict``,
+``validate_state_dict``: a machine that was not running is not restored), ``training/checkpointing.py`` (``get_rng_state``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Said
 from mcore_rlhf.core.box import Shape
 from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.folders import FileRank, folder_name
@@ -29,6 +30,9 @@ from .names import EXPERT_STATES, Experts, Home, Spelling, extents, home_of, nam
 
 RNG = "rng_state"
 EXTRA = "_extra_state"
+RERUN, RERUN_RANKS = "rerun_state_machine", "rerun_state_machine_state"
+"""What the machine that repeats doubtful steps has for all ranks, and for each."""
+_NOT_RUNNING = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +149,15 @@ class DistState(MegatronState):
 
     Args:
         rng: The random states of every rank.
-        others: Objects that nobody knows.
+        others: Objects that belong to ranks, or that nobody knows.
         sharding: How the distributed optimizer's states are stored.
+        idle: Objects among the others that say nothing, since what they belong to was not running.
     """
 
     rng: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
     others: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
     sharding: str | None = None
+    idle: frozenset[str] = frozenset()
 
     def inventory(self) -> Inventory:
         """What its ranks have, item by item, beside what all of them share."""
@@ -160,6 +166,16 @@ class DistState(MegatronState):
             **({OF_RANKS[RNG]: tuple(self.rng.values())} if self.rng else {}),
             **{Item(Kind.VALUE, key.key): item for key, item in self.others.items()},
         }
+
+    def homeless(self) -> Mapping[Item, Said]:
+        """Objects of ranks."""
+        return {Item(Kind.VALUE, key): said for key, said in self.left_objects().items()}
+
+    def left_objects(self) -> dict[str, Said]:
+        """What becomes of the other objects where a target has no place for them."""
+        lost = Said(Fate.LOST, f"objects that belong to ranks of the source: {_some(self.others, self.idle)}")
+        left = Said(Fate.LEFT, Reason.OF_LAYOUT.value, Reason.OF_LAYOUT)
+        return {key.key: left if key.key in self.idle else lost for key in self.others}
 
 
 _NOT_STORED = ("output_layer._extra_state", "core_attention._extra_state")
@@ -222,11 +238,11 @@ class Objects:
         if packed:
             text = f"{len(packed)} opaque values of all experts of a rank, such as {packed[0]}, are set to None: each expert has one here"
             self.run.report.add(Fate.CHANGED, text, OPAQUE)
-        others = self.own.others
-        if others and not self.run.same_world:
-            some = ", ".join(key.key for key in list(others)[:3])
-            lost = [Item(Kind.VALUE, key.key) for key in others]
-            self.run.report.add(Fate.LOST, f"objects that belong to ranks of the source: {some}", *lost)
+        for key, said in self.own.left_objects().items() if not self.run.same_world else ():
+            if said.reason is None:
+                self.run.report.add(said.fate, said.text, Item(Kind.VALUE, key))
+            else:
+                self.run.report.leave(said.reason, Item(Kind.VALUE, key))
 
     def _in_one_module(self, name: str) -> bool:
         """Whether a value belongs to a module that holds all experts of a rank."""
@@ -273,14 +289,17 @@ class Objects:
         """Random states of every rank, kept as they are where the layout is the source's own."""
         parallel = self.run.choices.parallel
         for rank, at in rng_ranks(parallel):
-            key = ShardKey(RNG, *rng_index(parallel, rank))
+            index, shape = rng_index(parallel, rank)
+            keys = [ShardKey(RNG, index, shape)]
+            if not any(index[2:]):  # and of the first expert-parallel rank for all, as 0.17 and later look for it
+                keys += [ShardKey(RNG, index[:2], shape[:2])] if len(index) > 2 else []
             kept = rng_of(self.own.rng, parallel, rank)
-            if kept is not None and self.run.choices.rng == "keep":
-                yield ObjectItem(_fqn(key), kept.data())
-                continue
-            states = self.run.rng_states(at)
-            if states is not None:
-                yield ObjectItem(_fqn(key), saved([list(states)]))
+            states = None if kept is not None and self.run.choices.rng == "keep" else self.run.rng_states(at)
+            for key in keys:
+                if states is not None:
+                    yield ObjectItem(_fqn(key), saved([list(states)]))
+                elif kept is not None and self.run.choices.rng == "keep":
+                    yield ObjectItem(_fqn(key), kept.data())
 
     def _data(self, value: object) -> bytes:
         """A value as Megatron-core saves it: in a list. Nearly all are None."""
@@ -289,6 +308,21 @@ class Objects:
         if None not in self._saved:
             self._saved[None] = saved([None])
         return self._saved[None]
+
+
+def idle_objects(top: Mapping[str, object]) -> frozenset[str]:
+    """Objects of ranks that say nothing; see :class:`DistState`.
+
+    Args:
+        top: What all ranks share.
+    """
+    machine = top.get(RERUN)
+    state = machine.get("state") if isinstance(machine, dict) else None
+    return frozenset({RERUN_RANKS} if getattr(state, "stub_args", None) == (_NOT_RUNNING,) else ())
+
+
+def _some(others: Mapping[ShardKey, DcpObject], idle: frozenset[str]) -> str:
+    return ", ".join([key for key in dict.fromkeys(other.key for other in others) if key not in idle][:3])
 
 
 def _is_empty(value: object) -> bool:

@@ -15,18 +15,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from mcore_rlhf.core.box import Box, dot, flat_boxes, row_major
+from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
 from mcore_rlhf.core.catalog import Chunk
 from mcore_rlhf.core.dtype import FLOAT32
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.groups import inner_state, merged_groups
+from mcore_rlhf.families.megatron.groups import inner_state, is_matrix, merged_groups
 from mcore_rlhf.families.megatron.layout import Blueprint, ChainedOptimizer, LocalBuffer, LocalItem, RankLayout
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout
+from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import DcpTensor
 
 from .folders import DistFolder, FlatKey
@@ -46,11 +47,13 @@ class OptimizerValues:
     """What a checkpoint keeps of an optimizer besides where its tensors lie.
 
     Args:
-        kind: ``distributed``, ``plain``, or None.
+        kind: ``distributed``, ``plain``, ``layer_wise``, or None.
         sharding: How the distributed optimizer's states are stored.
         groups: Its param groups.
         scaler: The loss scaler's state.
         states: Names of its tensor states.
+        flat: Those of them that lie in flat buffers.
+        odd: Names of tensors that are a state, but not shaped like their parameter, by state.
         scalars: Values that a plain optimizer keeps per parameter, equal for all.
     """
 
@@ -59,23 +62,31 @@ class OptimizerValues:
     groups: tuple[ParamGroup, ...] = ()
     scaler: object | None = None
     states: tuple[str, ...] = ()
+    flat: tuple[str, ...] = ()
+    odd: dict[str, list[str]] = field(default_factory=dict)
     scalars: dict[str, object] = field(default_factory=dict)
 
 
-def read_optimizer(folder: DistFolder) -> OptimizerValues:
+def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
     """What a checkpoint has of an optimizer.
+
+    Args:
+        folder: The checkpoint.
+        args: The run's arguments.
 
     Raises:
         Unsupported: It is stored in a way of which only Megatron itself can make something.
         CheckpointError: Parts of it are missing.
     """
-    found = states_in(list(folder.flat)) | (folder.tensors.keys() - {PARAM})
+    odd = _odd_states(folder)
+    flat, found = states_in(list(folder.flat)), folder.tensors.keys() - {PARAM, *odd}
+    found |= flat
     members = list(_members(folder))
     sharding = _sharding(folder, members)
     if not found:
         if any(inner_state(member).get("param_groups") for member in members):
             raise Unsupported(
-                f"{folder.common.file} has param groups, but no tensor of the folder is a state of the optimizer\n"
+                f"{folder.common_file} has param groups, but no tensor of the folder is a state of the optimizer\n"
                 "Convert the weights alone with --no-optimizer."
             )
         return OptimizerValues()
@@ -84,14 +95,31 @@ def read_optimizer(folder: DistFolder) -> OptimizerValues:
     groups = merged_groups([_groups(folder, member) for member in listed])
     if not groups:
         raise Unsupported(
-            f"{folder.common.file}: the optimizer's states are there, its param groups are not\n"
+            f"{folder.common_file}: the optimizer's states are there, its param groups are not\n"
             "Convert the weights alone with --no-optimizer."
         )
+    kind = LAYER_WISE if args.layer_wise else PLAIN if sharding is None else DISTRIBUTED
+    states = (*usual, *sorted(found - set(usual)))
     return OptimizerValues(
-        PLAIN if sharding is None else DISTRIBUTED, sharding, groups,
-        next((member["grad_scaler"] for member in listed if "grad_scaler" in member), None),
-        (*usual, *sorted(found - set(usual))), _scalars(folder, members),
+        kind, sharding, groups, next((member["grad_scaler"] for member in listed if "grad_scaler" in member), None),
+        states, tuple(state for state in states if state in flat), odd, _scalars(folder, members),
     )  # fmt: skip
+
+
+def _odd_states(folder: DistFolder) -> dict[str, list[str]]:
+    """States of an optimizer for matrices that do not move with the elements of a weight: factors, rows of it, numbers."""
+    found: dict[str, list[str]] = {}
+    for state in folder.tensors.keys() - {PARAM, MASTER, EXP_AVG, EXP_AVG_SQ}:
+        for key, tensor in folder.tensors[state].items():
+            param = folder.model.get(key)
+            if param is None or not _alike(tensor.global_shape, param.global_shape):
+                found.setdefault(state, []).append(tensor.fqn)
+    return found
+
+
+def _alike(state: Shape, param: Shape) -> bool:
+    """Whether a state moves with the elements of a parameter: of its shape, or in flattened ranges (see ``reader._cells``)."""
+    return state == param or len(state) == len(param) + 1
 
 
 def _members(folder: DistFolder) -> Iterable[Mapping[str, object]]:
@@ -100,14 +128,14 @@ def _members(folder: DistFolder) -> Iterable[Mapping[str, object]]:
     if stored is None:
         return
     if not isinstance(stored, dict):
-        raise Unsupported(f"{folder.common.file}: 'optimizer' should be a dictionary, found {type(stored).__name__}")
+        raise Unsupported(f"{folder.common_file}: 'optimizer' should be a dictionary, found {type(stored).__name__}")
     numbered = all(isinstance(key, int) for key in stored)
     for member in [stored[key] for key in sorted(stored)] if numbered else [stored]:
         if not isinstance(member, dict):
             raise Unsupported(
-                f"{folder.common.file}: 'optimizer' should hold dictionaries, found {type(member).__name__}"
+                f"{folder.common_file}: 'optimizer' should hold dictionaries, found {type(member).__name__}"
             )
-        yield folder.common.materialize(member)
+        yield member
 
 
 def _tree(folder: DistFolder, objects: Mapping[str, object]) -> Mapping[str, object]:
@@ -119,7 +147,7 @@ def _tree(folder: DistFolder, objects: Mapping[str, object]) -> Mapping[str, obj
 def _groups(folder: DistFolder, member: Mapping[str, object]) -> list[ParamGroup]:
     stored = inner_state(member).get("param_groups", [])
     if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
-        raise Unsupported(f"{folder.common.file}: the optimizer's param_groups should be a list of dictionaries")
+        raise Unsupported(f"{folder.common_file}: the optimizer's param_groups should be a list of dictionaries")
     return [
         ParamGroup({k: v for k, v in group.items() if k != "params"}, bool(group.get("is_expert_parallel")))
         for group in stored
@@ -138,13 +166,13 @@ def _sharding(folder: DistFolder, members: list[Mapping[str, object]]) -> str | 
         kinds.add(content[CONTENT_SHARDING])
     if len(kinds) > 1:
         raise LayoutMismatch(
-            f"{folder.common.file}: says two kinds of sharding of one optimizer: {', '.join(map(str, kinds))}"
+            f"{folder.common_file}: says two kinds of sharding of one optimizer: {', '.join(map(str, kinds))}"
         )
     kind = next(iter(kinds), None)
     if kind in (None, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE):
         return None if kind is None else str(kind)
     raise Unsupported(
-        f"{folder.common.file}: the optimizer is stored as {kind!r}; known: {FULLY_RESHARDABLE}, {DP_RESHARDABLE}, {MODEL_SPACE}\n"
+        f"{folder.common_file}: the optimizer is stored as {kind!r}; known: {FULLY_RESHARDABLE}, {DP_RESHARDABLE}, {MODEL_SPACE}\n"
         "Save it once with --dist-ckpt-optim-fully-reshardable, or convert the weights alone with --no-optimizer."
     )
 
@@ -158,36 +186,46 @@ def _scalars(folder: DistFolder, members: list[Mapping[str, object]]) -> dict[st
     return {}
 
 
-def trained_names(folder: DistFolder, values: OptimizerValues, keys: Mapping[str, frozenset[str]]) -> set[str]:
-    """The parameters that have all states.
+def trained_states(
+    folder: DistFolder,
+    values: OptimizerValues,
+    specs: Sequence[ParamSpec],
+    keys: Mapping[str, frozenset[str]],
+    matrices: bool,
+) -> dict[str, tuple[str, ...]]:
+    """The states of every parameter that has some, in tensors like its own.
 
     Args:
         folder: The checkpoint.
         values: What was read of the optimizer.
+        specs: The model's parameters.
         keys: For each parameter, the keys of the tensors that hold it.
+        matrices: Whether matrices are trained by an optimizer of their own.
 
     Raises:
-        Unsupported: Some have a part of the states.
+        Unsupported: Some have a part of the states that others of their kind have.
         LayoutMismatch: A state is not shaped like its parameter.
     """
     problems = Problems()
     tensors = {state: folder.tensors.get(state, {}) for state in values.states}
     for key, param in folder.model.items():
-        there = [state for state in values.states if key in tensors[state]]
-        for state in there:
-            shape = tensors[state][key].global_shape
-            if shape != param.global_shape and len(shape) != len(param.global_shape) + 1:
+        for state in values.states:
+            shape = tensors[state][key].global_shape if key in tensors[state] else param.global_shape
+            if not _alike(shape, param.global_shape):
                 problems.add(LayoutMismatch, f"{key}: has shape {param.global_shape}, but its {state} has {shape}")
-        if there and len(there) < len(values.states):
-            lacking = [s for s in values.states if s not in there and (s, param.dtype) != (MASTER, FLOAT32)]
-            if lacking:  # a plain optimizer has no copy of what is fp32 itself
-                text = f"{key}: has {', '.join(there)}, but no {', '.join(lacking)}"
-                problems.add(
-                    Unsupported, text, "It may be another optimizer's. --no-optimizer converts the weights alone."
-                )
+    found = {s.name: tuple(state for state in values.states if keys[s.name] <= tensors[state].keys()) for s in specs}
+    usual: dict[bool, dict[str, None]] = {}
+    kinds = {s.name: matrices and is_matrix(s.name, len(s.global_shape)) for s in specs}
+    for name, states in found.items():
+        usual.setdefault(kinds[name], {}).update(dict.fromkeys(states))
+    for spec in specs:
+        there = found[spec.name]
+        lacking = [state for state in usual[kinds[spec.name]] if state not in there]
+        if there and [state for state in lacking if (state, spec.dtype) != (MASTER, FLOAT32)]:
+            text = f"{spec.name}: has {', '.join(there)}, but no {', '.join(lacking)}"
+            problems.add(Unsupported, text, "It may be another optimizer's. --no-optimizer converts the weights alone.")
     problems.raise_if_any()
-    stored = frozenset(tensors[values.states[-1]]) if values.states else frozenset()
-    return {name for name, held in keys.items() if held <= stored}
+    return {name: states for name, states in found.items() if states}
 
 
 _Where = tuple[int, int, int]
@@ -271,11 +309,13 @@ class FlatStates:
             LayoutMismatch: The buckets that are stored are not of those sizes; all problems together.
         """
         self._collect()
-        problems, parallel = Problems(), blueprint.choices.parallel
+        problems, parallel, members = Problems(), blueprint.choices.parallel, {key.member for key in self.folder.flat}
         for at in model_ranks(parallel):
             rank = RankLayout(blueprint, at, "")
             items = {(item.vpp_rank, item.item.name): item for item in rank.items}
             for number, member in enumerate(rank.chained):
+                if number not in members:
+                    continue
                 if _first_of_experts(at, parallel) if member.expert else at.holds_dense_optimizer:
                     group = _group(at, member, parallel)
                     for index, buffer in enumerate(rank.local_buffers[number]):
@@ -283,9 +323,9 @@ class FlatStates:
         problems.raise_if_any()
 
     @property
-    def names(self) -> set[str]:
-        """Parameters that have states."""
-        return set(self._places)
+    def own(self) -> dict[str, tuple[str, ...]]:
+        """The states of the parameters that have some."""
+        return dict.fromkeys(self._places, self.states)
 
     def chunks(self, param: str, state: str) -> Iterator[Chunk]:
         """Where a state of a parameter lies; see :data:`.catalog.FlatChunks`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import cast
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
@@ -32,12 +31,12 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT
 from mcore_rlhf.models.spec import ModelSpec
-from mcore_rlhf.storage.dcp import DcpTensor
+from mcore_rlhf.storage.dcp import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .folders import DistFolder, locate_dist
+from .folders import DistFolder, ShardKey, locate_dist
 from .names import Home, Spelling, spelling_of_keys
-from .objects import EXTRA, RNG, DistState, dist_ranks, opaque_values, other_objects
+from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
 from .optimizer import (
     CONTENT,
     DP_RESHARDABLE,
@@ -45,15 +44,15 @@ from .optimizer import (
     FlatStates,
     OptimizerValues,
     read_optimizer,
-    trained_names,
+    trained_states,
 )
 from .parameters import Parameters, SpecFinder, registration_order
 
 _FAULT = (
-    "Megatron-core (seen with 0.16.1) does that to a fully_reshardable save of a run with overlapping gradient reduction and several "
-    "padded buckets: states of other parameters are stored under these names, and a resumed run goes wrong without a word. "
-    "Go back to a step that was saved as torch or dp_reshardable, or start with a new optimizer; in the run, leave out "
-    "--dist-ckpt-optim-fully-reshardable or --overlap-grad-reduce."
+    "Megatron-core (seen with 0.16.1; every release up to 0.19.2 has it) does that to a fully_reshardable save of a run with overlapping "
+    "gradient reduction and several padded buckets: states of other parameters are stored under these names, and a resumed run goes "
+    "wrong without a word. Go back to a step that was saved as torch or dp_reshardable, or start with a new optimizer; in the run, leave "
+    "out --dist-ckpt-optim-fully-reshardable or --overlap-grad-reduce."
 )
 _PLACED = {"args", "optimizer", "rng_state", CONTENT, *SCHEDULER_KEYS}
 
@@ -75,7 +74,7 @@ def read_dist(path: ReadablePath, options: ReadOptions) -> Source:
     stored = folder.top.get("iteration")
     if located.iteration is not None and stored is not None and stored != located.iteration:
         raise LayoutMismatch(
-            f"{located.folder.name}: the folder is of iteration {located.iteration}, {folder.common.file} is of iteration {stored}\n"
+            f"{located.folder.name}: the folder is of iteration {located.iteration}, {folder.common_file} is of iteration {stored}\n"
             "Files of two checkpoints are mixed, or a folder was renamed."
         )
     return _DistReader(folder, options).source()
@@ -90,7 +89,7 @@ class _DistReader:
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         self.parameters = Parameters(folder.model, self.spelling)
-        self.optimizer = read_optimizer(folder) if options.optimizer else OptimizerValues()
+        self.optimizer = read_optimizer(folder, self.args) if options.optimizer else OptimizerValues()
 
     def source(self) -> Source:
         """The checkpoint."""
@@ -99,7 +98,8 @@ class _DistReader:
         model, unknown = self._model(order)
         role = self.options.role or "actor"
         flat = self._flat(role, model, order)
-        model = self._with_frozen(model, flat)
+        own = self._own_states(model, flat)
+        model = self._with_frozen(model, own)
         tensors = self.folder.tensors if self.options.optimizer else {PARAM: self.folder.model}
         catalog = DistCatalog(
             role=role,
@@ -109,6 +109,7 @@ class _DistReader:
             tensors=tensors,
             axes=self.parameters.axes,
             flat=None if flat is None else flat.chunks,
+            own=own,
         )
         shards = dist_ranks(self.folder, self.parallel, opaque)
         rng = {key: item for key, item in self.folder.objects.items() if key.key == RNG}
@@ -122,8 +123,10 @@ class _DistReader:
             rng=rng,
             others=other_objects(self.folder),
             sharding=self.optimizer.sharding,
+            idle=idle_objects(self.folder.top),
         )
-        return Source(
+        self._note_rng(rng)
+        source = Source(
             format="megatron-dist",
             root=self.folder.located.root,
             role=role,
@@ -139,12 +142,30 @@ class _DistReader:
             distrust=self._distrust(),
             unplaced=self._unplaced(),
         )
+        if self.optimizer.kind != DISTRIBUTED or not self.args.flag("use_precision_aware_optimizer"):
+            return source
+        from mcore_rlhf.families.megatron.remainders import with_masters_joined  # needs numpy
+
+        return with_masters_joined(source)
+
+    def _note_rng(self, stored: Mapping[ShardKey, DcpObject]) -> None:
+        """Since 0.17 the ranks that differ in their experts share one object: what the others had is not there."""
+        if self.parallel.ep > 1 and stored and all(len(key.index) < 3 for key in stored):
+            self.notes.add(
+                Fate.NOTE,
+                f"RNG states: Megatron stored those of one rank for each (stage, tensor-parallel rank) and none of the others' "
+                f"(EP {self.parallel.ep}, DP {self.parallel.dp}); all ranks resume with them",
+            )
 
     def _unplaced(self) -> tuple[str, ...]:
         found = Unplaced()
         if self.optimizer.kind is not None:
-            look_at_optimizer(found, self.folder.common.file, self.folder.top.get("optimizer"))
-        return found.names
+            look_at_optimizer(found, self.folder.common_file, self.folder.top.get("optimizer"))
+        odd = (
+            f"{names[0]} and {len(names) - 1} more states that are not shaped like their weights"
+            for names in self.optimizer.odd.values()
+        )
+        return (*found.names, *odd)
 
     def _distrust(self) -> str:
         """A fault of the framework that wrote the optimizer's states: it needs several buckets, whose ends are padded.
@@ -163,7 +184,7 @@ class _DistReader:
         shapes = {key.shape for key in self.folder.objects if key.key == RNG}
         pp, tp = next(iter(shapes))[:2] if shapes else (1, 1)
         found = ParallelConfig(tp=tp, pp=pp, etp=tp)
-        self.notes.add(Fate.NOTE, f"{self.folder.common.file} stores no args; the random states are those of {found}")
+        self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; the random states are those of {found}")
         return found
 
     def _order(self, opaque: Iterable[str]) -> list[str]:
@@ -184,28 +205,34 @@ class _DistReader:
             tuple(specs), self.parameters.num_layers(), tied, args.mtp_layers, args.num_experts,
             self.options.vocab_size or args.vocab_size, rows,
         )  # fmt: skip
-        check_against_arguments(args, self.folder.common.file, model, None, self.parallel)
+        check_against_arguments(args, self.folder.common_file, model, None, self.parallel)
         return model, unknown
 
     def _flat(self, role: str, model: ModelSpec, order: list[str]) -> FlatStates | None:
         """Where states lie in flat buffers, if they do."""
-        if self.optimizer.sharding != DP_RESHARDABLE or not self.options.optimizer:
+        dealt = self.optimizer.kind == DISTRIBUTED and self.optimizer.sharding == DP_RESHARDABLE
+        if not (dealt or self.optimizer.flat):
             return None
-        flat, parallel, split = FlatStates(self.folder, self.optimizer.states), self.parallel, self.args.pipeline_split
+        flat, parallel, split = FlatStates(self.folder, self.optimizer.flat), self.parallel, self.args.pipeline_split
         chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, split, model.mtp_layers)
         choices = NewLayout(parallel, split, model.padded_vocab_size, None, DISTRIBUTED, "drop")
         flat.add(Blueprint(role, model, self.args, choices, chunks, order, (), {}))
         return flat
 
-    def _with_frozen(self, model: ModelSpec, flat: FlatStates | None) -> ModelSpec:
+    def _own_states(self, model: ModelSpec, flat: FlatStates | None) -> dict[str, tuple[str, ...]]:
+        """The states of every parameter that has some."""
+        if self.optimizer.kind is None:
+            return {}
+        if flat is not None and set(self.optimizer.flat) == set(self.optimizer.states):
+            return flat.own
+        keys = {name: frozenset(home.key for home in homes) for name, homes in self.parameters.homes.items()}
+        found = trained_states(self.folder, self.optimizer, model.params, keys, self.args.has_matrix_optimizer)
+        return found if flat is None else {**found, **flat.own}
+
+    def _with_frozen(self, model: ModelSpec, trained: Mapping[str, tuple[str, ...]]) -> ModelSpec:
         """The model, with those parameters frozen that the optimizer has no states for."""
         if self.optimizer.kind is None:
             return model
-        if flat is not None:
-            trained = flat.names
-        else:
-            keys = {name: frozenset(home.key for home in homes) for name, homes in self.parameters.homes.items()}
-            trained = trained_names(self.folder, self.optimizer, keys)
         frozen = [spec.name for spec in model.params if spec.trainable and spec.name not in trained]
         note_frozen(frozen, self.notes)
         return model.having(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
@@ -220,11 +247,9 @@ class _DistReader:
             release=located.release,
             args=dict(self.args.values),
             groups=self.optimizer.groups,
-            scheduler=cast(dict[str, object], self.folder.common.materialize(scheduler))
-            if scheduler is not None
-            else None,
+            scheduler=None if scheduler is None else dict(scheduler),
             grad_scaler=self.optimizer.scaler,
-            other={key: self.folder.common.materialize(value) for key, value in top.items() if key not in _PLACED},
+            other={key: value for key, value in top.items() if key not in _PLACED},
         )
 
 
@@ -319,10 +344,8 @@ class DistCatalog(MegatronTensors):
         spec = self.model.get(name.param)
         if spec is None or name.role != self.role or name.state not in (PARAM, *self.states):
             return None
-        if self.flat is not None and name.state != PARAM:
-            chunks = tuple(self.flat(name.param, name.state)) if spec.trainable else ()
-        else:
-            chunks = tuple(self._chunks(name))
+        in_buffers = self.flat(name.param, name.state) if self.flat is not None and spec.trainable else ()
+        chunks = tuple(in_buffers if name.state != PARAM else ()) or tuple(self._chunks(name))
         return TensorEntry(name, spec.global_shape, chunks[0].record.dtype, chunks) if chunks else None
 
     def _chunks(self, name: TensorName) -> Iterator[Chunk]:

@@ -44,7 +44,7 @@ def edit_args(root: Path, **values: object) -> None:
 
 MISSING = [
     (".metadata", Incomplete, ".metadata: missing"),
-    ("common.pt", Unsupported, "common.pt: is not there"),
+    ("common.pt", Unsupported, "has neither common.pt nor common_state"),
     ("metadata.json", Incomplete, "the save was not finished"),
     ("__3_1.distcp", Incomplete, "__3_1.distcp: missing"),
 ]

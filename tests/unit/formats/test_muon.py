@@ -6,54 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
-from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import GOLDENS
-from tests.helpers.dist_reader import read_tensors
-from tests.reference.merge import bits_equal
+from tests.helpers.dist_reader import check_every_state, states_of
 
 GENUINE = GOLDENS.parent / "megatron_0_19"
 RUNS = ("muon_tp2_bf16", "muon_pingpong_dp2_bf16")
 MOMENTUM = "momentum_buffer"
-NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-
-
-def stored_as(name: str) -> tuple[str, int | None]:
-    """A parameter's key in ``torch_dist``, and the layer that it is there."""
-    parts = name.split(".")
-    if parts[1] != "layers":
-        return name, None
-    rest = ".".join(parts[3:])
-    return f"decoder.layers.{NORMS.get(rest, rest)}", int(parts[2])
-
-
-def states_of(root: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Every tensor of a ``torch_dist`` folder by (key, state), as torch reads it."""
-    found = {}
-    for key, tensor in read_tensors(root).items():
-        _, is_state, rest = key.rpartition("optimizer.state.")
-        state, _, param = rest.partition(".") if is_state else ("param", "", rest)
-        found[param, MASTER if state == "fp32_param" else state] = tensor
-    return found
-
-
-def check_every_state(source: Source, theirs: dict[tuple[str, str], torch.Tensor]) -> None:
-    names = list(source.catalog)
-    for name in names:
-        key, layer = stored_as(name.param)
-        their = theirs[key, name.state]
-        their = their if layer is None else their[layer]
-        assert bits_equal(tensor_of(source, name.param, name.state), their), name
-    assert {(stored_as(name.param)[0], name.state) for name in names} == set(theirs)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -1,0 +1,110 @@
+"""What megatron-core 0.19.2 wrote as torch_dist: no ``common.pt``, Muon, its layer-wise optimizer, remainders for masters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.convert import ConvertOptions, Job, convert
+from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source, bytes_of
+from mcore_rlhf.formats.registry import detect, open_checkpoint
+from mcore_rlhf.verify.checkpoint import Depth, verify
+from mcore_rlhf.verify.differ import Differ, Difference
+from tests.helpers.conversions import GOLDENS
+from tests.helpers.dist_reader import check_every_state, states_of
+
+GENUINE = GOLDENS.parent / "megatron_0_19"
+RUN = "tp2pp2_bf16_do"
+FULLY = GENUINE / f"dist_{RUN}_fullyreshardable"
+PAIRS = {
+    f"dist_{RUN}_fullyreshardable": RUN,
+    f"dist_{RUN}_dpreshardable": RUN,
+    "dist_muon_tp2_bf16": "muon_tp2_bf16",
+    "dist_muon_pingpong_dp2_bf16": "muon_pingpong_dp2_bf16",
+    "dist_precisionaware_dp2_bf16_do": "precisionaware_dp2_bf16_do",
+}
+ALL = [*PAIRS, "dist_muon_layerwise_dp2_bf16"]
+
+
+def opened(path: Path, **options: Any) -> Source:
+    return open_checkpoint(path, ReadOptions(**options))
+
+
+def differences(a: Source, b: Source) -> list[Difference]:
+    with bytes_of(a) as files_a, bytes_of(b) as files_b:
+        return Differ(a, b, files_a, files_b).compare().differences
+
+
+def converted(source: Path, target: Path, to: str = "megatron-dist", **write: Any) -> Job:
+    return convert(source, target, ConvertOptions(to, write=WriteOptions(**write), fsync=False))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_it_is_the_run_that_the_legacy_format_holds(name: str) -> None:
+    """Written by Megatron itself at the same iteration of the same run: every tensor in every state, and all else that a run needs."""
+    dist, legacy = opened(GENUINE / name), opened(GENUINE / PAIRS[name])
+    assert differences(dist, legacy) == []
+    for field in ("model", "parallel", "states", "optimizer"):
+        assert getattr(dist, field) == getattr(legacy, field), field
+    for field in ("iteration", "release", "groups", "scheduler", "grad_scaler"):
+        assert getattr(dist.state, field) == getattr(legacy.state, field), field
+    assert {name.param for name in dist.catalog} == {spec.name for spec in legacy.model.params}
+    same = {
+        k: v
+        for k, v in legacy.state.args.items()
+        if "ckpt" not in k and k not in ("dump", "save", "load", "rank", "report")
+    }
+    assert {key: dist.state.args[key] for key in same} == same
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if "muon" in name or "fully" in name])
+def test_every_state_is_what_torchs_own_reader_finds(name: str) -> None:
+    check_every_state(opened(GENUINE / name), states_of(GENUINE / name))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_is_intact(name: str) -> None:
+    verdict = verify(GENUINE / name, ReadOptions(), Depth.DEEP)
+    assert verdict.intact, verdict.problems.describe()
+
+
+def test_random_states_are_those_of_the_same_ranks() -> None:
+    dist, legacy = (opened(path).family.shards for path in (FULLY, GENUINE / RUN))  # type: ignore[attr-defined]
+    for ours, theirs in zip(dist, legacy, strict=True):
+        a, b = (shard.materialize(shard.top["rng_state"])[0] for shard in (ours, theirs))
+        assert a["random_rng_state"] == b["random_rng_state"]
+        assert bytes(a["torch_rng_state"].numpy()) == bytes(b["torch_rng_state"].numpy())
+
+
+def test_what_the_rerun_machine_did_not_do_is_no_loss(tmp_path: Path) -> None:
+    """It was not running: Megatron does not restore it, at any layout."""
+    job = converted(FULLY, tmp_path / "target", tp=1, pp=1)
+    assert job.lossless, job.account.lost
+    assert job.account.entries[Item(Kind.VALUE, "rerun_state_machine_state")].fate is Fate.LEFT
+    assert not list((tmp_path / "target").rglob("integrity.json"))
+
+
+def test_a_folder_without_its_metadata_json_is_known(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(FULLY, root)
+    (root / "iter_0000006" / "metadata.json").unlink()
+    assert detect(root).name == "megatron-dist"
+    with pytest.raises(Incomplete, match=r"metadata\.json: missing or empty"):
+        opened(root)
+
+
+def test_a_version_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(FULLY, root)
+    (root / "iter_0000006" / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 2})
+    )
+    with pytest.raises(Unsupported, match="sharded_backend_version is 2, and only 1 is known"):
+        opened(root)
