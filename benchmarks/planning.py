@@ -12,9 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from mcore_rlhf.core.catalog import Traced
-from mcore_rlhf.core.dtype import BFLOAT16
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER, Traced
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks

@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, is_checkpoint, write_target
-from mcore_rlhf.core.catalog import Catalog, FixedCatalog, Record, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    FLOAT32,
+    FLOATING,
+    MASTER,
+    PARAM,
+    Catalog,
+    FixedCatalog,
+    Record,
+    TensorEntry,
+    TensorName,
+)
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
 from mcore_rlhf.families.module import ModuleState

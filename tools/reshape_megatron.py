@@ -23,7 +23,7 @@ from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.models.rules import Rules, read_rules
+from mcore_rlhf.models.spec import Rules, read_rules
 
 KINDS = {"core": "core", "mcore": "core", "legacy": "legacy", "megatron": "legacy"}
 """Megatron's loaders and savers that read and write its own files, with their old names."""

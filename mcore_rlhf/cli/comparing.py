@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mcore_rlhf.convert import Progress
-from mcore_rlhf.core.names import PARAM
+from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.families.options import ReadOptions

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mcore_rlhf.convert import Job, Progress
-from mcore_rlhf.core.names import PARAM
+from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source

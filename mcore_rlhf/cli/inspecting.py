@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import TensorName
 from mcore_rlhf.errors import CheckpointError, headline
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .dtype import BFLOAT16, FLOAT16, FLOAT32, DType
+from .catalog import BFLOAT16, FLOAT16, FLOAT32, DType
 
 Words = NDArray[Any]
 """Elements as unsigned words that hold their bits; numpy cannot say which width at type-checking time."""

@@ -14,13 +14,10 @@ import numpy as np
 
 from mcore_rlhf.errors import Unsupported
 
-from .box import Box, Shape
 from .cast import Words, convert
-from .catalog import Record, TensorEntry
-from .computed import COMPUTED
-from .dtype import FLOAT32, DType
+from .catalog import FLOAT32, Box, DType, Record, Shape, TensorEntry
+from .computed import COMPUTED, floats
 from .execute import WINDOW_BYTES, WORDS, SourceBytes
-from .gathering import words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +95,6 @@ class LowRankSum:
 
     def __str__(self) -> str:
         return f"{self.base.name.param} + {self.product.scale:g}·B·A"
-
-
-def floats(entry: TensorEntry, box: Box, source: SourceBytes) -> Words:
-    """One box of a tensor as fp32 values."""
-    return words_of(entry, box, FLOAT32, source).view(np.float32)
 
 
 @contextmanager

@@ -8,9 +8,7 @@ from itertools import pairwise
 
 from mcore_rlhf.errors import CoverageError, Incomplete, Problems
 
-from .box import Box, Shape
-from .catalog import Catalog, Chunk, Record, TensorEntry
-from .dtype import DType
+from .catalog import Box, Catalog, Chunk, DType, Record, Shape, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from .box import Box, Shape
-from .catalog import Catalog, Chunk, TensorEntry
-from .dtype import DType
-from .names import MASTER, PARAM, TensorName
+from .catalog import MASTER, PARAM, Box, Catalog, Chunk, DType, Shape, TensorEntry, TensorName
 
 FROM_MASTERS: Mapping[str, tuple[str, ...]] = {PARAM: (MASTER, PARAM), MASTER: (MASTER, PARAM)}
 """A parameter is rounded from its fp32 copy where there is one."""

@@ -18,11 +18,22 @@ import numpy as np
 import torch
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
-from mcore_rlhf.core.catalog import Catalog, Chunk, FixedCatalog, Record, TensorEntry
-from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.core.catalog import (
+    Box,
+    Catalog,
+    Chunk,
+    DType,
+    FixedCatalog,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dot,
+    dtype_of,
+    flat_boxes,
+    row_major,
+)
 from mcore_rlhf.core.execute import FileRun, SourceBytes
-from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
 from mcore_rlhf.errors import CheckpointError, Problem, Problems
 from mcore_rlhf.families.source import Computed, Source, open_bytes

@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.core.dtype import FLOATING, DType
-from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.catalog import FLOATING, MASTER, Catalog, DType, Shape, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState

@@ -17,12 +17,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM, Record, dtype_of
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
-from mcore_rlhf.storage.stored import StoredTensor
-from mcore_rlhf.storage.stubs import NAMESPACES, Namespace
+from mcore_rlhf.storage.stored import NAMESPACES, Namespace, StoredTensor
 
 from .base import LiveFile, Segment, StateTensor
 from .stateful import leaves

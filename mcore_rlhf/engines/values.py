@@ -11,7 +11,7 @@ import torch
 
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.formats.dcp.state import DcpState
-from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub
+from mcore_rlhf.storage.stored import NAMESPACES, Namespace, Stub
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchDevice, TorchDtype, TorchSize
 
 

@@ -23,7 +23,7 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import Carried
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.stubs import Stub, new_stub
+from mcore_rlhf.storage.stored import Stub, new_stub
 
 from .inventory import OPAQUE
 from .source import Family, NewNames

@@ -8,8 +8,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.core.dtype import FLOATING, dtype_of
-from mcore_rlhf.models.rules import Rules, read_rules
+from mcore_rlhf.core.catalog import FLOATING, dtype_of
+from mcore_rlhf.models.spec import Rules, read_rules
 from mcore_rlhf.storage.paths import parse_size
 
 MEGATRON = ("megatron", "megatron-dist")

@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.errors import Problems, UsageError, shown
-from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
 from .option_types import (

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rlhf.core.box import Box, Shape, row_major
+from mcore_rlhf.core.catalog import Box, Shape, row_major
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.layouts.tensor import LocalLayout, Piece, Shard, global_shape_of, local_layout
-from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition
+from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition, Rules
 
 INFO = "universal_checkpoint_info"
 CAT_DIM, VOCAB_TENSOR, N_SUB_PARAMS = "cat_dim", "vocab_tensor", "param_n_sub_params"

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Said, Stage
-from mcore_rlhf.core.catalog import Traced
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM, Traced
 from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import CONFIG
 from mcore_rlhf.families.source import Source

@@ -16,8 +16,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.inventory import WAITING
 from mcore_rlhf.families.module import CONFIG, config_in
-from mcore_rlhf.families.origin import ORIGIN, FormerFamily
-from mcore_rlhf.families.sidecar import STATE, Sidecar, beside, sidecar_files
+from mcore_rlhf.families.sidecar import ORIGIN, STATE, FormerFamily, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
 from mcore_rlhf.storage.paths import ReadablePath

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from mcore_rlhf.core.box import row_major
+from mcore_rlhf.core.catalog import row_major
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchDtype, TorchSize, torch_dtype
 
-from ..core.dtype import dtype_of
+from ..core.catalog import dtype_of
 from ..errors import Corrupt, Untrusted
 from .safetensors import DTYPES
-from .stubs import NAMESPACES, Namespace, Stub, StubType, new_stub, stub_class
+from .stored import NAMESPACES, Namespace, Stub, StubType, new_stub, stub_class
 from .unpickle import Verdict, require_trust
 
 MAX_ARRAY_NBYTES = 16 << 20

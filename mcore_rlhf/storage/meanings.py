@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, Protocol
 
 from ..errors import CheckpointError, Corrupt, Unsupported
-from .stubs import Namespace, Stub, StubType
+from .stored import Namespace, Stub, StubType
 from .torch_values import TorchSize, torch_device, torch_dtype
 
 STORAGES = {

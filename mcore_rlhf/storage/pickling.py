@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mcore_rlhf.storage.torch_values import is_tensor
 
-from ..core.catalog import Record
-from ..core.dtype import DType, dtype_of
+from ..core.catalog import DType, Record, dtype_of
 from ..errors import CheckpointError, Unsupported
 from .meanings import STORAGES
-from .stored import StoredTensor
-from .stubs import Namespace, Stub, StubType, stub_class
+from .stored import Namespace, StoredTensor, Stub, StubType, stub_class
 from .torch_values import SmallTensor, TorchDevice, TorchDtype, TorchSize, inert, torch_dtype
 
 

@@ -1,7 +1,7 @@
 """The container ``.pt``: a zip laid out as ``torch.save`` does it; opened as its structure at once, and its tensors as places in it.
 
 Written so that torch's shortcuts hold for it: ``torch.load`` with ``mmap=True``, and the calculation of record offsets that
-``.format_version`` promises. Headers: :mod:`.zipheaders`.
+``.format_version`` promises. Headers: :mod:`.torchzip`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ from .resolve import read_tree
 from .stored import StoredTensor as StoredTensor
 from .stored import map_tensors
 from .torch_values import SmallTensor
-from .torchzip import Directory, read_directory
-from .zipheaders import ALIGNMENT, Placed, central_entry, descriptor, end_records, local_header, place
+from .torchzip import (
+    ALIGNMENT,
+    Directory,
+    Placed,
+    central_entry,
+    descriptor,
+    end_records,
+    local_header,
+    place,
+    read_directory,
+)
 
 _CHECKED_NBYTES = 16 << 20
 """Records up to this size are read whole when one of their tensors is loaded, so that the CRC can be checked.
@@ -39,7 +48,7 @@ class PtFile:
         root: The checkpoint's folder.
         file: Path relative to it.
         tree: The saved object. Every tensor in it (parameters and subclasses too) is a :class:`StoredTensor`;
-            classes of training frameworks are :class:`~.stubs.Stub`; numpy arrays are real.
+            classes of training frameworks are :class:`~.stored.Stub`; numpy arrays are real.
         directory: The records, with their CRCs.
     """
 

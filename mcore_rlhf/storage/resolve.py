@@ -10,13 +10,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from ..core.catalog import Record
-from ..core.dtype import dtype_of
+from ..core.catalog import Record, dtype_of
 from ..errors import Corrupt, Unsupported, Untrusted
 from .meanings import STORAGES, Resolver, Unfit, class_value, meaning_of, shape_of
 from .pickle_scan import MAX_KEYS_WEIGHT
-from .stored import StoredTensor
-from .stubs import Stub, StubType
+from .stored import StoredTensor, Stub, StubType
 from .torchzip import Directory
 from .unpickle import ADVICE, PLAIN, Storage, Vocabulary, unpickle
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
-from ..core.box import Shape
-from ..core.catalog import Record
-from ..core.dtype import DType, dtype_of
+from ..core.catalog import DType, Record, Shape, dtype_of
 from ..errors import Corrupt, Incomplete, Problems, Unsupported
 from .paths import ReadablePath, human, inside
 from .reading import opened, parse_json

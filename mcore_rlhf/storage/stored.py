@@ -1,16 +1,23 @@
-"""A tensor that was found in a file, but not read."""
+"""What stands in a tree that was read and not made real: tensors that were found but not loaded, and stubs of classes that are not run.
+
+A stub keeps what the pickle said about an object (arguments, state, items) and does nothing with it. It is
+written back under its original name, so that the real framework gets its own object again. While a pickle is
+loaded, everything that it names is a stub, torch's functions and numpy's classes too; :mod:`.resolve` then makes
+values of those whose meaning is known.
+"""
 
 from __future__ import annotations
 
+import argparse
+import copyreg
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from ..core.box import Box, Shape, dot, row_major
-from ..core.catalog import Chunk, Record, TensorEntry
-from ..core.names import TensorName
-from .stubs import NAMESPACES, Namespace
+from ..core.catalog import Box, Chunk, Record, Shape, TensorEntry, TensorName, dot, row_major
+from ..errors import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +72,189 @@ def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
     if type(tree) in NAMESPACES:
         return Namespace({key: map_tensors(value, function) for key, value in vars(tree).items()})
     return tree
+
+
+_classes: dict[str, StubType] = {}
+_lock = threading.Lock()
+_INT64 = 1 << 63
+
+
+class StubType(type):
+    """The class of all stub classes; one may itself be a value (a function that a config refers to)."""
+
+    stub_name: str
+
+    def __call__(cls, *args: Any) -> Any:
+        """An object that the pickle makes by a call: an enum's member, a tensor."""
+        made: Stub = object.__new__(cls)  # type: ignore[arg-type]  # a StubType is a Stub's class
+        made.stub_args, made.stub_called, made.stub_items, made.stub_state = args, True, None, None
+        return made
+
+    def __setstate__(cls, _state: object) -> NoReturn:
+        raise TypeError(f"{cls.stub_name}: a class has no state")
+
+
+class Stub(metaclass=StubType):
+    """An object of a class that is not loaded.
+
+    Equal stubs have the same class name, arguments, state and items. Entries of a state dictionary can be
+    read as attributes: ``loss_scaler.cur_scale``.
+
+    Attributes:
+        stub_args: What the pickle passed to the constructor; an enum's value is ``stub_args[0]``.
+        stub_state: What it passed to ``__setstate__``; usually the instance's ``__dict__``, or None.
+        stub_items: The elements where the class is a list or dictionary subclass, else None.
+        stub_called: Whether the pickle called the class (REDUCE) or its ``__new__`` (NEWOBJ).
+    """
+
+    __slots__ = ("stub_args", "stub_called", "stub_items", "stub_state")
+    stub_args: tuple[Any, ...]
+    stub_called: bool
+    stub_items: list[Any] | dict[Any, Any] | None
+    stub_state: Any
+
+    def __new__(cls, *args: Any) -> Stub:
+        """What NEWOBJ makes: take the arguments down, and nothing else."""
+        self = super().__new__(cls)
+        self.stub_args, self.stub_called, self.stub_items, self.stub_state = args, False, None, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state, and do nothing with it.
+
+        Raises:
+            TypeError: There is one already.
+        """
+        if self.stub_state is not None:
+            raise TypeError(f"{type(self).stub_name}: a second state for one object")
+        self.stub_state = state
+
+    def append(self, item: Any) -> None:
+        """Keep an element of a list's subclass."""
+        self.extend([item])
+
+    def extend(self, items: Any) -> None:
+        """Keep elements of a list's subclass.
+
+        Raises:
+            TypeError: It was a dictionary before.
+        """
+        if self.stub_items is None:
+            self.stub_items = []
+        if type(self.stub_items) is not list or type(items) is not list:
+            raise TypeError(f"{type(self).stub_name}: a list and a dictionary at once")
+        self.stub_items += items
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.stub_items is None:
+            self.stub_items = {}
+        if type(self.stub_items) is not dict:
+            raise TypeError(f"{type(self).stub_name}: a list and a dictionary at once")
+        self.stub_items[key] = value
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.stub_state if not name.startswith(("__", "stub_")) else None
+        if isinstance(state, dict) and name in state:
+            return state[name]
+        raise AttributeError(f"{type(self).stub_name}: the checkpoint stores no {name!r}")
+
+    def mapped(self, function: Callable[[Any], Any]) -> Stub:
+        """A copy with a function applied to its arguments, state and items."""
+        args, state, items = (function(part) for part in self._content())
+        return _rebuild(type(self).stub_name, args, self.stub_called, items, state)
+
+    def _content(self) -> tuple[Any, ...]:
+        return self.stub_args, self.stub_state, self.stub_items
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stub) and type(self) is type(other) and _same(self._content(), other._content())
+
+    def __hash__(self) -> int:
+        """For keys: only of what is like an enum's member, like a path, or one of numpy's numbers; no others can collide."""
+        args = self.stub_args[1:] if type(self).stub_name in _SCALARS else self.stub_args
+        one = len(args) == 1 and type(args[0]) is int and -_INT64 <= args[0] < _INT64
+        texts = args and all(type(arg) in _TEXTS for arg in args)
+        if not (one or texts) or self.stub_state is not None or self.stub_items is not None:
+            raise TypeError(f"an object of the class {type(self).stub_name} cannot be the key of a dictionary")
+        return hash((type(self).stub_name, *args))
+
+    def __repr__(self) -> str:
+        parts = [shown(arg) for arg in self.stub_args[:8]]
+        parts += [f"state={shown(self.stub_state)}"] if self.stub_state is not None else []
+        parts += [f"items={shown(self.stub_items)}"] if self.stub_items is not None else []
+        return f"<stub {type(self).stub_name}({', '.join(parts)})>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and for sending to other processes; files get the original name instead."""
+        content = (self.stub_args, self.stub_called, self.stub_items, self.stub_state)
+        return _rebuild, (type(self).stub_name, *content)
+
+
+class Namespace:
+    """Named values, as ``argparse.Namespace`` holds Megatron's arguments; written back under that name.
+
+    Args:
+        values: By name; every name is allowed, and none replaces a method.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        vars(self).update(values or {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NAMESPACES) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it can change
+
+    def __repr__(self) -> str:
+        return f"Namespace({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+NAMESPACES = (Namespace, argparse.Namespace)
+"""What holds arguments: read from a file, or a live trainer's own."""
+
+
+def stub_class(name: str) -> StubType:
+    """The stub class for a full name such as ``megatron.core.enums.ModelType``; one per name and process.
+
+    ``stub_class(name)(value)`` makes an instance that is written as a call with that value: an enum's member.
+    """
+    known = _classes.get(name)
+    if known is not None:
+        return known
+    with _lock:
+        if name not in _classes:
+            module, _, qualname = name.rpartition(".")
+            made = StubType(qualname, (Stub,), {"__slots__": (), "__module__": module, "__qualname__": qualname})
+            made.stub_name = name
+            _classes[name] = made
+        return _classes[name]
+
+
+def new_stub(name: str, state: Any = None, *args: Any) -> Stub:
+    """An instance that is written as an ordinary object: created by ``__new__(*args)``, then given its state.
+
+    Args:
+        name: Full name of the class, for example ``deepspeed.utils.tensor_fragment.fragment_address``.
+        state: Its ``__dict__``.
+        args: Arguments of ``__new__``.
+    """
+    return _rebuild(name, args, False, None, state)
+
+
+def _rebuild(name: str, args: tuple[Any, ...], called: bool, items: Any, state: Any) -> Stub:
+    stub: Stub = Stub.__new__(stub_class(name), *args)  # type: ignore[arg-type]  # a StubType is a Stub's class
+    stub.stub_called, stub.stub_items, stub.stub_state = called, items, state
+    return stub
+
+
+def _same(a: object, b: object) -> bool:
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError):  # arrays inside have no single truth value
+        return a is b
+
+
+_TEXTS = (str, bytes, stub_class("_codecs.encode"))
+_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+
+copyreg.pickle(StubType, lambda cls: (stub_class, (cls.stub_name,)))

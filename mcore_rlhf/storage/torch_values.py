@@ -14,8 +14,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from ..core.box import Shape, row_major
-from ..core.dtype import DType, dtype_of
+from ..core.catalog import DType, Shape, dtype_of, row_major
 
 _ELEMENT_TYPE = re.compile(
     r"bool|bfloat16|float(16|32|64)|float8_e(4m3fn|5m2|4m3fnuz|5m2fnuz)|float8_e8m0fnu|float4_e2m1fn_x2|complex(32|64|128)"
@@ -165,7 +164,7 @@ class TorchDtype:
 
 @cache
 def torch_dtype(name: object) -> TorchDtype:
-    """The element type of that name; see :func:`mcore_rlhf.core.dtype.dtype_of` for those that our own tensors can have.
+    """The element type of that name; see :func:`mcore_rlhf.core.catalog.dtype_of` for those that our own tensors can have.
 
     Raises:
         ValueError: Torch has none of that name.

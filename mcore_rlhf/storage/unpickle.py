@@ -1,7 +1,7 @@
 """The one unpickler: a scan, then C's own unpickler with inert stand-ins for every name. Nothing of the pickle is run.
 
 It reads the ``data.pkl`` of ``.pt`` files and of items in ``.distcp`` files, and ``.metadata``, of any protocol from 2 to 5, without
-torch. What it returns consists of Python's plain values and containers, of :class:`~.stubs.Stub` and their classes, and of
+torch. What it returns consists of Python's plain values and containers, of :class:`~.stored.Stub` and their classes, and of
 :class:`Storage`; :mod:`.resolve` makes tensors, arrays and other values of them.
 
 Everything that a pickle can put on the stack has a ``__setstate__`` of ours, or is of a type of Python's without attributes: a state
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported, Untrusted
 from .meanings import has_meaning
 from .pickle_scan import CutOff, Malformed, OtherProtocol, ScanError, scan
-from .stubs import StubType, stub_class
+from .stored import StubType, stub_class
 
 
 class Verdict(Enum):

@@ -11,13 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from mcore_rlhf.core.box import Shape, row_major
 from mcore_rlhf.core.cast import Words, differing_after_rounding
-from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
-from mcore_rlhf.core.execute import WINDOW_BYTES, WORDS, SourceBytes, strided
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, Chunk, Record, Shape, TensorEntry, TensorName, row_major
+from mcore_rlhf.core.execute import WINDOW_BYTES, WORDS, SourceBytes, rows_of, strided
 from mcore_rlhf.core.plan import Copy, check_tiles, coalesced
-from mcore_rlhf.core.windows import rows_of
 from mcore_rlhf.errors import Corrupt, CoverageError, Problems
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import combine, crc32

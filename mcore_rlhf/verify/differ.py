@@ -8,12 +8,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mcore_rlhf.core.box import Box
 from mcore_rlhf.core.cast import as_floats, differing_after_rounding
-from mcore_rlhf.core.catalog import Chunk, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Box, Chunk, TensorEntry, TensorName
 from mcore_rlhf.core.execute import SourceBytes
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.families.source import Source
 
 from .audit import paired

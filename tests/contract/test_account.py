@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage, same
-from mcore_rlhf.core.names import EXP_AVG
+from mcore_rlhf.core.catalog import EXP_AVG
 from mcore_rlhf.errors import CheckpointError, Lossy
 from mcore_rlhf.families.inventory import ELEMENTS, inventory_of, state_dict_of
 from mcore_rlhf.families.megatron.new_run import NewRun

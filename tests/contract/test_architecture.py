@@ -136,7 +136,7 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
     """Everything in which a module breaks the rules.
 
     Args:
-        path: Where it lies, from the package's folder: ``core/box.py``.
+        path: Where it lies, from the package's folder: ``core/catalog.py``.
         source: Its text.
     """
     room = path.parts[0].removesuffix(".py")

@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rlhf.convert import convert, prepare
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
 from mcore_rlhf.families.options import ReadOptions

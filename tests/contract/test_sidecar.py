@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate, same
-from mcore_rlhf.core.dtype import FLOAT32
+from mcore_rlhf.core.catalog import FLOAT32
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.module import ModuleState

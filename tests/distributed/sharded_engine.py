@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Record, dtype_of
 from mcore_rlhf.engines.base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment
 from mcore_rlhf.engines.load import fill_places
 from mcore_rlhf.engines.stateful import Undo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import TensorName
 from mcore_rlhf.families.source import Source
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

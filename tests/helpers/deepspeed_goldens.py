@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import TensorEntry, TensorName
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.deepspeed import FORMAT

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.families.source import Source
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.plain_load import plain_load

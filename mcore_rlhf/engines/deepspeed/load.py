@@ -15,10 +15,7 @@ from typing import Any
 import torch
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape, row_major
-from mcore_rlhf.core.catalog import Chunk, TensorEntry
-from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, Shape, TensorEntry, TensorName, dtype_of, row_major
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
@@ -26,8 +23,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.formats.deepspeed.catalog import Partitioned, chunks_of
 from mcore_rlhf.layouts.tensor import whole_layout
-from mcore_rlhf.storage.stored import StoredTensor
-from mcore_rlhf.storage.stubs import Stub
+from mcore_rlhf.storage.stored import StoredTensor, Stub
 
 from ..load import Load, Slot, Slots, planned
 from ..module_source import LiveParam, ModuleSource, matched_groups

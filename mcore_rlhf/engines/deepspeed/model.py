@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.names import PARAM
+from mcore_rlhf.core.catalog import PARAM, Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup

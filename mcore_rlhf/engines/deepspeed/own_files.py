@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM, dtype_of, row_major
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Corrupt, Incomplete, Problem
 from mcore_rlhf.families.module import LAYOUT_KEYS, scaler_of

@@ -14,7 +14,7 @@ import torch
 
 from mcore_rlhf.families.module import is_dynamic, loose_values
 from mcore_rlhf.families.source import ParamGroup
-from mcore_rlhf.storage.stubs import Stub
+from mcore_rlhf.storage.stored import Stub
 
 from ..stateful import Undo
 from .model import Flat, LiveOptimizer, States

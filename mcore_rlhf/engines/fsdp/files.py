@@ -16,8 +16,7 @@ from math import prod
 
 import torch
 
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.core.catalog import Box, DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.formats.dcp.keys import PARAMS, RLINF, flattened, joined
 from mcore_rlhf.storage.dcp import (

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from mcore_rlhf.core.box import Box, Shape, flat_boxes
+from mcore_rlhf.core.catalog import Box, Shape, flat_boxes
 from mcore_rlhf.errors import Unsupported
 
 

@@ -12,10 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.catalog import Catalog, Chunk, TensorEntry
-from mcore_rlhf.core.dtype import DType, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, Chunk, DType, TensorEntry, TensorName, dtype_of, row_major
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.source import ParamGroup, Source

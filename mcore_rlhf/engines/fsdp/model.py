@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from mcore_rlhf.core.names import PARAM
+from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import Problems, Unsupported
 
 from ..base import LiveState, StateTensor

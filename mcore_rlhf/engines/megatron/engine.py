@@ -21,7 +21,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import TrainingState
 from mcore_rlhf.formats.megatron import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.stubs import NAMESPACES, Namespace, Stub
+from mcore_rlhf.storage.stored import NAMESPACES, Namespace, Stub
 
 from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
 from ..load import Load

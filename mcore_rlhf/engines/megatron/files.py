@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, iteration_folder_name
 from mcore_rlhf.storage.pt import Pt

@@ -16,10 +16,7 @@ from typing import Any
 import torch
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.engines.values import torch_values

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM, dtype_of, row_major
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments
@@ -27,7 +25,7 @@ from mcore_rlhf.formats.megatron.reader import training_state
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
-from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
 

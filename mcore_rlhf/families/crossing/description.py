@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.account import Fate, Item, Reason, Report
 from mcore_rlhf.core.account import Kind as Of
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
+from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
 from mcore_rlhf.errors import CheckpointError, UsageError
 from mcore_rlhf.families.module import CONFIG, config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.origin import ORIGIN, FormerFamily, plain
+from mcore_rlhf.families.sidecar import ORIGIN, FormerFamily, plain
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.huggingface.config import (
     Build,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
-from mcore_rlhf.core.dtype import FLOAT32
+from mcore_rlhf.core.catalog import FLOAT32
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.source import ParamGroup, Source

@@ -16,11 +16,18 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from mcore_rlhf.core.account import Fate, Reason
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
-from mcore_rlhf.core.dtype import BFLOAT16, DType, dtype_of
-from mcore_rlhf.core.names import PARAM, TensorName
-from mcore_rlhf.core.scaled import Scaled
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    PARAM,
+    Chunk,
+    DType,
+    FixedCatalog,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+)
+from mcore_rlhf.core.computed import Scaled
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import WriteOptions

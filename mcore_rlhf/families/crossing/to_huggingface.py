@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16
+from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
 from mcore_rlhf.core.views import Recut
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
@@ -15,7 +15,7 @@ from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
 from mcore_rlhf.families.module import ModuleState, read_config, scaler_of, static_scaler
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.origin import WAITS, FormerFamily, origin_of_megatron, plain
+from mcore_rlhf.families.sidecar import WAITS, FormerFamily, origin_of_megatron, plain
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.core.views import Recut, Rows
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import WAITING, inventory_of
@@ -16,10 +16,10 @@ from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.origin import WAITS, FormerFamily, origin_of_module
+from mcore_rlhf.families.sidecar import WAITS, FormerFamily, origin_of_module
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
-from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.tensor import padded_vocab_size
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config
 from mcore_rlhf.models.huggingface.mtp import COPIES
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 
-from mcore_rlhf.core.box import Shape, flat_boxes
-from mcore_rlhf.core.catalog import Catalog, TensorEntry
-from mcore_rlhf.core.dtype import DType
+from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, DType, Shape, TensorEntry, TensorName, flat_boxes
+from mcore_rlhf.core.computed import gather
 from mcore_rlhf.core.execute import SourceBytes
-from mcore_rlhf.core.gathering import gather
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported, shown
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.checksum import crc32

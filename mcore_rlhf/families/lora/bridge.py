@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.box import Box, Shape
-from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM, Box, Catalog, Shape
 from mcore_rlhf.core.views import Joined, OfStates, Recut, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface

@@ -11,12 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
-from mcore_rlhf.core.box import Box, row_major
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
+from mcore_rlhf.core.catalog import (
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    DType,
+    FixedCatalog,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+    row_major,
+)
 from mcore_rlhf.core.computed import COMPUTED
-from mcore_rlhf.core.dtype import DType, dtype_of
 from mcore_rlhf.core.lowrank import LowRank, LowRankSum
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.inventory import OF_OPTIMIZER
 from mcore_rlhf.families.module import ModuleState

@@ -15,8 +15,7 @@ from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.inventory import Unplaced, of_torch
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.megatron import is_routed_expert
-from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.models.spec import ParamSpec
+from mcore_rlhf.models.spec import ParamSpec, Rules
 
 from .arguments import Arguments
 

@@ -3,10 +3,9 @@
 Reading and writing both build their view of a rank as a list of :class:`LocalParam` and ask :func:`buffers` where each lies; a
 :class:`Blueprint` is the whole of a new checkpoint, every key in registration order, and a :class:`RankLayout` one rank of it.
 
-Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_megatron_optimizer``),
-``distributed/distributed_data_parallel.py`` (``_allocate_buffers_for_parameters``),
-``models/common/language_module/language_module.py`` (``setup_embeddings_and_output_layer``); Megatron-LM core_v0.16.1,
-``megatron/training/training.py`` (``get_model``).
+Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_megatron_optimizer``), ``distributed/distributed_data_parallel.py``
+(``_allocate_buffers_for_parameters``), ``models/common/language_module/language_module.py``
+(``setup_embeddings_and_output_layer``); Megatron-LM core_v0.16.1, ``megatron/training/training.py`` (``get_model``).
 """
 
 from __future__ import annotations
@@ -15,10 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from mcore_rlhf.core.box import Shape, dot, row_major
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, DType
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Chunk,
+    DType,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dot,
+    row_major,
+)
 from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.layouts.flat import BufferParam, BufferRules, FlatBuffer, bucket_rules, flat_buffer
 from mcore_rlhf.layouts.parallel import ParallelConfig

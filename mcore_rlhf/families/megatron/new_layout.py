@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.core.catalog import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.layouts.padding import padded_vocab_size, repadded
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, model_chunks, split_from_option
+from mcore_rlhf.layouts.tensor import padded_vocab_size, repadded
 from mcore_rlhf.models.hybrid import heads_to_divide
 from mcore_rlhf.models.spec import ModelSpec
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, same
-from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.core.dtype import DType
-from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.catalog import MASTER, Catalog, DType, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.errors import LayoutMismatch, Lossy, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, state_items

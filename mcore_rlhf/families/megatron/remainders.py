@@ -19,14 +19,23 @@ from math import prod
 import numpy as np
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.box import Box, dot, row_major
 from mcore_rlhf.core.cast import Words, differing_after_rounding
-from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
-from mcore_rlhf.core.computed import COMPUTED
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Box,
+    Catalog,
+    Chunk,
+    Record,
+    TensorEntry,
+    TensorName,
+    dot,
+    row_major,
+)
+from mcore_rlhf.core.computed import COMPUTED, words_of
 from mcore_rlhf.core.execute import WINDOW_BYTES, SourceBytes
-from mcore_rlhf.core.gathering import words_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
 from mcore_rlhf.core.views import View
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.source import Computed, Source, bytes_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames

@@ -12,10 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Catalog, DType, Shape, TensorName, dtype_of
 from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.paths import ReadablePath

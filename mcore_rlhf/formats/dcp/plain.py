@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FixedCatalog
-from mcore_rlhf.core.dtype import FLOATING
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import FLOATING, FixedCatalog, TensorName
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions

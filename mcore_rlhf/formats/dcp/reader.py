@@ -8,10 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, FixedCatalog, TensorEntry, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState

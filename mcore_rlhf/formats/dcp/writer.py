@@ -7,10 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from mcore_rlhf.core.account import Fate, Inventory, Kind, Report
-from mcore_rlhf.core.box import Box, Shape, row_major
-from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    FLOAT32,
+    FLOATING,
+    MASTER,
+    PARAM,
+    Box,
+    Catalog,
+    Chunk,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    row_major,
+)
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
-from mcore_rlhf.core.catalog import Chunk, TensorEntry
-from mcore_rlhf.core.dtype import DType
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    DType,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dot,
+    flat_boxes,
+    row_major,
+)
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.layouts.zero import BorderGroup, Group
 from mcore_rlhf.models.spec import ModelSpec

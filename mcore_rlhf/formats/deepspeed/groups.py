@@ -12,8 +12,7 @@ from math import prod
 from typing import Any
 
 from mcore_rlhf.core.account import same
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Shape
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup

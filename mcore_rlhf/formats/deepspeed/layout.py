@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 from math import gcd, prod
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32, DType, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Catalog,
+    DType,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+)
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.dtype import DType
+from mcore_rlhf.core.catalog import DType, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete
 from mcore_rlhf.layouts.zero import SlicedGroup
 from mcore_rlhf.storage.pt import StoredTensor

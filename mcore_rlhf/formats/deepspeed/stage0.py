@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 
 from mcore_rlhf.core.account import same
-from mcore_rlhf.core.box import Shape
 from mcore_rlhf.core.cast import convert
-from mcore_rlhf.core.dtype import FLOATING, DType
-from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.core.catalog import FLOATING, MASTER, DType, Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.module import USE_MUON
 from mcore_rlhf.layouts.zero import FlatGroup
-from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 

@@ -12,12 +12,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.families.module import is_dynamic, loose_values, static_scaler
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.storage.pt import StoredTensor
-from mcore_rlhf.storage.stubs import new_stub, stub_class
+from mcore_rlhf.storage.stored import new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
 from .ds_config import section

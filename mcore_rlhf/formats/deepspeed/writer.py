@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.core.catalog import DType, Shape, dtype_of
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.models.huggingface.config import misfits
 from mcore_rlhf.storage.paths import ReadablePath

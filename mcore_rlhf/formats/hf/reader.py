@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.core.dtype import FLOATING
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorEntry, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of
 from mcore_rlhf.families.module import ModuleState

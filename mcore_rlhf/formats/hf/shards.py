@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import PurePosixPath
 
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import DType
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import Chunk, DType, Record, Shape, TensorEntry, TensorName
 from mcore_rlhf.formats.base import FileLayout, TargetFile
 from mcore_rlhf.storage.safetensors import Safetensors
 from mcore_rlhf.storage.stored import StoredTensor

@@ -9,10 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Catalog, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    FLOAT32,
+    FLOATING,
+    MASTER,
+    PARAM,
+    Catalog,
+    DType,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+)
 from mcore_rlhf.core.views import FROM_MASTERS, Cast, StateOrder
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, without_quantization

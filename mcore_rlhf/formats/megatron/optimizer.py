@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.dtype import FLOATING
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, FLOATING, MASTER, row_major
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
@@ -34,7 +32,7 @@ from mcore_rlhf.layouts.flat import Place
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import is_buffer
-from mcore_rlhf.models.rules import Rules
+from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
 from .plain import Scalars, States, groups_of, has_plain_state, members_of, plain_states

@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Chunk, TensorEntry
-from mcore_rlhf.core.dtype import FLOATING
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOATING, PARAM, Chunk, Shape, TensorEntry, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.families.megatron.folders import FileRank
@@ -21,8 +18,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
 from mcore_rlhf.models.hybrid import OUT_NORM
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_expert, partition_of
-from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.models.spec import COLUMN, OWN_COPIES, REPLICATED, ParamSpec, Partition
+from mcore_rlhf.models.spec import COLUMN, OWN_COPIES, REPLICATED, ParamSpec, Partition, Rules
 from mcore_rlhf.storage.pt import StoredTensor
 
 from .shards import RankShard

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mcore_rlhf.core.dtype import FLOAT32
-from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.core.catalog import FLOAT32, MASTER
 from mcore_rlhf.errors import Lossy, Unsupported
 from mcore_rlhf.families.megatron.groups import inner_state
 from mcore_rlhf.families.megatron.layout import LocalParam

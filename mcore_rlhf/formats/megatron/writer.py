@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.dtype import FLOAT32, DType
-from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, DType
 from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
@@ -34,7 +33,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert
 from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.stubs import Namespace
+from mcore_rlhf.storage.stored import Namespace
 from mcore_rlhf.storage.torch_values import torch_dtype
 
 

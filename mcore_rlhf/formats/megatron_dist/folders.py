@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.folders import Located, locate
 from mcore_rlhf.families.source import StoredFile

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import product
 
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.models.hybrid import DELTA_CONV, DELTA_IN, MAMBA_CONV, MAMBA_IN, has_conv_parameters
 from mcore_rlhf.models.megatron import expert_of, renumbered

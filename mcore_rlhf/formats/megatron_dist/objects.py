@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Said
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.folders import FileRank, folder_name
 from mcore_rlhf.families.megatron.new_run import NewRun

@@ -15,10 +15,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
-from mcore_rlhf.core.catalog import Chunk
-from mcore_rlhf.core.dtype import FLOAT32
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
+from mcore_rlhf.core.catalog import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    Shape,
+    dot,
+    flat_boxes,
+    row_major,
+)
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import FileRank

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.dtype import FLOATING
+from mcore_rlhf.core.catalog import FLOATING, Shape
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -28,8 +27,7 @@ from mcore_rlhf.models.megatron import (
     is_routed_expert,
     partition_of,
 )
-from mcore_rlhf.models.rules import Rules
-from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition
+from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition, Rules
 from mcore_rlhf.storage.dcp import DcpTensor
 
 from .names import Home, Spelling, names_in

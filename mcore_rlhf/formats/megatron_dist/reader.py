@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Box, Shape, dot, flat_boxes, row_major
-from mcore_rlhf.core.catalog import Chunk, TensorEntry
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.catalog import PARAM, Box, Chunk, Shape, TensorEntry, TensorName, dot, flat_boxes, row_major
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments

@@ -16,10 +16,19 @@ from functools import partial
 from itertools import accumulate
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.box import Box, Shape, row_major
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, DType
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    DType,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    row_major,
+)
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
@@ -34,7 +43,7 @@ from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import METADATA_FILE, Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.stubs import Namespace
+from mcore_rlhf.storage.stored import Namespace
 
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, MASTERS
 from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names

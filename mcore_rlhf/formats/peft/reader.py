@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FixedCatalog
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import FixedCatalog, TensorName
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.lora.config import AdapterConfig, read_adapter_config

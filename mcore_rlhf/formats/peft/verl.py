@@ -10,9 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import dot
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry, TensorName, dot
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.state import MegatronState

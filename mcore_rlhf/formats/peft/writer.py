@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Report
-from mcore_rlhf.core.catalog import Catalog, Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import DType, dtype_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, Chunk, DType, Record, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of

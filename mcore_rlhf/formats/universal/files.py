@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, UsageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute, inside

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import cast
 
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig

@@ -9,10 +9,21 @@ from math import prod
 from typing import cast
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.box import Box, Shape, flat_boxes, row_major
-from mcore_rlhf.core.catalog import Chunk, TensorEntry
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16, FLOAT32, DType
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    DType,
+    Shape,
+    TensorEntry,
+    TensorName,
+    flat_boxes,
+    row_major,
+)
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState

@@ -12,10 +12,20 @@ from functools import partial
 from math import prod
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Report
-from mcore_rlhf.core.box import Shape
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, FLOATING, DType
-from mcore_rlhf.core.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FLOAT32,
+    FLOATING,
+    MASTER,
+    PARAM,
+    Chunk,
+    DType,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+)
 from mcore_rlhf.core.views import StateOrder
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.reading import ByteSource, MappedFile, opened
-from mcore_rlhf.storage.stored import StoredTensor
-from mcore_rlhf.storage.stubs import NAMESPACES, Stub
+from mcore_rlhf.storage.stored import NAMESPACES, StoredTensor, Stub
 from mcore_rlhf.storage.torch_values import SmallTensor
 
 _MOST = 1000

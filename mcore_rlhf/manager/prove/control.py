@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import FLOATING
+from mcore_rlhf.core.catalog import FLOATING, Record
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager.run.steps import MANIFEST, is_hidden, read_manifest, step_folder, step_of
 from mcore_rlhf.storage.checksum import crc32

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.declared import arguments, complete

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.core.catalog import Box, Shape
 from mcore_rlhf.core.views import ABSENT, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 

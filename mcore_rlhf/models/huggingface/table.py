@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 
 from .fields import Field
 

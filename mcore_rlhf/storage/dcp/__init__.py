@@ -11,14 +11,13 @@ from .folder import DcpFile as DcpFile
 from .folder import DcpFolder as DcpFolder
 from .folder import DcpObject as DcpObject
 from .folder import DcpTensor as DcpTensor
+from .folder import load_tensor as load_tensor
+from .folder import unwrap as unwrap
 from .metadata import FILE as METADATA_FILE
 from .metadata import Path_ as Path_
 from .rankfile import Local as Local
 from .rankfile import RankFile as RankFile
 from .rankfile import read_rank_file as read_rank_file
-from .small import load_tensor as load_tensor
-from .small import unwrap as unwrap
-from .small import wrapped as wrapped
 from .writer import Distcp as Distcp
 from .writer import Item as Item
 from .writer import ObjectItem as ObjectItem
@@ -47,5 +46,4 @@ __all__ = [
     "records",
     "saved",
     "unwrap",
-    "wrapped",
 ]  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from mcore_rlhf.core.box import Box
+from mcore_rlhf.core.catalog import Box, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
 
 from ..paths import ReadablePath, cannot_open, inside
-from .metadata import FILE, RESTORE, DcpMetadata, Place, Shape, TensorMeta
+from .metadata import FILE, RESTORE, DcpMetadata, Place, TensorMeta
 
 
 def item_key(fqn: str, offset: Shape | None) -> str:

@@ -6,21 +6,23 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, overload
+from math import prod
+from typing import TYPE_CHECKING, Any, overload
 
-from mcore_rlhf.core.box import Box, Shape
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import DType
-from mcore_rlhf.core.names import TensorName
-from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
+from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, row_major
+from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
 
+from ..checksum import crc32
 from ..paths import ReadablePath
 from ..reading import ByteSource, opened
+from ..torch_values import SmallTensor
 from ..torchzip import Directory
-from .alike import Ends, Kinds
 from .checks import boxes, check, item_key
-from .items import item_directory, load_tree
-from .metadata import FILE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
+from .items import Ends, Kinds, item_directory, load_tree
+from .metadata import FILE, RESTORE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
+
+if TYPE_CHECKING:
+    from mcore_rlhf.core.cast import Words
 
 StoredRecord = tuple[str, int, int, int]
 """``(key, byte offset, bytes, crc32)``"""
@@ -349,3 +351,68 @@ class DcpFolder:
     def data(self, place: Place) -> bytes:
         """See :meth:`DcpObject.data`."""
         return self._file(place.file).read(place.offset, place.length)
+
+
+_MOST_ELEMENTS = 16 << 20
+"""What is larger is a model's tensor, and is not loaded whole."""
+
+
+def load_tensor(tensor: DcpTensor) -> SmallTensor:
+    """A small tensor, whole.
+
+    Args:
+        tensor: It.
+
+    Raises:
+        Unsupported: It is not small.
+        CheckpointError: It is damaged.
+    """
+    numel = prod(tensor.global_shape)
+    if numel > _MOST_ELEMENTS:
+        raise Unsupported(
+            f"{tensor.folder.folder}: {tensor.fqn} has {numel:,} elements, but is neither a weight nor a state of the "
+            "optimizer\nIf the folder holds several models, convert them one by one: save each into a folder of its own."
+        )
+    import numpy as np  # looking at a folder needs it not
+
+    from mcore_rlhf.core.execute import WORDS
+
+    result: Words = np.zeros(tensor.global_shape, WORDS[tensor.dtype.itemsize])
+    for chunk in tensor.chunks():
+        box = chunk.box
+        where = tuple(slice(start, stop) for start, stop in zip(box.offset, box.stop, strict=True))
+        result[where] = _loaded(tensor, chunk)
+    return SmallTensor(result.tobytes(), tensor.dtype, tensor.global_shape, row_major(tensor.global_shape))
+
+
+def _loaded(tensor: DcpTensor, chunk: Chunk) -> Words:
+    import numpy as np
+
+    from mcore_rlhf.core.execute import WORDS, strided
+
+    record, expected = chunk.record, tensor.folder.checksum(tensor, chunk.box)
+    file = opened(tensor.folder.root / record.file)
+    data = bytearray(file.read(record.byte_offset, record.nbytes))
+    if expected and (found := crc32(data)) != expected:
+        raise Corrupt(
+            f"{file.path}: {tensor.fqn} ({record.nbytes} bytes) has CRC-32 {found:08x}, but the file says {expected:08x}: its bytes are "
+            f"damaged.\n{RESTORE}"
+        )
+    return strided(np.frombuffer(data, WORDS[record.dtype.itemsize]), chunk.start, chunk.box.shape, chunk.strides)
+
+
+def unwrap(folder: DcpFolder, fqn: str) -> Any:
+    """The object that an older version of ours stored under a name: its zip, inside the zip of a byte tensor.
+
+    Raises:
+        CheckpointError: It is damaged, or something else.
+    """
+    file, directory = folder.item(fqn)
+    outer = load_tree(file, directory, ()).tree
+    inside = getattr(outer, "record", None)
+    if inside is None or outer.strides != row_major(outer.shape):
+        raise Unsupported(f"{file.path}: {fqn} is not what it says: a stored object was expected")
+    data = directory.members[inside.key]
+    inner = item_directory(file, fqn, data.byte_offset, data.nbytes)
+    found = load_tree(file, inner, folder.stubs)
+    return found.materialize(found.tree)

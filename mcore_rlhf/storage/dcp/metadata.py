@@ -9,19 +9,18 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.dtype import DType, dtype_of
+from mcore_rlhf.core.catalog import DType, Shape, dtype_of
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported, shown
 
 from .. import reading
 from ..paths import ReadablePath, cannot_open
-from ..stubs import StubType
+from ..stored import StubType
 from ..unpickle import MAX_NBYTES, Vocabulary, unpickle
 from . import classes
 
 FILE = ".metadata"
 RESTORE = "Copy the folder again from where it was written, or use an older step."
 
-Shape = tuple[int, ...]
 Path_ = tuple[str | int, ...]
 
 _PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "LoadPlan", "ReadItem", "LoadItemType")

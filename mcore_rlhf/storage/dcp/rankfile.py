@@ -11,14 +11,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import Corrupt, Unsupported, shown
 
 from ..meanings import Resolver, Unfit, shape_of
 from ..paths import ReadablePath, inside
 from ..resolve import read_tree
-from ..stored import StoredTensor
-from ..stubs import Stub
+from ..stored import StoredTensor, Stub
 from ..torchzip import Directory, read_directory
 from ..unpickle import Vocabulary
 

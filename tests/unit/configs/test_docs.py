@@ -18,7 +18,7 @@ from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.megatron import FORMAT as MEGATRON
-from mcore_rlhf.models.rules import read_rules
+from mcore_rlhf.models.spec import read_rules
 from mcore_rlhf.storage import containers
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify

@@ -16,9 +16,9 @@ from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.new_layout import NewLayout, choose
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source, TrainingState
-from mcore_rlhf.layouts.padding import padded_vocab_size
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
+from mcore_rlhf.layouts.tensor import padded_vocab_size
 from mcore_rlhf.models.spec import ModelSpec
 
 from .deployments import MODELS, RUNS, Model, Run

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.models.rules import Rules, read_rules
-from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, Partition
+from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, Partition, Rules, read_rules
 
 RULES = Path(__file__).resolve().parents[3] / "configs" / "rules"
 

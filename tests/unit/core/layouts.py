@@ -8,10 +8,7 @@ from math import prod
 
 import numpy as np
 
-from mcore_rlhf.core.box import Box, row_major
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, Record, TensorEntry
-from mcore_rlhf.core.dtype import dtype_of
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import Box, Chunk, FixedCatalog, Record, TensorEntry, TensorName, dtype_of, row_major
 from mcore_rlhf.core.plan import Copy
 
 NAME = TensorName("actor", "weight")

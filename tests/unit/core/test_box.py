@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.box import Box, dot, flat_boxes, row_major
+from mcore_rlhf.core.catalog import Box, dot, flat_boxes, row_major
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

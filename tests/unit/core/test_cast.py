@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rlhf.core.cast import Words, as_floats, convert, differing_after_rounding
-from mcore_rlhf.core.dtype import FLOATING, DType, dtype_of
+from mcore_rlhf.core.catalog import FLOATING, DType, dtype_of
 
 FLOATS = sorted(FLOATING, key=str)
 INTEGERS = [dtype_of(name) for name in ("int64", "int32", "int16", "int8", "uint8", "bool")]

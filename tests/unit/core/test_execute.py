@@ -13,10 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.core import execute
-from mcore_rlhf.core.box import Box, row_major
 from mcore_rlhf.core.cast import as_floats, convert, differing_after_rounding
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT16, FLOAT32, UINT8, dtype_of
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    UINT8,
+    Box,
+    Chunk,
+    Record,
+    TensorEntry,
+    dtype_of,
+    row_major,
+)
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.plan import plan_file
 from tests.unit.core.layouts import INT32, NAME, catalog, random_tensor, stored

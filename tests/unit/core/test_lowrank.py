@@ -13,14 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.core import lowrank
-from mcore_rlhf.core.box import Box, row_major
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, Record, TensorEntry
-from mcore_rlhf.core.computed import ComputedBytes
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32, DType, dtype_of
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    FLOAT32,
+    Box,
+    Chunk,
+    DType,
+    FixedCatalog,
+    Record,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+    row_major,
+)
+from mcore_rlhf.core.computed import ComputedBytes, gather
 from mcore_rlhf.core.execute import FileRun
-from mcore_rlhf.core.gathering import gather
 from mcore_rlhf.core.lowrank import LowRank, LowRankSum
-from mcore_rlhf.core.names import TensorName
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import CoverageError
 

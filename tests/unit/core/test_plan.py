@@ -9,9 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.box import Box, row_major
-from mcore_rlhf.core.catalog import Chunk, Record, TensorEntry
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32
+from mcore_rlhf.core.catalog import BFLOAT16, FLOAT32, Box, Chunk, Record, TensorEntry, row_major
 from mcore_rlhf.core.plan import check_tiles, coalesced, plan_file
 from mcore_rlhf.errors import CoverageError, Incomplete
 from tests.unit.core.layouts import INT32, NAME, Stored, catalog, naive, random_tensor, stored, view

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.catalog import Catalog, FixedCatalog, TensorEntry
-from mcore_rlhf.core.dtype import FLOAT32, dtype_of
-from mcore_rlhf.core.names import EXP_AVG, MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    EXP_AVG,
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Box,
+    Catalog,
+    FixedCatalog,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+)
 from mcore_rlhf.core.plan import check_tiles, plan_file
 from mcore_rlhf.core.views import (
     EITHER,

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.box import Box, row_major
-from mcore_rlhf.core.catalog import Chunk, Record
+from mcore_rlhf.core.catalog import Box, Chunk, Record, row_major
+from mcore_rlhf.core.execute import windows
 from mcore_rlhf.core.plan import Copy, coalesced, plan_file
-from mcore_rlhf.core.windows import windows
 from tests.unit.core.layouts import INT32, catalog, naive, random_tensor, stored
 
 RANDOM = st.randoms(use_true_random=False)

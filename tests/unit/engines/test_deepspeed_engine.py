@@ -20,7 +20,7 @@ from mcore_rlhf.families.module import static_scaler
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.manager.run.snapshot import components
-from mcore_rlhf.storage.stubs import new_stub
+from mcore_rlhf.storage.stored import new_stub
 
 DYNAMIC = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
 

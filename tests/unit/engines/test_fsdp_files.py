@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.engines.base import LiveState
 from mcore_rlhf.engines.fsdp.files import LiveTable, Table, live_state
 from mcore_rlhf.engines.fsdp.geometry import FlatSplit, Mesh, MeshSplit, Replicated

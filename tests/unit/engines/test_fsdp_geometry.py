@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-from mcore_rlhf.core.box import Box
+from mcore_rlhf.core.catalog import Box
 from mcore_rlhf.engines.fsdp.geometry import FlatSplit, Mesh, MeshSplit, Replicated, Split, cuts_of
 from mcore_rlhf.errors import Unsupported
 

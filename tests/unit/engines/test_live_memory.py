@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Record, dtype_of
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.engines.load import LiveMemory, Unchecked

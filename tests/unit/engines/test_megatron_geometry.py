@@ -6,9 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.box import row_major
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Record, dtype_of, row_major
 from mcore_rlhf.engines.load import range_chunks
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, Partition

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Said
-from mcore_rlhf.core.catalog import FixedCatalog, TensorEntry, Traced
-from mcore_rlhf.core.dtype import FLOAT32
-from mcore_rlhf.core.names import EXP_AVG, MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import EXP_AVG, FLOAT32, MASTER, PARAM, FixedCatalog, TensorEntry, TensorName, Traced
 from mcore_rlhf.formats.accounting import tensors_of
 
 TRAINED, FROZEN = "layers.0.weight", "embed.weight"

@@ -16,7 +16,7 @@ from mcore_rlhf.families.crossing import alike, crossed
 from mcore_rlhf.families.crossing.packing import in_memory
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.origin import FormerFamily
+from mcore_rlhf.families.sidecar import FormerFamily
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from tests.helpers import universal_by_hand

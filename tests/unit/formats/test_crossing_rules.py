@@ -17,7 +17,7 @@ from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
-from mcore_rlhf.models.rules import Rule, Rules
+from mcore_rlhf.models.spec import Rule, Rules
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.independent_reader import Reading, read

@@ -14,7 +14,7 @@ import torch
 
 from mcore_rlhf.convert import Job, convert, prepare
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.catalog import MASTER, TensorName
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint

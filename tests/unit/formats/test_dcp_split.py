@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from mcore_rlhf.convert import ConvertOptions, convert, prepare
-from mcore_rlhf.core.names import MASTER
+from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint

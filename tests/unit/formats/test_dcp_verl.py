@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.catalog import MASTER, TensorName
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mcore_rlhf.core.names import PARAM
+from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.deepspeed import FORMAT
-from mcore_rlhf.models.rules import Rule, Rules
+from mcore_rlhf.models.spec import Rule, Rules
 from tests.helpers.conversions import options
 from tests.helpers.damage import edited
 from tests.helpers.deepspeed_goldens import assembled, tensor

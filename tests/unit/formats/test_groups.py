@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rlhf.core.dtype import BFLOAT16
+from mcore_rlhf.core.catalog import BFLOAT16
 from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership, groups_for, in_expert_optimizer, merged_groups
 from mcore_rlhf.families.source import ParamGroup
-from mcore_rlhf.models.rules import Rule, Rules
-from mcore_rlhf.models.spec import REPLICATED, ParamSpec
+from mcore_rlhf.models.spec import REPLICATED, ParamSpec, Rule, Rules
 from tests.helpers.conversions import GOLDENS, Conversions, golden
 
 DECAYED = ParamGroup({"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-3, "step": 2, "is_expert_parallel": False})

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.exact_json import MAX_ARRAY_NBYTES, Encoder, decode
-from mcore_rlhf.storage.stubs import Namespace, new_stub, stub_class
+from mcore_rlhf.storage.stored import Namespace, new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchDtype, TorchSize
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import golden

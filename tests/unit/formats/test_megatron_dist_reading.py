@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.options import ReadOptions

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
-from mcore_rlhf.core.names import PARAM, TensorName
+from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.lora.base_model import BaseModel, SavedAdapter, fingerprint, sampled
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

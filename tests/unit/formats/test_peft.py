@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
-from mcore_rlhf.core.names import TensorName
+from mcore_rlhf.core.catalog import TensorName
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,

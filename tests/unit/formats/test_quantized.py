@@ -127,7 +127,7 @@ def test_another_type_is_rounded_once(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rlhf.core.scaled.WINDOW_BYTES", 144 * 4 * 7)  # seven rows
+    monkeypatch.setattr("mcore_rlhf.core.computed.WINDOW_BYTES", 144 * 4 * 7)  # seven rows
     stored, worth = quantized("block")
     converted(write(tmp_path / "hf", stored, WIDE), tmp_path / "out", "hf", dequantize=True)
     assert unlike(tensors_in(tmp_path / "out"), worth) == []

@@ -12,11 +12,19 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, Record, TensorEntry
-from mcore_rlhf.core.dtype import BFLOAT16, FLOAT32
-from mcore_rlhf.core.gathering import words_of
-from mcore_rlhf.core.names import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    FixedCatalog,
+    Record,
+    TensorEntry,
+    TensorName,
+)
+from mcore_rlhf.core.computed import words_of
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.megatron.remainders import JoinedMasters, Joins
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.core.box import Shape
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.universal_info import CutTensor, UniversalCheckpointInfo
-from mcore_rlhf.models.rules import Rule, Rules
-from mcore_rlhf.models.spec import GATED, REPLICATED, ROW, VOCABULARY, Partition
+from mcore_rlhf.models.spec import GATED, REPLICATED, ROW, VOCABULARY, Partition, Rule, Rules
 
 INFO = {
     "vocabulary_parameter_patterns": [r"\d+.word_embeddings.weight"],

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.catalog import Catalog, TensorEntry
-from mcore_rlhf.core.names import MASTER, TensorName
+from mcore_rlhf.core.catalog import MASTER, Catalog, TensorEntry, TensorName
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.universal_info import UniversalCheckpointInfo

@@ -11,8 +11,7 @@ import torch
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.models.rules import Rule, Rules
-from mcore_rlhf.models.spec import COLUMN, REPLICATED, ROW
+from mcore_rlhf.models.spec import COLUMN, REPLICATED, ROW, Rule, Rules
 from tests.helpers.conversions import GOLDENS, options
 from tests.helpers.damage import ITERATION, MODEL, edited
 from tests.helpers.plain_load import plain_load

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rlhf.layouts.padding import padded_vocab_size, repadded
+from mcore_rlhf.layouts.tensor import padded_vocab_size, repadded
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Record, dtype_of
 from mcore_rlhf.engines.base import LiveFile, Segment
 from mcore_rlhf.errors import CheckpointError, CoverageError, Incomplete, StorageError
 from mcore_rlhf.manager.run import write as writers

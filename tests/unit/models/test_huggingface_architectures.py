@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.box import Box, Shape
+from mcore_rlhf.core.catalog import Box, Shape
 from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.models.huggingface import ARCHITECTURES, REFUSED

@@ -6,10 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.core.dtype import BFLOAT16
+from mcore_rlhf.core.catalog import BFLOAT16
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.models.rules import Rule, Rules, read_rules
-from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, ParamSpec, Partition
+from mcore_rlhf.models.spec import (
+    COLUMN,
+    GATED,
+    REPLICATED,
+    ROW,
+    VOCABULARY,
+    ModelSpec,
+    ParamSpec,
+    Partition,
+    Rule,
+    Rules,
+    read_rules,
+)
 
 
 def rules_file(folder: Path, text: str) -> Path:

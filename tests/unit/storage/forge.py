@@ -14,7 +14,7 @@ from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.pt import Pt, PtFile
 from mcore_rlhf.storage.reading import OpenFiles
-from mcore_rlhf.storage.zipheaders import archive
+from mcore_rlhf.storage.torchzip import archive
 
 
 def write_pt(path: Path, pickled: bytes, **records: bytes) -> Path:

@@ -14,8 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Box, dtype_of
 from mcore_rlhf.errors import CheckpointError, Corrupt
 from mcore_rlhf.storage.dcp import (
     METADATA_FILE,
@@ -27,9 +26,9 @@ from mcore_rlhf.storage.dcp import (
     dcp_metadata,
     saved,
 )
-from mcore_rlhf.storage.dcp.alike import Kinds
 from mcore_rlhf.storage.dcp.checks import overlap
 from mcore_rlhf.storage.dcp.items import Item as OpenItem
+from mcore_rlhf.storage.dcp.items import Kinds
 from mcore_rlhf.storage.reading import LocalFile, opened
 
 FLOAT = dtype_of("float32")

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.core.box import Box
-from mcore_rlhf.core.catalog import Chunk
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Box, Chunk, dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported, Untrusted
 from mcore_rlhf.storage.checksum import crc32
@@ -30,8 +28,8 @@ from mcore_rlhf.storage.dcp import (
     records,
     saved,
     unwrap,
-    wrapped,
 )
+from mcore_rlhf.storage.torch_values import SmallTensor
 from tests.helpers.dcp_by_torch import load, save
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "dcp"
@@ -212,7 +210,7 @@ def test_metadata_holds_no_path_and_is_torchs_own_class(tmp_path: Path) -> None:
 def test_large_offsets_survive() -> None:
     """Beyond 2 and 4 GiB, numbers have other opcodes."""
     from mcore_rlhf.storage.dcp.metadata import DcpMetadata, Place
-    from mcore_rlhf.storage.dcp.pickled import pickle_metadata
+    from mcore_rlhf.storage.dcp.writer import pickle_metadata
 
     numbers = [0, 255, 256, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 45]
     places = {(f"x{n}", None): Place("f", n, n) for n in numbers}
@@ -221,7 +219,8 @@ def test_large_offsets_survive() -> None:
 
 
 def test_a_wrapped_object_needs_no_class_of_its_own(tmp_path: Path) -> None:
-    items: list[Item] = [ObjectItem("x", wrapped({"a": [1, 2.5], "t": torch.arange(3)}))]
+    inner = saved({"a": [1, 2.5], "t": torch.arange(3)})
+    items: list[Item] = [ObjectItem("x", saved(SmallTensor.of_bytes(inner)))]
     write(tmp_path, {"__0_0.distcp": items}, {})
     (tmp_path / METADATA_FILE).write_bytes(dcp_metadata({}, {"__0_0.distcp": items}))
     opened = DcpFolder.open(tmp_path, tmp_path)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted
 from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
-from mcore_rlhf.storage.stubs import Namespace, stub_class
+from mcore_rlhf.storage.stored import Namespace, stub_class
 from mcore_rlhf.storage.torchzip import read_directory
 from tests.unit.storage.forge import flatten, saved_pickle, write_pt
 

@@ -22,13 +22,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Record, dtype_of
 from mcore_rlhf.errors import StorageError, Unsupported
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.pt import Pt, StoredTensor, read_pt
-from mcore_rlhf.storage.stubs import new_stub, stub_class
+from mcore_rlhf.storage.stored import new_stub, stub_class
 from tests.unit.storage.forge import copy_pt, member
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "megatron"

@@ -10,8 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import Record, dtype_of
 from mcore_rlhf.errors import StorageError, Unsupported
 from mcore_rlhf.storage.safetensors import Safetensors
 from mcore_rlhf.storage.stored import StoredTensor

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.core.dtype import dtype_of
+from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.torch_values import (

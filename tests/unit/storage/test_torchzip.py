@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported
-from mcore_rlhf.storage.torchzip import Directory, read_directory
-from mcore_rlhf.storage.zipheaders import LIMIT16, archive
+from mcore_rlhf.storage.torchzip import LIMIT16, Directory, archive, read_directory
 
 
 @pytest.fixture

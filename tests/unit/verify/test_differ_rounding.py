@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.names import MASTER, PARAM
+from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles

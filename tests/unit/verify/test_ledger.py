@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.dtype import UINT8
+from mcore_rlhf.core.catalog import UINT8, Record
 from mcore_rlhf.errors import Corrupt, Problems
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.verify.audit import Ledger
