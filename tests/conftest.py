@@ -1,8 +1,10 @@
-"""What every test gets: a seed that is printed and can be replayed, and its folder's marker."""
+"""What every test gets: a seed that is printed and can be replayed, its folder's marker, and the megatron-core that was asked for."""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,26 @@ SEED = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="replay the random seed that an earlier run printed")
+    parser.addoption(
+        "--megatron", metavar="VERSION", help="run on the megatron-core that lies beside the installed one"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--seed") is None:  # set as an option, which the worker processes are given
         config.option.seed = random.SystemRandom().getrandbits(32)
     config.stash[SEED] = config.getoption("--seed")
+    if config.getoption("--megatron") is not None:
+        put_first(Path(sys.prefix) / f"megatron-{config.getoption('--megatron')}")
+
+
+def put_first(folder: Path) -> None:
+    """Have this process and all that it starts import Megatron from a folder that ``scripts/add_megatron.sh`` has made."""
+    if not folder.is_dir():
+        version = folder.name.partition("-")[2]
+        raise pytest.UsageError(f"{folder} is not there: scripts/add_megatron.sh {version}")
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -50,7 +50,12 @@ def known_fields(config_class: type, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch's part that this context-parallel rank works on; since 0.18 it is asked whether that part varies by sample."""
+    """A batch's part that this context-parallel rank works on.
+
+    Since 0.18 Megatron has to be told that the part does not vary by sample, and without a group it takes all ranks for one.
+    """
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    return get_batch_on_this_cp_rank(batch, *([False] if MEGATRON >= (0, 18) else []))
+    told = {"is_hybrid_cp": False} if MEGATRON >= (0, 18) else {}
+    return get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group(), **told)
