@@ -20,7 +20,7 @@ DISTRIBUTED, PLAIN, LAYER_WISE = "distributed", "plain", "layer_wise"
 """Kinds of optimizer: one that is cut over data-parallel ranks, one that every rank has whole, and one whose parameters are dealt to
 them, each of them whole."""
 
-_LAYER_WISE = "use_layer_wise_distributed_optimizer"
+_LAYER_WISE, BY_LAYOUT = "use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def arguments_for(
         rank: The rank that writes the file; None where ranks stay what they were.
         padded_vocab_size: Rows of the embedding.
         params_dtype: A torch name for the parameters' element type when it changes, else None.
-        optimizer: ``distributed``, ``plain`` or None.
+        optimizer: ``distributed``, ``plain``, ``layer_wise`` or None.
         ckpt_format: Megatron's name of the format that is written: ``torch`` or ``torch_dist``.
     """
     where_present = _layout_arguments(old, parallel, split, padded_vocab_size)
@@ -212,7 +212,7 @@ def arguments_for(
     new.update(_virtual_stage_arguments(old, parallel, split))
     new.update(_pattern_arguments(old, split))
     if optimizer is not None:
-        new.update(_optimizer_arguments(old, optimizer))
+        new.update(_optimizer_arguments(old, optimizer, ckpt_format))
     if params_dtype is not None:
         bf16 = params_dtype.name == "bfloat16"
         new.update(bf16=bf16, fp16=params_dtype.name == "float16")
@@ -282,12 +282,23 @@ def _pattern_arguments(old: Mapping[str, object], split: PipelineSplit) -> dict[
     return {name: dealt for name in PATTERNS if isinstance(old.get(name), str)}
 
 
-def _optimizer_arguments(old: Mapping[str, object], optimizer: str) -> dict[str, object]:
-    """Megatron overlaps the gathering of parameters with the distributed optimizer only."""
-    new: dict[str, object] = {"use_distributed_optimizer": optimizer == "distributed"}
-    if optimizer == "plain":
+def _optimizer_arguments(old: Mapping[str, object], optimizer: str, ckpt_format: str) -> dict[str, object]:
+    """Megatron overlaps the gathering of parameters with the distributed and the layer-wise optimizer only.
+
+    The layer-wise optimizer deals parameters by a layout of its own since 0.18, unless it is told not to; the ``torch`` format cannot
+    hold that.
+    """
+    new: dict[str, object] = {"use_distributed_optimizer": optimizer == DISTRIBUTED}
+    if optimizer == PLAIN:
         dependent = ("overlap_param_gather", "align_param_gather", "overlap_param_gather_with_optimizer_step")
         new.update((name, False) for name in dependent if name in old)
+    if Arguments(old).has_matrix_optimizer:
+        if _LAYER_WISE in old:
+            new[_LAYER_WISE] = optimizer == LAYER_WISE
+        else:
+            new["optimizer"] = "dist_muon" if optimizer == LAYER_WISE else "muon"
+        if optimizer == LAYER_WISE and ckpt_format == "torch" and BY_LAYOUT in old:
+            new[BY_LAYOUT] = False
     return new
 
 

@@ -10,7 +10,7 @@ Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_megatron_optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -213,6 +213,7 @@ class Blueprint:
         order: All keys of the model in registration order, opaque ones included.
         moments: Names of the optimizer's states, without the masters.
         state_dtypes: Their element types.
+        own: Those of each parameter, where not all have the same.
     """
 
     role: str
@@ -223,6 +224,7 @@ class Blueprint:
     order: Sequence[str]
     moments: tuple[str, ...]
     state_dtypes: Mapping[str, DType]
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     _sections: dict[object, list[ModelKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -230,6 +232,10 @@ class Blueprint:
         for name in self._keys():
             seen_layers = seen_layers or layer_of(name) is not None
             self._sections.setdefault(_section(name, seen_layers), []).append(self._item(name))
+
+    def moments_of(self, param: str) -> tuple[str, ...]:
+        """The optimizer's states of a parameter, without the master."""
+        return self.own.get(param, self.moments)
 
     @property
     def has_mtp(self) -> bool:
@@ -383,7 +389,7 @@ class RankLayout:
             self._place_in_buffers(trained)
         self._place_alone()
         if self.blueprint.choices.optimizer == PLAIN:
-            self._place_plain_states(trained)
+            self.place_whole_states(self.model, trained)
 
     @property
     def chained(self) -> tuple[ChainedOptimizer, ...]:
@@ -472,16 +478,17 @@ class RankLayout:
             if item.spec is not None and item.layout is not None and (item.vpp_rank, item.key) not in self.params:
                 self._place_param(item, self.model.new(item.spec.dtype, prod(item.layout.shape)), 0)
 
-    def _place_plain_states(self, trained: Sequence[LocalParam]) -> None:
+    def place_whole_states(self, records: Records, params: Iterable[LocalParam]) -> None:
+        """Give parameters their states, each of them whole, in one of the rank's files."""
         by_key = {(item.vpp_rank, item.item.name): item for item in self.items}
-        for param in trained:
+        for param in params:
             item = by_key[param.vpp_rank, param.name]
             assert item.spec is not None
             assert item.layout is not None
             masters = [MASTER] if param.dtype != FLOAT32 else []
-            for state in (*masters, *self.blueprint.moments):
-                record = self.model.new(self.blueprint.state_dtypes.get(state, FLOAT32), param.numel)
-                stored = self.model.place(self._name(item, state), item.spec, item.layout, record, 0)
+            for state in (*masters, *self.blueprint.moments_of(item.item.stored_as)):
+                record = records.new(self.blueprint.state_dtypes.get(state, FLOAT32), param.numel)
+                stored = records.place(self._name(item, state), item.spec, item.layout, record, 0)
                 self.states.setdefault((param.vpp_rank, param.name), {})[state] = stored
 
     def _place_param(self, item: LocalItem, record: Record, start: int) -> None:

@@ -16,7 +16,7 @@ from mcore_rlhf.layouts.tensor import padded_vocab_size, repadded
 from mcore_rlhf.models.hybrid import heads_to_divide
 from mcore_rlhf.models.spec import ModelSpec
 
-from .arguments import PATTERNS, Arguments
+from .arguments import DISTRIBUTED, LAYER_WISE, PATTERNS, PLAIN, Arguments
 
 _DEFAULT_DIVISOR = 128  # Megatron's own default for --make-vocab-size-divisible-by
 
@@ -60,7 +60,7 @@ def choose(source: Source, args: Arguments, options: WriteOptions, report: Repor
         )
     return NewLayout(
         parallel, split, choose_rows(source.model, source.parallel, args, options, parallel.tp, report),
-        _choose_dtype(source, options), _choose_optimizer(source, options, report), rng,
+        _choose_dtype(source, options), _choose_optimizer(source, args, options, report), rng,
     )  # fmt: skip
 
 
@@ -252,7 +252,8 @@ def _choose_dtype(source: Source, options: WriteOptions) -> DType | None:
     return None if current == {wanted} else wanted
 
 
-def _choose_optimizer(source: Source, options: WriteOptions, report: Report) -> str | None:
+def _choose_optimizer(source: Source, args: Arguments, options: WriteOptions, report: Report) -> str | None:
+    """Which kind is written. Beside Muon, ``--use-distributed-optimizer`` means the layer-wise one; the source's own is in its args."""
     if options.no_optimizer:
         if options.optimizer:
             raise UsageError("--no-optimizer and --optimizer contradict each other")
@@ -260,9 +261,10 @@ def _choose_optimizer(source: Source, options: WriteOptions, report: Report) -> 
         return None
     if options.optimizer and source.optimizer is None:
         raise UsageError(f"--optimizer {options.optimizer}: the source has no optimizer state")
-    if options.optimizer and options.optimizer != source.optimizer:
-        report.add(
-            Fate.CHANGED,
-            f"optimizer: {source.optimizer} → {options.optimizer}; param groups are dealt as Megatron derives them",
-        )
-    return options.optimizer or source.optimizer
+    old, wanted = source.optimizer, options.optimizer or source.optimizer
+    if args.has_matrix_optimizer and old is not None:
+        old = LAYER_WISE if args.layer_wise else PLAIN
+        wanted = {None: old, DISTRIBUTED: LAYER_WISE}.get(options.optimizer, options.optimizer)
+    if wanted != old:
+        report.add(Fate.CHANGED, f"optimizer: {old} → {wanted}; param groups are dealt as Megatron derives them")
+    return wanted

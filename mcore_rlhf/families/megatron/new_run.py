@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, same
-from mcore_rlhf.core.catalog import MASTER, Catalog, DType, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, DType, TensorName
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.errors import LayoutMismatch, Lossy, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, state_items
@@ -132,12 +132,23 @@ class NewRun:
         return new
 
     @cached_property
+    def states_of(self) -> Mapping[str, tuple[str, ...]]:
+        """The optimizer's states of every parameter, without the masters: Muon keeps others than Adam beside it."""
+        found: dict[str, list[str]] = {}
+        for name in self.source.catalog:
+            if name.state not in (PARAM, MASTER):
+                found.setdefault(name.param, []).append(name.state)
+        return {param: tuple(states) for param, states in found.items()}
+
+    @cached_property
     def state_dtypes(self) -> Mapping[str, DType]:
-        """Element types of the optimizer's states, as the first trained parameter has them."""
-        first = next((spec.name for spec in self.source.model.params if spec.trainable), None)
+        """Element types of the optimizer's states, as the first parameter that has them has them."""
+        first = {MASTER: next((spec.name for spec in self.source.model.params if spec.trainable), None)}
+        for param, states in reversed(list(self.states_of.items())):
+            first.update(dict.fromkeys(states, param))
         found: dict[str, DType] = {}
-        for state in self.source.states if first is not None else ():
-            entry = self.source.catalog.get(TensorName(self.source.role, str(first), state))
+        for state in self.source.states:
+            entry = self.source.catalog.get(TensorName(self.source.role, str(first.get(state)), state))
             if entry is not None:
                 found[state] = entry.dtype
         return found

@@ -19,11 +19,13 @@ from functools import cached_property, partial
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, DType
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OPAQUE
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
+from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
+from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import Membership, groups_for
-from mcore_rlhf.families.megatron.layout import Blueprint, ChainedOptimizer, LocalItem, LocalParam, RankLayout, Records
+from mcore_rlhf.families.megatron.groups import Membership, groups_by_member
+from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, LocalParam, RankLayout, Records
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import COUNTER, PER_RANK_KEYS, RankValues
 from mcore_rlhf.families.options import WriteOptions
@@ -50,6 +52,8 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     run = NewRun.of(source, options, "megatron", "torch")
     writer = _LegacyWriter(run)
     run.note()
+    if run.choices.optimizer == LAYER_WISE:
+        _check_layer_wise(run)
     writer.opaque.note(run.report)
     files = [file for at in file_ranks(run.choices.parallel) for file in writer.files(at)]
     return Target(
@@ -63,6 +67,28 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     )
 
 
+def _check_layer_wise(run: NewRun) -> None:
+    """What Megatron's layer-wise optimizer cannot have in this format.
+
+    Source: megatron-core 0.19.2, ``training/checkpointing.py`` (``save_checkpoint``), ``optimizer/layer_wise_optimizer.py``.
+
+    Raises:
+        Unsupported: Ranks would overwrite each other's file.
+    """
+    if run.choices.parallel.cp > 1:
+        raise Unsupported(
+            f"a layer-wise optimizer at CP {run.choices.parallel.cp}: in Megatron's torch format the ranks of a context-parallel "
+            "group write one file, and the states of all but one are lost\n"
+            "Write --to megatron-dist, give --optimizer plain, or leave the optimizer out with --no-optimizer."
+        )
+    if run.family.args.flag(BY_LAYOUT):
+        run.report.add(
+            Fate.CHANGED,
+            "layer-wise optimizer: parameters are dealt by size, since Megatron's torch format cannot hold its layout; the run needs "
+            "--no-use-layer-wise-param-layout to load it",
+        )
+
+
 @dataclass
 class _LegacyWriter:
     run: NewRun
@@ -74,7 +100,7 @@ class _LegacyWriter:
         chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, self.run.choices.split, model.mtp_layers)
         return Blueprint(
             self.run.source.role, model, Arguments(self.run.arguments(None)), self.run.choices, chunks, self.run.family.order,
-            self.run.moments, self.run.state_dtypes,
+            self.run.moments, self.run.state_dtypes, self.run.states_of,
         )  # fmt: skip
 
     @cached_property
@@ -89,6 +115,11 @@ class _LegacyWriter:
         files = [TargetFile(f"{prefix}/model_optim_rng.pt", partial(self._model_file, at, folder))]
         if self.run.choices.optimizer == DISTRIBUTED and (at.holds_dense_optimizer or self._has_experts()):
             files.append(TargetFile(f"{prefix}/distrib_optim.pt", partial(self._distrib_file, at, folder)))
+        if self.run.choices.optimizer == LAYER_WISE:
+            dealt = dealt_files(self.run.choices.parallel, at)
+            files += [
+                TargetFile(f"{prefix}/{file.name}", partial(self._dealt_file, at, folder, file)) for file in dealt
+            ]
         return files
 
     def _has_experts(self) -> bool:
@@ -96,7 +127,22 @@ class _LegacyWriter:
 
     def _model_file(self, at: FileRank, folder: str) -> FileLayout:
         rank = RankLayout(self.blueprint, at, folder)
-        return _layout(rank.model, lambda: self._trees(rank).model_tree())
+        if self.run.choices.optimizer != LAYER_WISE:
+            return _layout(rank.model, lambda: self._trees(rank).model_tree())
+        trees = self._dealt(rank, rank.model, dealt_files(self.run.choices.parallel, at)[0])
+        return _layout(rank.model, trees.model_tree)
+
+    def _dealt_file(self, at: FileRank, folder: str, file: DealtFile) -> FileLayout:
+        """The file of one data-parallel rank of a layer-wise optimizer."""
+        rank, records = RankLayout(self.blueprint, at, folder), Records(f"{folder}/{at.folder}/{file.name}")
+        return _layout(records, self._dealt(rank, records, file).optimizer)
+
+    def _dealt(self, rank: RankLayout, records: Records, file: DealtFile) -> TreeMaker:
+        """The trees of a rank with its own of the parameters that are dealt, whose states are to lie in a file."""
+        trees = self._trees(rank)
+        trees.dealt = trees.dealing.of_rank(rank.trained(), file.dense, file.expert)
+        rank.place_whole_states(records, (param for groups in trees.dealt for inside in groups for param in inside))
+        return trees
 
     def _distrib_file(self, at: FileRank, folder: str) -> FileLayout:
         rank = RankLayout(self.blueprint, at, folder)
@@ -123,9 +169,11 @@ def _layout(records: Records, tree: Callable[[], object]) -> FileLayout:
 
 
 Tree = dict[object, object]
+_STEP = "step"
+"""A group that is empty on a rank has taken none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TreeMaker:
     """Builds the trees of one rank.
 
@@ -138,6 +186,7 @@ class TreeMaker:
         per_rank: Further top-level values of this rank.
         membership: Decides which param group a parameter is in.
         scalars: Values that a plain optimizer keeps per parameter.
+        dealt: Its own of the parameters that are dealt to data-parallel ranks; None where it has all.
     """
 
     rank: RankLayout
@@ -148,6 +197,7 @@ class TreeMaker:
     per_rank: Mapping[str, object]
     membership: Membership
     scalars: Mapping[str, object]
+    dealt: Dealt | None = None
 
     def model_tree(self) -> Tree:
         """The content of ``model_optim_rng.pt``."""
@@ -159,7 +209,7 @@ class TreeMaker:
         tree["iteration"] = state.iteration
         tree.update(self._models())
         if self.rank.blueprint.choices.optimizer is not None:
-            tree["optimizer"] = self._optimizer()
+            tree["optimizer"] = self.optimizer()
         if state.scheduler is not None:
             tree["opt_param_scheduler"] = state.scheduler
         if self.rng is not None:
@@ -180,32 +230,32 @@ class TreeMaker:
             )
         return models
 
-    def _optimizer(self) -> object:
-        chained = self.rank.chained
-        blueprint = self.rank.blueprint
-        dense, expert = groups_for(
-            self.state.groups, blueprint.choices.parallel.ep, blueprint.model.params, self.membership
-        )
-        built = [self._member(member, expert if member.expert else dense) for member in chained]
-        return built if len(built) > 1 else built[0]
+    @property
+    def dealing(self) -> Dealing:
+        """Who trains what."""
+        chained, blueprint = self.rank.chained, self.rank.blueprint
+        ep = blueprint.choices.parallel.ep
+        groups = groups_by_member(chained, self.state.groups, ep, blueprint.model.params, self.membership)
+        return Dealing(chained, groups, self.membership, ep)
 
-    def _member(self, member: ChainedOptimizer, groups: Sequence[ParamGroup]) -> Tree:
+    def optimizer(self) -> object:
+        """One dictionary, or one for each chained optimizer: what ``model_optim_rng.pt`` has of it."""
+        dealing = self.dealing
         if self.rank.blueprint.choices.optimizer == DISTRIBUTED:
-            inner: Tree = {"param_groups": [dict(group.fields) for group in groups]}
-            return self._with_scaler({"optimizer": inner})
-        return self._plain_member(member, groups)
+            flat = ({"param_groups": [dict(group.fields) for group in groups]} for groups in dealing.groups)
+            built = [self._with_scaler({"optimizer": inner}) for inner in flat]
+        else:
+            dealt = dealing.whole(self.rank.trained()) if self.dealt is None else self.dealt
+            built = [self._whole_member(*one) for one in zip(dealing.groups, dealt, strict=True)]
+        return built if len(built) > 1 else built[0]
 
     def _with_scaler(self, tree: Tree) -> Tree:
         if self.state.grad_scaler is not None:
             tree["grad_scaler"] = self.state.grad_scaler
         return tree
 
-    def _plain_member(self, member: ChainedOptimizer, groups: Sequence[ParamGroup]) -> Tree:
-        ep = self.rank.blueprint.choices.parallel.ep
-        dealt: list[list[LocalParam]] = [[] for _ in groups]
-        for param in self.rank.trained():
-            if member.owns(param, ep):
-                dealt[self.membership.index(param.name, len(param.shape), groups)].append(param)
+    def _whole_member(self, groups: Sequence[ParamGroup], dealt: Sequence[Sequence[LocalParam]]) -> Tree:
+        """A chained optimizer whose parameters are whole: those of every group in order, numbered from the first on."""
         states: Tree = {}
         stored_groups, masters = [], []
         for group, params in zip(groups, dealt, strict=True):
@@ -213,7 +263,8 @@ class TreeMaker:
             for index, param in zip(indices, params, strict=True):
                 places = self.rank.states[param.vpp_rank, param.name]
                 states[index] = {**self.scalars, **{name: place for name, place in places.items() if name != MASTER}}
-            stored_groups.append({**group.fields, "params": indices})
+            fields = {key: value for key, value in group.fields.items() if indices or key != _STEP}
+            stored_groups.append({**fields, "params": indices})
             half = [param for param in params if param.dtype != FLOAT32]
             masters.append([self.rank.states[param.vpp_rank, param.name][MASTER] for param in half])
         inner: Tree = {"state": states, "param_groups": stored_groups}

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, Unsupported
-from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.dealing import Dealing
+from mcore_rlhf.families.megatron.groups import Membership
+from mcore_rlhf.families.megatron.layout import ChainedOptimizer, LocalParam
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.formats.megatron.writer import megatron_target
 from mcore_rlhf.formats.registry import open_checkpoint
-from tests.helpers.conversions import GOLDENS
+from mcore_rlhf.layouts.tensor import Shard
+from mcore_rlhf.models.spec import Rules
+from tests.helpers.conversions import GOLDENS, Conversions
 from tests.helpers.dist_reader import check_every_state, states_of
+from tests.helpers.plain_load import plain_load
 
 GENUINE = GOLDENS.parent / "megatron_0_19"
 RUNS = ("muon_tp2_bf16", "muon_pingpong_dp2_bf16")
@@ -58,3 +71,74 @@ def test_files_of_another_dealing_are_refused(tmp_path: Path) -> None:
     (folder / "x").rename(second)
     with pytest.raises(Unsupported, match=r"param group 0 has \d+ parameters"):
         open_checkpoint(root, ReadOptions())
+
+
+def test_written_at_its_own_layout_it_is_megatrons_own_file(conversions: Conversions, tmp_path: Path) -> None:
+    """Whatever stands in the optimizers' dictionaries, in its order: of both kinds, and of every rank."""
+    for run in RUNS:
+        made = conversions.of(GENUINE / run)
+        files = sorted(path.relative_to(GENUINE / run) for path in (GENUINE / run).rglob("*.pt"))
+        assert files == sorted(path.relative_to(made) for path in made.rglob("*.pt"))
+        for file in files:
+            theirs, ours = plain_load(GENUINE / run / file), plain_load(made / file)
+            if isinstance(theirs, dict):
+                theirs, ours = theirs["optimizer"], ours["optimizer"]
+            assert list(flat(ours)) == list(flat(theirs)), file
+
+
+def flat(value: Any, where: str = "") -> Iterator[tuple[str, object]]:
+    """Every leaf of a nest by its place; a tensor as its type, shape and bytes."""
+    if isinstance(value, dict | list):
+        yield where, len(value)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from flat(item, f"{where}/{key}")
+    elif isinstance(value, torch.Tensor):
+        yield where, (value.dtype, tuple(value.shape), value.numpy().tobytes())
+    else:
+        yield where, value
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 1},
+    {"tp": 2, "pp": 2, "dp": 3},
+    {"dp": 1},
+    {"dp": 4},
+    {"tp": 4, "dp": 2, "optimizer": "distributed"},
+    {"tp": 1, "optimizer": "plain"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("run", RUNS)
+def test_at_another_layout_every_state_is_what_torch_read(
+    conversions: Conversions, run: str, layout: dict[str, Any]
+) -> None:
+    root, job = conversions.job(GENUINE / run, **layout, padded_vocab_size=160 if "tp2" in run else 144)
+    check_every_state(open_checkpoint(root, ReadOptions()), states_of(GENUINE / f"dist_{run}"))
+    assert job.lossless
+    args = vars(plain_load(next(root.rglob("model_optim_rng.pt")))["args"])
+    wise = layout.get("optimizer", "distributed" if "pingpong" in run else "plain") == "distributed"
+    assert (args["use_layer_wise_distributed_optimizer"], args["use_distributed_optimizer"]) == (wise, False)
+    assert bool(list(root.rglob("layer_wise_optimizer_*.pt"))) == wise
+    assert not (wise and args["use_layer_wise_param_layout"])
+
+
+def test_parameters_are_dealt_by_size_there_and_back() -> None:
+    """Megatron's own example: of 4 ranks and 10 parameters; experts have turns of their own."""
+    names = [f"decoder.layers.{i}.mlp.linear_fc1.weight" for i in range(10)]
+    expert = [f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1.weight" for i in range(3)]
+    params = [LocalParam(name, 0, (100 - i, 1), BFLOAT16, False) for i, name in enumerate(names)]
+    params += [LocalParam(name, 0, (7, 1), BFLOAT16, False) for name in expert]
+    groups = [ParamGroup({"wd_mult": 1.0}), ParamGroup({"wd_mult": 1.0}, expert=True)]
+    dealing = Dealing((ChainedOptimizer((0,), None, True),), [groups], Membership(Arguments({}), Rules()), 2)
+    ranks = [dealing.of_rank(params, Shard(rank, 4), Shard(rank // 2, 2))[0] for rank in range(4)]
+    assert [[9 - names.index(param.name) for param in dense] for dense, _ in ranks] == [
+        [0, 7, 8], [1, 6, 9], [2, 5], [3, 4],
+    ]  # fmt: skip
+    assert [[expert.index(param.name) for param in own] for _, own in ranks] == [[0], [0], [1, 2], [1, 2]]
+
+
+def test_a_context_parallel_group_would_overwrite_its_files(tmp_path: Path) -> None:
+    source = open_checkpoint(GENUINE / "muon_pingpong_dp2_bf16", ReadOptions())
+    with pytest.raises(Unsupported, match=r"(?s)CP 2.*--optimizer plain"):
+        megatron_target(replace(source, parallel=replace(source.parallel, cp=2)), WriteOptions())
