@@ -28,8 +28,9 @@ from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.leftovers import carry
 from .storage.manifest import FileEntry, Manifest, provenance
-from .storage.paths import ReadablePath, checkpoint_path, local_path, real_path
+from .storage.paths import ReadablePath, local_path, real_path
 from .storage.publish import MANIFEST_NAME, Publication, check_space, refuse_overlap, replace_text
+from .storage.urls import checkpoint_path
 from .verify.audit import Audit, Ledger, read_checksums
 
 _BUFFERS_PER_WORKER = 8

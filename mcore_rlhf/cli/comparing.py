@@ -17,6 +17,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.subject import Subject, find
+from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.verify.differ import Differ, Tolerance
 
 from .describe import chosen_facts, print_choice, source_facts, source_text, step_facts
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _STATE_NBYTES = 4  # optimizer states are fp32 nearly always; this is for the progress bar
+
+_PIECE = 4 << 20
 
 
 def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, states: str | None, json: bool) -> None:
@@ -109,7 +112,10 @@ def _compared(a: Subject, b: Subject, name: str) -> str:
     there = [path.is_file() for path in paths]
     if not all(there):
         return f"only {paths[0 if there[0] else 1].parent.parent} has it"
-    same = paths[0].stat().st_size == paths[1].stat().st_size and paths[0].read_bytes() == paths[1].read_bytes()
+    with opened(paths[0]) as one, opened(paths[1]) as other:
+        same = one.nbytes == other.nbytes and all(
+            left == right for left, right in zip(one.pieces(_PIECE), other.pieces(_PIECE), strict=True)
+        )
     return "equal" if same else "different"
 
 

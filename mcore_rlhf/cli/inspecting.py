@@ -72,7 +72,7 @@ def _look(subject: Subject, role: str, pattern: str | None) -> Facts:
     return facts
 
 
-def model_facts(source: Source, path: Path) -> Facts:
+def model_facts(source: Source, path: ReadablePath) -> Facts:
     """What a model's checkpoint is.
 
     Keys: those of :func:`~.describe.source_facts`; ``model``; ``optimizer`` (or null); ``unread`` (why the

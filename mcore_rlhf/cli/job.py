@@ -37,7 +37,8 @@ from mcore_rlhf.families.options import (
     refuse,
 )
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.paths import ReadablePath, local_path
+from mcore_rlhf.storage.urls import checkpoint_path
 
 from .options import default_workers
 from .progress import shown_progress
@@ -67,13 +68,14 @@ class ConversionJob(JobOptions):
     name: str | None = None
     description: str | None = None
 
-    def source_folder(self) -> Path:
+    def source_folder(self) -> ReadablePath:
         """The source.
 
         Raises:
             UsageError: Neither the command line nor the job file names one.
         """
-        return self._folder("source", "SRC")
+        path = checkpoint_path(self._named("source", "SRC"))
+        return path.expanduser() if isinstance(path, Path) else path
 
     def subject(self) -> Subject:
         """What the source means: never an older step than the newest, unless that was asked for.
@@ -101,15 +103,15 @@ class ConversionJob(JobOptions):
         Raises:
             UsageError: Neither the command line nor the job file names one.
         """
-        return self._folder("target", "DST")
+        return local_path(self._named("target", "DST")).expanduser()
 
-    def _folder(self, end: str, argument: str) -> Path:
-        value = getattr(self, end)
+    def _named(self, end: str, argument: str) -> str:
+        value: str | None = getattr(self, end)
         if not value:
             raise UsageError(
                 f"no {end} was given\nGive {argument} on the command line, or '{end}:' in the --config file."
             )
-        return local_path(value).expanduser()
+        return value
 
 
 def make_job(given: Mapping[str, Any], config: Path | None = None) -> ConversionJob:

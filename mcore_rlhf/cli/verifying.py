@@ -14,6 +14,7 @@ from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.storage.manifest import Manifest, check
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 from .describe import (
@@ -85,7 +86,7 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     return {**step_facts(subject), "intact": intact, "depth": depth.value, "problems": problems, "models": models}
 
 
-def verify_facts(path: Path, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
+def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
     """Verify one model.
 
     Keys: ``path``; ``intact``; ``depth``; ``checked`` (texts); ``problems`` (``kind``, ``message``, ``advice``);
@@ -109,7 +110,9 @@ def verify_facts(path: Path, options: ReadOptions, depth: Depth, workers: int, p
     }
 
 
-def check_manifest(folder: Path, manifest: Manifest, progress: Progress, sizes_only: bool = False) -> list[Problem]:
+def check_manifest(
+    folder: ReadablePath, manifest: Manifest, progress: Progress, sizes_only: bool = False
+) -> list[Problem]:
     """Compare a step with its manifest, byte by byte, and show how far that is."""
     progress.stage(f"verifying {folder / MANIFEST}", sum(entry.nbytes for entry in manifest.files.values()))
     advance = progress.advance

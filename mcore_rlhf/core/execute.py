@@ -5,9 +5,9 @@ The copies are cut into windows, so that a file is written in order and in bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from .plan import Copy, FilePlan
 WINDOW_BYTES = 1 << 20
 SPAN_BYTES = 4 << 20
 """A strided read touches at most this much of a source at a time, whatever its pitch."""
+
+AHEAD_BYTES = 64 << 20
+"""So much is on its way from a far source while the windows before it are written."""
 
 _GRID_BYTES = 4096
 """Windows end one page after round offsets of the file: no page is written twice, and the page cache is filled with pieces
@@ -36,6 +39,19 @@ class SourceBytes(Protocol):
 
     def release(self, file: str, byte_offset: int, nbytes: int) -> None:
         """Say that these bytes are not needed any more."""
+        ...
+
+
+Range = tuple[str, int, int]
+"""A file, where in it, and how many bytes."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A source that fetches early what will be viewed: one to which every request is a journey."""
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Hear of what will be viewed soon."""
         ...
 
 
@@ -97,13 +113,30 @@ class FileRun:
         by_key: dict[str, list[Copy]] = {record.key: [] for record in self.records}
         for copy in self.plan.copies:
             by_key[copy.target.key].append(copy)
-        return {record.key: self._fill(record, by_key[record.key]) for record in self.records}
+        ahead = _Ahead(self.source, self._reads(by_key)) if isinstance(self.source, ReadsAhead) else None
+        return {record.key: self._fill(record, by_key[record.key], ahead) for record in self.records}
 
-    def _fill(self, record: Record, copies: list[Copy]) -> int:
+    def _windows(self, record: Record, copies: list[Copy]) -> Iterator[Window]:
         limit = max(1, self.window_bytes // record.dtype.itemsize)
-        crc, phase = 0, (self.offset(record.key) - _GRID_BYTES) // record.dtype.itemsize
-        for window in windows(copies, record.numel, limit, phase):
+        phase = (self.offset(record.key) - _GRID_BYTES) // record.dtype.itemsize
+        return windows(copies, record.numel, limit, phase)
+
+    def _reads(self, by_key: Mapping[str, list[Copy]]) -> Iterator[tuple[int, list[Range]]]:
+        """The bytes of every window, and what will be viewed for it."""
+        for record in self.records:
+            for window in self._windows(record, by_key[record.key]):
+                parts = (copy for whole in window.copies for copy in _limited(whole, SPAN_BYTES))
+                yield (
+                    window.numel * record.dtype.itemsize,
+                    [(copy.source.file, *_span(copy)) for copy in parts],
+                )
+
+    def _fill(self, record: Record, copies: list[Copy], ahead: _Ahead | None) -> int:
+        crc = 0
+        for window in self._windows(record, copies):
             nbytes = window.numel * record.dtype.itemsize
+            if ahead is not None:
+                ahead.advance(nbytes)
             crc = self.checksums.combine(crc, self._pass(record, window), nbytes)
             self.progress(nbytes)
         return crc
@@ -147,8 +180,7 @@ class FileRun:
 
     def _place(self, copy: Copy, window_start: int, out: Words) -> None:
         itemsize = copy.source.dtype.itemsize
-        at = copy.source.byte_offset + copy.source_start * itemsize
-        nbytes = (1 + sum((n - 1) * s for n, s in zip(copy.shape, copy.source_strides, strict=True))) * itemsize
+        at, nbytes = _span(copy)
         data = self.source.view(copy.source.file, at, nbytes)
         if nbytes == copy.numel * itemsize:  # whole rows: in the cache now, so that nobody has to read them again
             self.checksums.saw(copy.source, at - copy.source.byte_offset, nbytes, self.checksums.crc32(data))
@@ -165,6 +197,35 @@ def strided(flat: Words, start: int, shape: Sequence[int], strides: Sequence[int
     steps = [s * flat.itemsize for s in strides]
     view: Words = Words(shape, flat.dtype, flat, start * flat.itemsize, steps)
     return view
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Tells a source of the next reads, so many bytes of the target before they come."""
+
+    source: ReadsAhead
+    reads: Iterator[tuple[int, list[Range]]]
+    told: int = 0
+
+    def advance(self, nbytes: int) -> None:
+        """A window of so many bytes is about to be filled."""
+        self.told -= nbytes
+        if self.told > AHEAD_BYTES // 2:
+            return
+        batch: list[Range] = []
+        for window_nbytes, ranges in self.reads:
+            batch += ranges
+            self.told += window_nbytes
+            if self.told >= AHEAD_BYTES:
+                break
+        self.source.expect(batch)
+
+
+def _span(copy: Copy) -> tuple[int, int]:
+    """Where in its file a copy begins to read, and how many bytes it spans."""
+    itemsize = copy.source.dtype.itemsize
+    numel = 1 + sum((n - 1) * s for n, s in zip(copy.shape, copy.source_strides, strict=True))
+    return copy.source.byte_offset + copy.source_start * itemsize, numel * itemsize
 
 
 def _limited(copy: Copy, span_bytes: int) -> Iterator[Copy]:

@@ -14,7 +14,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.reading import OpenFiles
+from mcore_rlhf.storage.store import open_files
 from mcore_rlhf.storage.torchzip import Directory
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def open_bytes(root: ReadablePath, computed: Computed | None) -> Iterator[Source
     """
     from mcore_rlhf.core.computed import ComputedBytes
 
-    with OpenFiles(root if computed is None else computed.root) as files:
+    with open_files(root if computed is None else computed.root) as files:
         yield files if computed is None else ComputedBytes(files, computed.computations)
 
 

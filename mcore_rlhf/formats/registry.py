@@ -10,7 +10,8 @@ from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, Usag
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.urls import checkpoint_path
 
 from .base import Format
 from .carried import with_carried

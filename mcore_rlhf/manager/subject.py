@@ -14,7 +14,8 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.urls import checkpoint_path
 
 from .run import steps
 from .run.steps import RESERVED, TRACKER, Step, tracker_text
@@ -170,8 +171,8 @@ class Subject:
         chosen: How the step was found in a root; None where the path says which.
     """
 
-    folder: Path
-    models: Mapping[str, Path]
+    folder: ReadablePath
+    models: Mapping[str, ReadablePath]
     options: ReadOptions
     step: int | None = None
     manifest: Manifest | None = None
@@ -207,7 +208,7 @@ class Subject:
         return self.of(next(iter(self.models)))
 
 
-def find(path: Path, options: ReadOptions, chosen: ChosenStep | None = None) -> Subject:
+def find(path: ReadablePath, options: ReadOptions, chosen: ChosenStep | None = None) -> Subject:
     """Understand a path: the root of a run, a step, a role's folder, an iteration.
 
     Args:
@@ -219,6 +220,7 @@ def find(path: Path, options: ReadOptions, chosen: ChosenStep | None = None) -> 
         NotACheckpoint: The step does not have that role.
         CheckpointError: There is no such step, or it is damaged.
     """
+    path = checkpoint_path(path)
     chosen = chosen or chosen_step(path, options.step)
     if chosen is not None:
         path, options = chosen.folder, replace(options, step=None)
@@ -235,18 +237,22 @@ def find(path: Path, options: ReadOptions, chosen: ChosenStep | None = None) -> 
     return found.of(options.role)
 
 
-def whole_step(path: Path, options: ReadOptions) -> Subject | None:
+def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:
     """The step that a folder is, whatever it holds; None where it is something else, such as a lone checkpoint.
 
     Raises:
         Corrupt: The step is damaged; what is wrong is said.
     """
-    path = local_path(path)
+    path = checkpoint_path(path)
     return _opened(path, options) if _is_step(path) and path.is_dir() and not _is_model(path) else None
 
 
 def chosen_step(
-    path: Path, step: int | None = None, *, newest_intact: bool = False, progress: Callable[[int], None] | None = None
+    path: ReadablePath,
+    step: int | None = None,
+    *,
+    newest_intact: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> ChosenStep | None:
     """The step that the root of a run means; None where the path is no root.
 
@@ -258,29 +264,38 @@ def chosen_step(
         UsageError: ``newest_intact``, and the path is no root.
         CheckpointError: See :func:`choose`.
     """
-    path = local_path(path)
+    path = checkpoint_path(path)
     if _is_root(path):
+        if not isinstance(path, Path):
+            there = sorted(
+                (child for child in path.iterdir() if steps.step_of(child) is not None),
+                key=lambda one: steps.step_of(one) or 0,
+            )
+            raise UsageError(
+                f"{path}: is the root of a run; in a store, name the step itself\n"
+                f"There are: {', '.join(child.name for child in there[-_SHOWN:])}"
+            )
         return choose(path, step, newest_intact=newest_intact, progress=progress)
     if newest_intact:
         raise UsageError(f"--newest-intact chooses one of several steps, and {path} is not the root of a run")
     return None
 
 
-def _is_root(path: Path) -> bool:
+def _is_root(path: ReadablePath) -> bool:
     if not path.is_dir() or _is_step(path) or _is_model(path):
         return False
     return any(steps.step_of(child) is not None for child in path.iterdir())
 
 
-def _is_step(path: Path) -> bool:
+def _is_step(path: ReadablePath) -> bool:
     return steps.step_of(path) is not None or (path / steps.MANIFEST).is_file()
 
 
-def _is_model(path: Path) -> bool:
+def _is_model(path: ReadablePath) -> bool:
     return any(known.detect(path) for known in FORMATS)
 
 
-def _opened(folder: Path, options: ReadOptions) -> Subject | None:
+def _opened(folder: ReadablePath, options: ReadOptions) -> Subject | None:
     has_manifest = (folder / steps.MANIFEST).is_file()
     manifest = steps.read_manifest(folder) if has_manifest else None
     if manifest is not None and steps.step_of(folder) is not None and not steps.is_committed(folder):
@@ -300,7 +315,7 @@ def _opened(folder: Path, options: ReadOptions) -> Subject | None:
     return Subject(folder, models, options, number or 0, manifest, _others(folder, manifest, models))
 
 
-def _others(folder: Path, manifest: Manifest | None, models: Mapping[str, Path]) -> tuple[str, ...]:
+def _others(folder: ReadablePath, manifest: Manifest | None, models: Mapping[str, ReadablePath]) -> tuple[str, ...]:
     """Everything that no model has; of a step of ours, what its manifest lists."""
     if manifest is not None:
         names = sorted(manifest.files)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, TypeVar
+from urllib.parse import unquote
 
 from ..errors import NotACheckpoint, StorageError, Untrusted, UsageError
 
@@ -147,9 +148,9 @@ def absolute(path: _Path) -> _Path:
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """A path that a user named, which is not a URL: as a path it would mean a folder called ``s3:`` in the current one.
+    """A path of the file system that a user named, ``file://`` included; another URL would mean a folder called ``s3:`` here.
 
-    The one place that knows which paths there are: everything that takes one from a user asks here.
+    Everything that takes a path from a user and writes there asks here; what only reads asks :func:`.urls.checkpoint_path`.
 
     Args:
         given: A source, a target, a root, or a file beside one.
@@ -157,27 +158,24 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: It is a URL.
     """
-    text = os.fspath(given)
-    scheme = _URL.match(text)
-    if scheme is None:
-        return Path(text)
-    url = f"{scheme[1]}://{text[scheme.end() :]}"
-    if scheme[1].lower() == "file":
-        raise UsageError(f"{url}: is a URL, but a path is expected\nLeave out the file:// in front of it.")
+    url = url_in(given)
+    if url is None:
+        return Path(given)
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() == "file":
+        return Path(unquote(f"/{rest.removeprefix('localhost').lstrip('/')}"))
     raise UsageError(
-        f"{url}: is a URL, and only folders of mounted file systems are read and written\n"
-        f"Copy it to a local folder first or afterwards, or mount it. A folder that is really called {scheme[1]}: is named by "
+        f"{url}: is a URL, and a folder of a mounted file system is needed here\n"
+        f"Copy it to a local folder first or afterwards, or mount it. A folder that is really called {scheme}: is named by "
         "its absolute path."
     )
 
 
-def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePath:
-    """A path to read from: what a user named, or what a store gave.
-
-    Raises:
-        UsageError: It is a URL.
-    """
-    return local_path(given) if isinstance(given, str | os.PathLike) else given
+def url_in(given: str | os.PathLike[str]) -> str | None:
+    """The URL that a user named, with both slashes; None where it is a path."""
+    text = os.fspath(given)
+    scheme = _URL.match(text)
+    return None if scheme is None else f"{scheme[1]}://{text[scheme.end() :]}"
 
 
 def real_path(path: _Path) -> _Path:

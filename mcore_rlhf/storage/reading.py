@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from ..errors import Incomplete, StorageError
 from .paths import NotRegular, ReadablePath, cannot_open, inside, storage_error
@@ -57,7 +57,12 @@ class ByteSource(ABC):
     Args:
         path: The file, for messages.
         nbytes: Its length when it was opened.
+
+    Attributes:
+        far: Whether every read is a journey: what can be worked out is not read then.
     """
+
+    far: ClassVar[bool] = False
 
     def __init__(self, path: ReadablePath, nbytes: int) -> None:
         self.path, self.nbytes = path, nbytes
@@ -116,6 +121,9 @@ class ByteSource(ABC):
 
     def release(self, byte_offset: int, nbytes: int) -> None:  # noqa: B027
         """Say that these bytes are not needed any more."""
+
+    def expect(self, byte_offset: int, nbytes: int) -> None:  # noqa: B027
+        """Say that these bytes will be read soon."""
 
     def close(self) -> None:  # noqa: B027
         """Let the file go, once the last view of it is gone."""

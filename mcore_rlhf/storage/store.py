@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePath, PurePosixPath
-from typing import Protocol
+from typing import ClassVar
 
-from .reading import ByteSource
+from .paths import ReadablePath
+from .reading import ByteSource, OpenFiles
 
 
-class Store(Protocol):
+class Store(ABC):
     """Files that are no file system's: those of an object store, an archive, a test. For several threads."""
 
+    @abstractmethod
     def __str__(self) -> str:
         """What paths begin with in messages: ``s3://bucket/``."""
-        ...
 
+    @abstractmethod
     def listed(self, folder: str) -> Mapping[str, int | None]:
         """What lies in a folder, by name: the length of a file, None for a folder; nothing where there is no such folder.
 
         Args:
             folder: Its path, with ``/``; empty for the whole.
         """
-        ...
 
+    @abstractmethod
     def pread(self, file: str, nbytes: int, offset: int) -> bytes:
         """Up to so many bytes of a file; none behind its end.
 
         Raises:
             OSError: They cannot be read.
         """
-        ...
+
+    def size(self, path: str) -> int | None:
+        """The length of a file, None for a folder.
+
+        Raises:
+            FileNotFoundError: It is neither.
+        """
+        parent, _, name = path.rpartition("/")
+        beside = self.listed(parent)
+        if name not in beside:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self}{path}")
+        return beside[name]
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:  # noqa: B027
+        """Hear what will be read soon: a file, where in it, how many bytes."""
+
+    def length(self, path: str) -> int:
+        """The length of a file that should be there.
+
+        Raises:
+            OSError: It is a folder, or is missing.
+        """
+        nbytes = self.size(path)
+        if nbytes is None:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"{self}{path}")
+        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +117,7 @@ class StorePath:
         Raises:
             FileNotFoundError: It is neither.
         """
-        if self.path == PurePosixPath():
-            return None
-        beside = self.store.listed(_key(self.path.parent))
-        if self.name not in beside:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        return beside[self.name]
+        return None if self.path == PurePosixPath() else self.store.size(str(self.path))
 
     def is_file(self) -> bool:
         try:
@@ -155,12 +178,40 @@ class StoreFile(ByteSource):
         OSError: It is a folder, or is missing.
     """
 
+    far: ClassVar[bool] = True
+
     def __init__(self, path: StorePath) -> None:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        super().__init__(path, path.stat().st_size)
-        self._store, self._file = path.store, str(path.path)
+        self._store, self._file = path.store, _key(path.path)
+        super().__init__(path, self._store.length(self._file))
 
     def pread(self, nbytes: int, offset: int) -> bytes:
         """See :meth:`ByteSource.pread`."""
         return self._store.pread(self._file, min(nbytes, self.nbytes - offset), offset) if offset < self.nbytes else b""
+
+    def expect(self, byte_offset: int, nbytes: int) -> None:
+        """See :meth:`ByteSource.expect`."""
+        self._store.expect([(self._file, byte_offset, nbytes)])
+
+    def pieces(self, nbytes: int) -> Iterator[memoryview]:
+        """See :meth:`ByteSource.pieces`; those that follow are on their way meanwhile."""
+        for at in range(0, self.nbytes, nbytes):
+            self.expect(at, min(_AHEAD * nbytes, self.nbytes - at))
+            yield self.view(at, min(nbytes, self.nbytes - at))
+
+
+_AHEAD = 4
+
+
+class FarFiles(OpenFiles):
+    """See :class:`OpenFiles`; the files of a store, which hears beforehand what will be read."""
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """See :class:`mcore_rlhf.core.execute.ReadsAhead`."""
+        root = self.root
+        assert isinstance(root, StorePath)
+        root.store.expect((_key((root / file).path), at, nbytes) for file, at, nbytes in ranges)
+
+
+def open_files(root: ReadablePath) -> OpenFiles:
+    """The files of a checkpoint, wherever it lies."""
+    return FarFiles(root) if isinstance(root, StorePath) else OpenFiles(root)

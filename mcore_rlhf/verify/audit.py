@@ -13,7 +13,7 @@ import numpy as np
 
 from mcore_rlhf.core.cast import Words, differing_after_rounding
 from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, Chunk, Record, Shape, TensorEntry, TensorName, row_major
-from mcore_rlhf.core.execute import WINDOW_BYTES, WORDS, SourceBytes, rows_of, strided
+from mcore_rlhf.core.execute import AHEAD_BYTES, WINDOW_BYTES, WORDS, ReadsAhead, SourceBytes, rows_of, strided
 from mcore_rlhf.core.plan import Copy, check_tiles, coalesced
 from mcore_rlhf.errors import Corrupt, CoverageError, Problems
 from mcore_rlhf.families.source import StoredFile
@@ -142,6 +142,8 @@ def _read_on(crc: int, source: SourceBytes, progress: _Progress, file: str, star
     """The checksum of what was read so far and of a range of a file."""
     for at in range(start, stop, WINDOW_BYTES):
         size = min(WINDOW_BYTES, stop - at)
+        if isinstance(source, ReadsAhead) and (at - start) % (AHEAD_BYTES // 2) == 0:
+            source.expect([(file, at, min(AHEAD_BYTES, stop - at))])
         data = source.view(file, at, size)
         crc = combine(crc, crc32(data), size)
         del data

@@ -13,9 +13,10 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, StoredFile, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.paths import ReadablePath, checkpoint_path
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.torchzip import read_directory
+from mcore_rlhf.storage.urls import checkpoint_path
 
 from .audit import Audit, Ledger, read_checksums
 

@@ -20,7 +20,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import FORMATS, open_checkpoint
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import OpenFiles, open_bytes, read_bytes, read_json
-from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.store import Store, StorePath
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import GOLDENS as MEGATRON
 
@@ -33,7 +33,7 @@ ONE_OF_EACH = {
 
 
 @dataclass
-class Memory:
+class Memory(Store):
     """Files by path; no folder is made, as in a store of objects."""
 
     files: Mapping[str, bytes]

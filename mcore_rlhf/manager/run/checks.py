@@ -6,16 +6,16 @@ Checksums say that a file is what was written; they do not say that it can be re
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp import DcpFolder
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
-from mcore_rlhf.storage.paths import cannot_open
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import OpenFiles
+from mcore_rlhf.storage.store import open_files
 from mcore_rlhf.storage.torchzip import read_directory
 
 _WINDOW = 1 << 20
@@ -25,7 +25,7 @@ FOLDERS = ("data", "rlhf", "rng")
 """Folders of a step that hold values, not models."""
 
 
-def check_file(path: Path, folder: Path, manifest: Manifest | None) -> None:
+def check_file(path: ReadablePath, folder: ReadablePath, manifest: Manifest | None) -> None:
     """Verify a file's bytes by the manifest of its step, or without one by the checksums that the file itself carries.
 
     Args:
@@ -44,7 +44,7 @@ def check_file(path: Path, folder: Path, manifest: Manifest | None) -> None:
     return None
 
 
-def check_itself(path: Path) -> None:
+def check_itself(path: ReadablePath) -> None:
     """Verify a file's own checksums, where its kind has any.
 
     Raises:
@@ -56,7 +56,7 @@ def check_itself(path: Path) -> None:
         check_items(path)
 
 
-def check_records(path: Path) -> None:
+def check_records(path: ReadablePath) -> None:
     """Verify the checksums in a ``.pt`` file.
 
     Raises:
@@ -65,12 +65,12 @@ def check_records(path: Path) -> None:
     directory = read_directory(path)
     if not directory.checksummed:
         return
-    with OpenFiles(path.parent) as files:
+    with open_files(path.parent) as files:
         for member in directory.members.values():
             directory.check(member, _crc(files, path.name, member.byte_offset, member.nbytes))
 
 
-def check_items(path: Path) -> None:
+def check_items(path: ReadablePath) -> None:
     """Verify the checksums of the items in a ``.distcp`` file, which torch itself never looks at.
 
     Raises:
@@ -81,7 +81,7 @@ def check_items(path: Path) -> None:
     records: Iterable[tuple[str, int, int, int]] = next(
         (file.records for file in folder.files() if file.path == path.name), ()
     )
-    with OpenFiles(path.parent) as files:
+    with open_files(path.parent) as files:
         damaged = [key for key, at, nbytes, crc in records if _crc(files, path.name, at, nbytes) != crc]
     if damaged:
         raise Corrupt(
@@ -105,7 +105,7 @@ def holds_values(name: str) -> bool:
 
 
 def check_values(
-    folder: Path, files: Collection[str], stubs: Collection[str] = (), *, records: bool = True
+    folder: ReadablePath, files: Collection[str], stubs: Collection[str] = (), *, records: bool = True
 ) -> Problems:
     """Open every ``.pt`` file, and every ``.json`` file in :data:`FOLDERS`. No code of a pickle is run, and no tensor is made.
 
@@ -131,7 +131,7 @@ def _is_opened(name: str) -> bool:
     return name.endswith(".pt") or (name.endswith(".json") and holds_values(name))
 
 
-def _check_value(folder: Path, name: str, stubs: Collection[str], records: bool) -> None:
+def _check_value(folder: ReadablePath, name: str, stubs: Collection[str], records: bool) -> None:
     if name.endswith(".json"):
         return _check_json(folder / name)
     read_pt(folder, name, stubs=stubs)
@@ -140,7 +140,7 @@ def _check_value(folder: Path, name: str, stubs: Collection[str], records: bool)
     return None
 
 
-def _check_json(path: Path) -> None:
+def _check_json(path: ReadablePath) -> None:
     try:
         reading.read_json(path)
     except OSError as error:

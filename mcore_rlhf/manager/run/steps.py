@@ -20,7 +20,7 @@ from typing import Literal
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
-from mcore_rlhf.storage.paths import local_path, storage_error
+from mcore_rlhf.storage.paths import ReadablePath, local_path, storage_error
 from mcore_rlhf.storage.publish import replace_text
 
 MANIFEST = "manifest.json"
@@ -72,7 +72,7 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"global_step_{step}"
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: ReadablePath) -> int | None:
     """The step whose folder this is, by its name; None where it is not a step's folder."""
     match = _STEP.fullmatch(path.name)
     return int(match.group(1)) if match else None
@@ -90,7 +90,7 @@ def target_of_lock(path: Path) -> Path | None:
     return path.with_name(match.group(1)) if match else None
 
 
-def is_hidden(path: Path) -> bool:
+def is_hidden(path: ReadablePath) -> bool:
     """Whether this is not a step yet, or no longer."""
     return path.name.startswith(".")
 
@@ -207,8 +207,10 @@ def found_at(folder: Path) -> Step | None:
     return _describe(number, folder) if number is not None and os.path.isdir(folder) else None
 
 
-def why_not_committed(folder: Path) -> str:
+def why_not_committed(folder: ReadablePath) -> str:
     """What is wrong with a step, one line; empty where there is none, or nothing is."""
+    if not isinstance(folder, Path):
+        return _problem(folder, read_manifest(folder), step_of(folder) or 0)
     found = found_at(folder)
     return found.why if found is not None else ""
 
@@ -248,7 +250,7 @@ def newest_first(root: Path) -> Iterator[Step]:
             yield step
 
 
-def is_committed(folder: Path) -> bool:
+def is_committed(folder: ReadablePath) -> bool:
     """Whether a step is all there: its manifest parses, names this step, and every listed file has its listed size."""
     number = step_of(folder)
     if number is None:
@@ -264,7 +266,7 @@ def is_of_newer_release(folder: Path) -> bool:
     return is_newer(folder / MANIFEST)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: ReadablePath) -> Manifest:
     """The manifest of a step.
 
     Raises:
@@ -356,7 +358,7 @@ def _without_manifest(number: int, path: Path) -> Step:
     return Step(number, path, "partial", nbytes, roles, changed, why, quarantined=quarantined)
 
 
-def _problem(folder: Path, manifest: Manifest, number: int) -> str:
+def _problem(folder: ReadablePath, manifest: Manifest, number: int) -> str:
     """What keeps a step with a manifest from being committed, one line; empty where nothing does."""
     if manifest.step != number:
         return f"{folder / MANIFEST}: is of step {manifest.step}, but the folder is {folder.name}"

@@ -1,4 +1,4 @@
-"""Until stores are supported, a URL is refused wherever a path is expected, and no folder called ``s3:`` appears."""
+"""A URL is refused wherever a folder of this machine is needed, one of an unknown kind everywhere, and no folder called ``s3:`` appears."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from mcore_rlhf.verify.checkpoint import verify
 from .conftest import Cli
 
 URL = "s3://bucket/run"
+UNKNOWN = "hf://org/model"
 COMMANDS: tuple[list[object], ...] = (
-    ["inspect", URL],
-    ["verify", URL],
-    ["diff", URL, "TP1"],
-    ["diff", "TP1", URL],
-    ["plan", URL],
-    ["convert", URL, "out"],
+    ["inspect", UNKNOWN],
+    ["verify", UNKNOWN],
+    ["diff", UNKNOWN, "TP1"],
+    ["diff", "TP1", UNKNOWN],
+    ["plan", UNKNOWN],
+    ["convert", UNKNOWN, "out"],
     ["convert", "TP1", URL],
     ["convert", "TP1", "gs://bucket/out", "--to", "universal"],
     ["plan", "TP1", "--to", "hf", "--tokenizer", "hf://org/model"],
@@ -58,7 +59,7 @@ def test_every_command_refuses_urls(cli: Cli, tp1: Path, here: Path, command: li
 
 @pytest.mark.parametrize("key", ["source", "target", "tokenizer"])
 def test_jobs_in_yaml_refuse_urls(cli: Cli, tp1: Path, here: Path, key: str) -> None:
-    job = {"to": "hf", "source": str(tp1), "target": "out", key: URL}
+    job = {"to": "hf", "source": str(tp1), "target": "out", key: UNKNOWN}
     (here / "job.yaml").write_text("".join(f"{name}: {value}\n" for name, value in job.items()))
     outcome = cli("convert", "--config", here / "job.yaml")
     assert (outcome.code, "is a URL" in outcome.stderr) == (2, True), outcome
@@ -70,13 +71,13 @@ def _config(output_dir: str) -> object:
 
 
 CALLS: dict[str, Callable[[Path, Path], object]] = {
-    "open": lambda url, there: open_checkpoint(url, ReadOptions()),
-    "source": lambda url, there: convert_checkpoint(url, Path("out"), ConvertOptions()),
+    "open": lambda url, there: open_checkpoint(UNKNOWN, ReadOptions()),
+    "source": lambda url, there: convert_checkpoint(UNKNOWN, Path("out"), ConvertOptions()),
     "target": lambda url, there: convert_checkpoint(there, url, ConvertOptions()),
     "universal": lambda url, there: convert_checkpoint(there, url, ConvertOptions(to="universal")),
     "tokenizer": lambda url, there: WriteOptions(tokenizer=str(url)),
-    "verify": lambda url, there: verify(url, ReadOptions()),
-    "step": lambda url, there: whole_step(url, ReadOptions()),
+    "verify": lambda url, there: verify(UNKNOWN, ReadOptions()),
+    "step": lambda url, there: whole_step(UNKNOWN, ReadOptions()),
     "steps": lambda url, there: steps.listed(url),
     "adopt": lambda url, there: adopt(url / "global_step_1"),
     "manager": lambda url, there: CheckpointManager(url, torch.nn.Linear(1, 1)),

@@ -40,8 +40,11 @@ def test_a_url_is_no_path_not_even_once_it_was_made_one(url: str) -> None:
         with pytest.raises(UsageError, match="is a URL") as caught:
             local_path(given)
         assert str(caught.value).startswith(url.rstrip("/"))
-    with pytest.raises(UsageError, match="Leave out the file://"):
-        local_path("file:///data/run")
+
+
+@pytest.mark.parametrize("url", ["file:///data/a%20run", "file://localhost/data/a run", "file:/data/a run"])
+def test_a_file_url_is_a_path(url: str) -> None:
+    assert local_path(url) == Path("/data/a run")
 
 
 @pytest.mark.parametrize("path", ["C:/run", "runs/a:b/c", "/data/s3:/run", "~/run", "step:3", "x"])

@@ -1,0 +1,205 @@
+"""What was fetched of far files, kept in one local file, so that no byte travels twice: read ahead, in pieces, by many threads.
+
+The file has no name: it is gone with the process, however that ends. A range that is asked for is fetched exactly, ranges that lie
+close together as one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_rlhf.core.execute import Range
+
+from .paths import pwrite_all, storage_error
+
+PIECE_NBYTES = 8 << 20
+"""Bytes of one request at most: at 30 ms each, 16 connections carry 4 GB/s."""
+
+_GAP_NBYTES = 64 << 10
+"""Ranges with less than this between them are fetched as one."""
+
+_GRID_NBYTES = 1 << 20
+"""Files begin in the local one at multiples of this, so that what is dropped of one is nothing of another."""
+
+_PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, man 2 fallocate
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """A range of a file that was fetched, or is being fetched."""
+
+    start: int
+    stop: int
+    arrived: Future[None]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is there of one file: disjoint extents in order, and where it begins in the local file."""
+
+    base: int
+    extents: list[_Extent] = field(default_factory=list)
+
+    def within(self, start: int, stop: int) -> list[_Extent]:
+        """Those that have a byte of a range."""
+        at = max(0, bisect_right(self.extents, start, key=lambda extent: extent.start) - 1)
+        found = []
+        for extent in self.extents[at:]:
+            if extent.start >= stop:
+                break
+            if extent.stop > start:
+                found.append(extent)
+        return found
+
+    def missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What of a range is in none."""
+        for extent in self.within(start, stop):
+            if extent.start > start:
+                yield start, extent.start
+            start = max(start, extent.stop)
+        if start < stop:
+            yield start, stop
+
+
+class Fetched:
+    """The bytes of far files, as far as anybody asked for them. For several threads.
+
+    Args:
+        fetch: Fetches bytes of a file: its name, start and stop.
+        length: Says how long a file is.
+        connections: Requests at a time.
+        folder: Where the local file lies; None for the system's temporary one.
+        limit: Bytes that are kept at most, by default half of what is free there; what was fetched first is dropped, and fetched
+            anew where it is asked for again.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[str, int, int], bytes],
+        length: Callable[[str], int],
+        connections: int,
+        folder: Path | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self._fetch, self._length = fetch, length
+        self._folder = folder or Path(tempfile.gettempdir())
+        try:
+            self._limit = shutil.disk_usage(self._folder).free // 2 if limit is None else limit
+            self._fd, name = tempfile.mkstemp(prefix=".fetched-", dir=self._folder)
+            os.unlink(name)
+        except OSError as error:
+            raise storage_error(error, self._folder, "keep what is fetched") from error
+        self._pool = ThreadPoolExecutor(connections, "fetch")
+        self._files: dict[str, _Kept] = {}
+        self._order: OrderedDict[tuple[str, int], _Extent] = OrderedDict()
+        self._nbytes = self._end = 0
+        self._lock = threading.Lock()
+        weakref.finalize(self, _let_go, self._fd, self._pool)
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Begin to fetch what will be asked for; ranges that lie close together travel as one."""
+        with self._lock:
+            for file, start, stop in _merged(ranges):
+                self._begin(file, start, stop)
+
+    def holds(self, file: str, offset: int, nbytes: int) -> bool:
+        """Whether a range is there, or on its way."""
+        with self._lock:
+            kept = self._files.get(file)
+            return kept is not None and not any(kept.missing(offset, offset + nbytes))
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Bytes of a file, which end where the file does.
+
+        Raises:
+            CheckpointError: They cannot be fetched, or not be kept.
+        """
+        stop = min(offset + nbytes, self._length(file))
+        while offset < stop:
+            with self._lock:
+                self._begin(file, offset, stop)
+                kept = self._files[file]
+                needed = kept.within(offset, stop)
+            for extent in needed:
+                extent.arrived.result()
+            with self._lock:  # nothing is dropped while it is read; what was dropped meanwhile may be on its way again
+                there = all(extent.arrived.done() for extent in kept.within(offset, stop))
+                if there and not any(kept.missing(offset, stop)):
+                    return os.pread(self._fd, stop - offset, kept.base + offset)
+        return b""
+
+    def _begin(self, file: str, start: int, stop: int) -> None:
+        kept = self._files.get(file)
+        if kept is None:
+            kept = self._files[file] = _Kept(self._end)
+            self._end += -(-self._length(file) // _GRID_NBYTES) * _GRID_NBYTES
+        for first, last in list(kept.missing(start, stop)):
+            for at in range(first, last, PIECE_NBYTES):
+                end = min(at + PIECE_NBYTES, last)
+                extent = _Extent(at, end, self._pool.submit(self._bring, file, kept.base, at, end))
+                kept.extents.insert(bisect_right(kept.extents, at, key=lambda one: one.start), extent)
+                self._order[file, at] = extent
+                self._nbytes += end - at
+
+    def _bring(self, file: str, base: int, start: int, stop: int) -> None:
+        try:
+            data = self._fetch(file, start, stop)
+            pwrite_all(self._fd, memoryview(data), base + start)
+        except BaseException as error:
+            with self._lock:
+                self._forget(file, start)
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise storage_error(error, self._folder, "keep what is fetched") from error
+            raise
+        with self._lock:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while self._nbytes > self._limit:
+            oldest = next((key for key, extent in self._order.items() if extent.arrived.done()), None)
+            if oldest is None:
+                return
+            file, extent = oldest[0], self._order[oldest]
+            self._forget(*oldest)
+            _punch(self._fd, self._files[file].base + extent.start, extent.stop - extent.start)
+
+    def _forget(self, file: str, start: int) -> None:
+        extent = self._order.pop((file, start))
+        self._files[file].extents.remove(extent)
+        self._nbytes -= extent.stop - extent.start
+
+
+def _let_go(fd: int, pool: ThreadPoolExecutor) -> None:
+    pool.shutdown(wait=False)  # nothing is under way: that would hold the object; and this may be one of its threads
+    os.close(fd)
+
+
+def _merged(ranges: Iterable[Range]) -> Iterator[tuple[str, int, int]]:
+    """File, start and stop of ranges, those that lie close together as one."""
+    file, start, stop = "", 0, 0
+    for one, at, nbytes in sorted(ranges):
+        if one == file and at <= stop + _GAP_NBYTES:
+            stop = max(stop, at + nbytes)
+            continue
+        if stop > start:
+            yield file, start, stop
+        file, start, stop = one, at, at + nbytes
+    if stop > start:
+        yield file, start, stop
+
+
+def _punch(fd: int, offset: int, nbytes: int) -> None:
+    """Give a range of a file back to the disk; where the file system cannot, it stays."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate(fd, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))

@@ -1,0 +1,119 @@
+"""An S3 server on this machine (moto's), which counts what is asked of it, and fails where a test wants it to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUCKET = "bucket"
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    key: str
+    query: str
+    first: int = 0
+    last: int = -1
+    if_match: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.last - self.first + 1
+
+
+@dataclass
+class S3:
+    """The server. ``fault`` may answer a request itself: with a status such as ``503 Slow Down``."""
+
+    application: Any
+    url: str = ""
+    delay: float = 0.0
+    fault: Callable[[Request], str | None] = lambda request: None
+    requests: list[Request] = field(default_factory=list)
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        first, _, last = environ.get("HTTP_RANGE", "bytes=0--1").removeprefix("bytes=").partition("-")
+        path = environ["PATH_INFO"].removeprefix(f"/{BUCKET}").strip("/")
+        request = Request(
+            environ["REQUEST_METHOD"],
+            path,
+            environ["QUERY_STRING"],
+            int(first),
+            int(last),
+            environ.get("HTTP_IF_MATCH", ""),
+        )
+        self.requests.append(request)
+        time.sleep(self.delay)
+        answer = self.fault(request)
+        if answer is not None:
+            start_response(answer, [("Content-Length", "0")])
+            return [b""]
+        return self.application(environ, start_response)  # type: ignore[no-any-return]
+
+    @property
+    def gets(self) -> list[Request]:
+        return [request for request in self.requests if request.method == "GET" and "list-type" not in request.query]
+
+    def upload(self, folder: Path, key: str) -> None:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(f"{key}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+    def put(self, key: str, data: bytes) -> None:
+        import obstore
+        from obstore.store import from_url
+
+        client = from_url(f"s3://{BUCKET}/", client_options={"allow_http": True})
+        obstore.put(client, key, data)
+
+
+@contextmanager
+def serving() -> Iterator[S3]:
+    """A server with one empty bucket, and the environment that names it."""
+    pytest.importorskip("moto", reason="moto[server], which plays S3, is not installed")
+    pytest.importorskip("obstore", reason="obstore, which reads object stores, is not installed")
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    s3 = S3(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, s3, threaded=True)
+    s3.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    named = {
+        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": s3.url,
+    }  # fmt: skip
+    before = {key: os.environ.get(key) for key in named}
+    os.environ.update(named)
+    try:
+        _make_bucket(s3.url)
+        yield s3
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _make_bucket(url: str) -> None:
+    from urllib.request import Request as Call
+    from urllib.request import urlopen
+
+    headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
+    with urlopen(Call(f"{url}/{BUCKET}", method="PUT", headers=headers), timeout=30):
+        pass
