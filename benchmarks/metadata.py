@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rlhf.storage.dcp.metadata import FILE, read_metadata
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.metadata import read_metadata
 
 from .measure import MIB, in_fresh_process, status
 from .table import Row
@@ -27,7 +28,7 @@ def row_15(folder: Path) -> Iterator[Row]:
     path.mkdir(exist_ok=True)
     in_fresh_process(__name__, "write", path)
     ours, torchs = (in_fresh_process(__name__, who, path) for who in ("ours", "torch"))
-    size = f"{(path / FILE).stat().st_size / 1e6:.0f} MB, {ours['chunks']:.0f} chunks"
+    size = f"{(path / METADATA_FILE).stat().st_size / 1e6:.0f} MB, {ours['chunks']:.0f} chunks"
     yield Row(
         15, f"read a .metadata of {size}: cpu", ours["cpu"], " s", 30, 10, f"torch's pickle {torchs['cpu']:.3g} s"
     )
@@ -52,7 +53,7 @@ def _write(path: Path) -> None:
         properties = m.TensorProperties(dtype=torch.bfloat16)
         tensors[name] = m.TensorStorageMetadata(properties, torch.Size((16 * _CHUNKS, 64)), chunks)
     paths = {name: tuple(name.split(".")) for name in tensors}
-    (path / FILE).write_bytes(pickle.dumps(m.Metadata(tensors, paths, places), protocol=4))
+    (path / METADATA_FILE).write_bytes(pickle.dumps(m.Metadata(tensors, paths, places), protocol=4))
 
 
 def _main(who: str, path: Path) -> None:
@@ -63,7 +64,7 @@ def _main(who: str, path: Path) -> None:
     if who == "write":
         _write(path)
     elif who == "torch":
-        pickle.loads((path / FILE).read_bytes())
+        pickle.loads((path / METADATA_FILE).read_bytes())
     else:
         chunks = len(read_metadata(path).places)
     cpu, memory = time.process_time() - start, status("VmHWM") / MIB

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -21,11 +20,8 @@ from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.verify.differ import Differ, Tolerance
 
 from .describe import chosen_facts, print_choice, source_facts, source_text, step_facts
-from .output import Column, Facts, console, count, emit_json, print_facts, print_table
+from .output import Column, Facts, count, emit_json, print_facts, print_table, say
 from .progress import shown_progress
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _SHOWN = 20
 _STATE_NBYTES = 4  # optimizer states are fp32 nearly always; this is for the progress bar
@@ -174,21 +170,19 @@ def _nbytes(source: Source, states: Sequence[str] | None) -> int:
 
 
 def _print_models(facts: Facts) -> None:
-    out = console()
-    print_facts(out, [("first", source_text(facts["a"])), ("second", source_text(facts["b"]))])
-    out.print(comparison_line(facts))
-    print_differences(out, facts)
+    print_facts([("first", source_text(facts["a"])), ("second", source_text(facts["b"]))])
+    say(comparison_line(facts))
+    print_differences(facts)
 
 
 def _print_steps(facts: Facts) -> None:
-    out = console()
-    print_facts(out, [("first", facts["a"]["path"]), ("second", facts["b"]["path"])])
-    out.print("equal" if facts["equal"] else "different")
+    print_facts([("first", facts["a"]["path"]), ("second", facts["b"]["path"])])
+    say("equal" if facts["equal"] else "different")
     for role, comparison in facts["models"].items():
-        out.print(f"  {role}  {comparison_line(comparison)}")
-        print_differences(out, comparison)
+        say(f"  {role}  {comparison_line(comparison)}")
+        print_differences(comparison)
     for name, verdict in facts["others"].items():
-        out.print(f"  {name}  {verdict}")
+        say(f"  {name}  {verdict}")
 
 
 def comparison_line(facts: Facts) -> str:
@@ -200,11 +194,11 @@ def comparison_line(facts: Facts) -> str:
     )
 
 
-def print_differences(out: Console, facts: Facts) -> None:
+def print_differences(facts: Facts) -> None:
     """Print differences and notes."""
     if facts["differences"]:
         columns = [Column("what differs"), Column("how"), Column("largest |a − b|", True)]
         rows = [(d["name"], d["what"], f"{d['max_abs']:.3g}" if d["differing"] else "") for d in facts["differences"]]
-        print_table(out, columns, rows, limit=_SHOWN)
+        print_table(columns, rows, limit=_SHOWN)
     for note in facts["notes"]:
-        out.print(f"  note: {note}")
+        say(f"  note: {note}")

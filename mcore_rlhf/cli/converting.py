@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -39,12 +38,9 @@ from .describe import (
 )
 from .guard import Interrupted
 from .job import ConversionJob
-from .output import Facts, console, count, duration, emit_json, print_facts, rate, size
+from .output import Facts, count, duration, emit_json, print_facts, rate, say, size
 from .progress import shown_progress
 from .verifying import verdict_line, verify_facts
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _HALF_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to a type: half a unit in the last place."""
@@ -283,11 +279,9 @@ def _dtypes(source: Source) -> set[str]:
 
 
 def _print_model(facts: Facts) -> None:
-    out = console()
     target = facts["target"]
-    out.print(f"converted {facts['name']}" if facts["name"] else "converted")
+    say(f"converted {facts['name']}" if facts["name"] else "converted")
     print_facts(
-        out,
         [
             ("source", source_text(facts["source"])),
             ("target", f"{target['path']}: {target['format']}, {layout_text(target['parallel'])}"),
@@ -299,10 +293,10 @@ def _print_model(facts: Facts) -> None:
         ],
     )
     if facts["report"]:
-        out.print("\nreport")
-    print_report(out, facts["report"])
+        say("\nreport")
+    print_report(facts["report"])
     if "verify" in facts:
-        _print_proof(out, "", facts)
+        _print_proof("", facts)
 
 
 def _written(facts: Facts) -> str:
@@ -312,8 +306,7 @@ def _written(facts: Facts) -> str:
 
 def print_step(facts: Facts) -> None:
     """Print what ``convert`` of a step did, or ``plan`` says that it would do."""
-    out = console()
-    out.print("converted" if facts["target"] else "plan (nothing was written)")
+    say("converted" if facts["target"] else "plan (nothing was written)")
     lines = [("source", facts["path"]), ("target", facts["target"] or "")]
     for role, model in facts["models"].items():
         lines.append((role, f"{source_text(model['source'])} → {layout_text(model['target']['parallel'])}"))
@@ -321,18 +314,18 @@ def print_step(facts: Facts) -> None:
         nbytes, seconds = facts["bytes"], facts["seconds"]
         lines.append(("written", f"{size(nbytes)}, {duration(seconds)}, {rate(nbytes, seconds)}"))
     lines += [("lossless", yes_no(facts["lossless"])), ("load", facts.get("load", ""))]
-    print_facts(out, lines)
+    print_facts(lines)
     for role, report in facts["report"].items():
         if report:
-            out.print(f"\n{role}")
-        print_report(out, report)
+            say(f"\n{role}")
+        print_report(report)
     for role, proof in facts.get("proofs", {}).items():
-        _print_proof(out, f"{role}: ", proof)
+        _print_proof(f"{role}: ", proof)
 
 
-def _print_proof(out: Console, whose: str, proof: Facts) -> None:
-    out.print(f"\n{whose}verify  {verdict_line(proof['verify'])}")
-    print_problems(out, proof["verify"]["problems"])
+def _print_proof(whose: str, proof: Facts) -> None:
+    say(f"\n{whose}verify  {verdict_line(proof['verify'])}")
+    print_problems(proof["verify"]["problems"])
     if proof["diff"] is not None:
-        out.print(f"{whose}diff    {comparison_line(proof['diff'])}")
-        print_differences(out, proof["diff"])
+        say(f"{whose}diff    {comparison_line(proof['diff'])}")
+        print_differences(proof["diff"])

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 from mcore_rlhf.errors import CheckpointError
 
-from .output import Facts, console, count
+from .output import Facts, count, say
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mcore_rlhf.errors import Problem
     from mcore_rlhf.families.source import Source
     from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -92,10 +90,9 @@ def print_choice(chosen: ChosenStep | None) -> None:
     """Say which step of a root is worked on, where newer ones are passed over."""
     if chosen is None or not chosen.passed_over:
         return
-    out = console()
-    out.print(f"{chosen.root}: {chosen.folder.name} is taken, the {_REASONS[chosen.why]}; newer, and passed over:")
+    say(f"{chosen.root}: {chosen.folder.name} is taken, the {_REASONS[chosen.why]}; newer, and passed over:")
     for step in chosen.passed_over:
-        out.print(f"  {step.describe()}")
+        say(f"  {step.describe()}")
 
 
 def step_facts(step: Subject) -> Facts:
@@ -141,11 +138,11 @@ def of_each(subject: Subject, look: Callable[[str], Facts]) -> dict[str, Facts]:
     return found
 
 
-def print_report(out: Console, report: list[Facts]) -> None:
+def print_report(report: list[Facts]) -> None:
     """Print what is kept, derived, changed and lost."""
     width = max((len(line["fate"]) for line in report), default=0)
     for line in report:
-        out.print(f"  {line['fate']:<{width}}  {line['text']}")
+        say(f"  {line['fate']:<{width}}  {line['text']}")
 
 
 def account_text(account: Facts) -> str:
@@ -167,11 +164,11 @@ def problem_facts(problems: Iterable[Problem]) -> list[Facts]:
     return [{"kind": item.kind.__name__, "message": item.message, "advice": item.advice} for item in problems]
 
 
-def print_problems(out: Console, problems: list[Facts]) -> None:
+def print_problems(problems: list[Facts]) -> None:
     """Print problems, and each piece of advice once."""
     for problem in problems[:_SHOWN_PROBLEMS]:
-        out.print(f"  {problem['kind']}: " + problem["message"].replace("\n", "\n    "))
+        say(f"  {problem['kind']}: " + problem["message"].replace("\n", "\n    "))
     if len(problems) > _SHOWN_PROBLEMS:
-        out.print(f"  … and {len(problems) - _SHOWN_PROBLEMS:,} more (all of them: --json)")
+        say(f"  … and {len(problems) - _SHOWN_PROBLEMS:,} more (all of them: --json)")
     for advice in dict.fromkeys(problem["advice"] for problem in problems if problem["advice"]):
-        out.print(advice)
+        say(advice)

@@ -22,11 +22,9 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 
 from .describe import chosen_facts, iteration_text, layout_text, of_each, print_choice, source_facts, step_facts
-from .output import Column, Facts, console, count, emit_json, print_facts, print_table, size
+from .output import Column, Facts, count, emit_json, print_facts, print_table, say, size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mcore_rlhf.core.catalog import TensorEntry
     from mcore_rlhf.models.spec import ModelSpec
 
@@ -184,10 +182,8 @@ def _tensor_facts(source: Source, entry: TensorEntry) -> Facts:
 
 
 def _print_model(facts: Facts) -> None:
-    out = console()
-    out.print(facts["path"])
+    say(facts["path"])
     print_facts(
-        out,
         [
             ("format", f"{facts['format']}, {iteration_text(facts)}"),
             ("role", facts["role"]),
@@ -202,10 +198,10 @@ def _print_model(facts: Facts) -> None:
         ],
     )
     if facts["optimizer"] is not None:
-        _print_groups(out, facts["optimizer"]["param_groups"])
-    _print_notes(out, facts["notes"])
+        _print_groups(facts["optimizer"]["param_groups"])
+    _print_notes(facts["notes"])
     if "tensors" in facts:
-        _print_tensors(out, facts["tensors"])
+        _print_tensors(facts["tensors"])
 
 
 def _model(model: Facts) -> str:
@@ -251,29 +247,29 @@ def _manifest(manifest: Facts | None) -> str:
     )
 
 
-def _print_groups(out: Console, groups: list[Facts]) -> None:
+def _print_groups(groups: list[Facts]) -> None:
     if not groups:
         return
     names = ("lr", "weight_decay", "step", "betas", "eps", "wd_mult", "lr_mult", "max_lr", "min_lr")
     shown = [name for name in names if any(name in group for group in groups)]
-    out.print("\nparam groups")
+    say("\nparam groups")
     rows = [
         [f"{number} (experts)" if group["expert"] else str(number), *(_value(group.get(name, "")) for name in shown)]
         for number, group in enumerate(groups)
     ]
-    print_table(out, [Column("group"), *(Column(name, True) for name in shown)], rows)
+    print_table([Column("group"), *(Column(name, True) for name in shown)], rows)
 
 
-def _print_notes(out: Console, notes: list[Facts]) -> None:
+def _print_notes(notes: list[Facts]) -> None:
     if notes:
-        out.print("\nnotes")
+        say("\nnotes")
     for note in notes:
         fate = "" if note["fate"] == "note" else f"{note['fate']}: "
-        out.print(f"  {fate}{note['text']}")
+        say(f"  {fate}{note['text']}")
 
 
-def _print_tensors(out: Console, tensors: list[Facts]) -> None:
-    out.print(f"\n{count(len(tensors), 'tensor')}")
+def _print_tensors(tensors: list[Facts]) -> None:
+    say(f"\n{count(len(tensors), 'tensor')}")
     columns = [Column("name"), Column("state"), Column("global_shape"), Column("dtype"), Column("cut")]
     rows = [
         (
@@ -288,7 +284,7 @@ def _print_tensors(out: Console, tensors: list[Facts]) -> None:
         for t in tensors
     ]
     if rows:
-        print_table(out, [*columns, Column("chunks", True), Column("replicas", True)], rows)
+        print_table([*columns, Column("chunks", True), Column("replicas", True)], rows)
 
 
 def _value(value: object) -> str:
@@ -300,13 +296,12 @@ def _value(value: object) -> str:
 
 
 def _print_step(facts: Facts) -> None:
-    out = console()
-    out.print(facts["path"])
+    say(facts["path"])
     models = [(role, _model_line(model)) for role, model in facts["models"].items()]
     manifest = facts["manifest"]
     lines = [("step", str(facts["step"])), ("manifest", _step_manifest(manifest)), ("live state", _live(manifest))]
-    print_facts(out, [*lines, *models, *_others(facts)])
-    out.print("\nOne model in detail: mcore-rlhf inspect … --role ROLE")
+    print_facts([*lines, *models, *_others(facts)])
+    say("\nOne model in detail: mcore-rlhf inspect … --role ROLE")
 
 
 def _model_line(model: Facts) -> str:

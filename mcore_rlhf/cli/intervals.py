@@ -12,7 +12,7 @@ from mcore_rlhf.manager.run.interval import Costs, Estimate, Measured, measure
 from mcore_rlhf.storage.paths import parse_size
 
 from .options import CostOptions
-from .output import Column, Facts, console, count, duration, emit_json, print_table, size
+from .output import Column, Facts, count, duration, emit_json, print_table, say, size
 from .steps import require_root
 
 
@@ -124,17 +124,17 @@ def explanation(costs: Costs, optimum: Estimate) -> list[str]:
 
 
 def _print(costs: Costs, measured: Measured | None, every: int | None) -> None:
-    out, optimum = console(), interval.best(costs)
-    out.print(f"save every {count(optimum.every, 'step')} ({duration(optimum.every * costs.step_seconds)})")
+    optimum = interval.best(costs)
+    say(f"save every {count(optimum.every, 'step')} ({duration(optimum.every * costs.step_seconds)})")
     for line in explanation(costs, optimum):
-        out.print(f"  {line}")
+        say(f"  {line}")
     for name, seconds in (("Young 1974", interval.young(costs)), ("Daly 2006", interval.daly(costs))):
-        out.print(f"  {name}: {duration(seconds)}, {count(interval.in_steps(costs, seconds), 'step')}")
+        say(f"  {name}: {duration(seconds)}, {count(interval.in_steps(costs, seconds), 'step')}")
     if measured is not None:
-        out.print(f"  measured from {count(measured.steps, 'step')}: medians")
+        say(f"  measured from {count(measured.steps, 'step')}: medians")
     titles = ("every", "saves", "saving", "lost", "overhead", *(("disk",) if costs.step_nbytes else ()))
     rows = (_row(row)[: len(titles)] for row in interval.around(costs, *([every] if every else [])))
-    print_table(out, [Column(title, True) for title in titles], rows)
+    print_table([Column(title, True) for title in titles], rows)
 
 
 def _row(row: Estimate) -> tuple[str, ...]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from shutil import get_terminal_size
+from typing import Any
+
+import click
 
 from mcore_rlhf.errors import UNPRINTABLE, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Facts = dict[str, Any]
 """What a command found, as plain data: exactly what ``--json`` prints."""
 
-_PIPED_WIDTH = 500
+_NARROWEST = 8
+"""Characters below which no column of a table is folded."""
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -38,22 +40,9 @@ def plain(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
-def console() -> Console:
-    """Where people read: as wide as the terminal, or as wide as needed where there is none."""
-    from rich.console import Console
-
-    class PlainConsole(Console):
-        """Leaves a broken pipe to the guard, which knows the exit code."""
-
-        def print(self, *objects: Any, **options: Any) -> None:
-            """Texts come out of files as well: none may command the terminal."""
-            super().print(*(printable(item) if isinstance(item, str) else item for item in objects), **options)
-
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
-    piped = None if sys.stdout.isatty() else _PIPED_WIDTH
-    return PlainConsole(markup=False, highlight=False, emoji=False, width=piped, soft_wrap=True)
+def say(text: str = "") -> None:
+    """Print for people; texts come out of files as well, and none may command the terminal."""
+    click.echo(printable(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +58,48 @@ class Column:
     right: bool = False
 
 
-def print_facts(out: Console, pairs: Iterable[tuple[str, str]]) -> None:
+def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and values in two columns; a pair without value is left out."""
     shown = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
-        out.print(f"  {name:<{width}}  {value}")
+        say(f"  {name:<{width}}  {value}")
 
 
-def print_table(
-    out: Console, columns: Sequence[Column], rows: Iterable[Sequence[str]], limit: int | None = None
-) -> None:
-    """Print a table.
+def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], limit: int | None = None) -> None:
+    """Print a table; on a terminal that is too narrow, its widest cells go on in the next line.
 
     Args:
-        out: Where.
         columns: Its columns.
         rows: Cells as text, one per column.
         limit: Rows that are shown; the rest is counted.
     """
-    from rich.padding import Padding
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
     listed = list(rows)
-    for row in listed[:limit]:
-        table.add_row(*map(printable, row))
-    out.print(Padding(table, (0, 0, 0, 2), expand=False), soft_wrap=False)
+    table = [[column.title for column in columns], *([printable(cell) for cell in row] for row in listed[:limit])]
+    widths = [max(1, *map(len, cells)) for cells in zip(*table, strict=True)]
+    while sys.stdout.isatty() and sum(widths) + 2 * len(widths) > get_terminal_size().columns > _NARROWEST * len(
+        widths
+    ):
+        widths[widths.index(max(widths))] -= 1
+    heading, *body = (list(_lines(columns, widths, row)) for row in table)
+    click.echo("\n".join(click.style(line, bold=True) for line in heading))
+    if body:
+        click.echo("\n".join(line for lines in body for line in lines))
     if limit is not None and len(listed) > limit:
-        out.print(f"  … and {len(listed) - limit:,} more")
+        say(f"  … and {len(listed) - limit:,} more")
+
+
+def _lines(columns: Sequence[Column], widths: Sequence[int], row: Sequence[str]) -> Iterator[str]:
+    """A row, whose cells are folded where they are wider than their columns."""
+    folded = [
+        [cell[at : at + width] for at in range(0, len(cell), width)] for cell, width in zip(row, widths, strict=True)
+    ]
+    for parts in zip_longest(*folded, fillvalue=""):
+        cells = [
+            f"{part:>{width}}" if column.right else f"{part:<{width}}"
+            for column, part, width in zip(columns, parts, widths, strict=True)
+        ]
+        yield f"  {'  '.join(cells)}".rstrip()
 
 
 def size(nbytes: int) -> str:

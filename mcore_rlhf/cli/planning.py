@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mcore_rlhf.convert import Job
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.plan import Copy, plan_file
@@ -23,10 +21,7 @@ from .describe import (
     yes_no,
 )
 from .job import ConversionJob
-from .output import Column, Facts, console, count, emit_json, print_facts, print_table, size
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .output import Column, Facts, count, emit_json, print_facts, print_table, say, size
 
 _SHOWN_COPIES = 10
 """Copies per file that are printed for people; JSON has all of them."""
@@ -119,12 +114,10 @@ def _end(record: Record, start: int, strides: tuple[int, ...]) -> Facts:
 
 
 def _print_model(facts: Facts) -> None:
-    out = console()
     totals = facts["totals"]
     casts = f", {count(totals['casts'])} of them with a cast" if totals["casts"] else ""
-    out.print("plan (nothing was written)")
+    say("plan (nothing was written)")
     print_facts(
-        out,
         [
             ("source", source_text(facts["source"])),
             ("target", f"{facts['target']['format']}, {layout_text(facts['target']['parallel'])}"),
@@ -135,33 +128,33 @@ def _print_model(facts: Facts) -> None:
         ],
     )
     if facts["report"]:
-        out.print("\nreport")
-    print_report(out, facts["report"])
-    out.print("\nfiles")
+        say("\nreport")
+    print_report(facts["report"])
+    say("\nfiles")
     columns = [Column("file"), *(Column(name, True) for name in ("records", "copies", "casts", "bytes"))]
     rows = [
         (f["path"], count(f["records"]), count(f["copies"]), count(f["casts"]), size(f["bytes"]))
         for f in facts["files"]
     ]
-    print_table(out, columns, rows, limit=_SHOWN_FILES)
+    print_table(columns, rows, limit=_SHOWN_FILES)
     for file in facts["files"][:_SHOWN_FILES]:
         if "copy_list" in file:
-            _print_copies(out, file)
+            _print_copies(file)
 
 
 def _records(totals: Facts) -> str:
     return f"{count(totals['records'], 'record')} of {count(totals['files'], 'file')}"
 
 
-def _print_copies(out: Console, file: Facts) -> None:
-    out.print(f"\n{file['path']}")
+def _print_copies(file: Facts) -> None:
+    say(f"\n{file['path']}")
     columns = [Column("shape"), Column("source"), Column("start", True), Column("strides"), Column("")]
     columns += [Column("target record"), Column("start", True), Column("strides")]
     rows = [_copy_row(copy) for copy in file["copy_list"]]
     if rows:
-        print_table(out, columns, rows)
+        print_table(columns, rows)
     if file["copies"] > len(rows):
-        out.print(f"  … and {file['copies'] - len(rows):,} more (all of them: --json)")
+        say(f"  … and {file['copies'] - len(rows):,} more (all of them: --json)")
 
 
 def _copy_row(copy: Facts) -> list[str]:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
 import click
 
@@ -33,10 +33,7 @@ from mcore_rlhf.storage.paths import local_path
 
 from . import guard
 from .options import ResumeCheckOptions
-from .output import Column, Facts, console, count, duration, emit_json, print_facts, print_table
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .output import Column, Facts, count, duration, emit_json, print_facts, print_table, say
 
 _SHOWN = 20
 _SAYS = {
@@ -227,7 +224,7 @@ def print_commands(template: Template, folder: Path, options: CheckOptions) -> N
     commands = {name: template.shell(places, options.last) for name, places in runs.items()}
     a, b, c = (shlex.quote(str(runs[name].output)) for name in "ABC")
     numbers = f"--steps {options.steps} --more {options.more}"
-    console().print(f"""\
+    say(f"""\
 # 1. On every node: run A, uninterrupted.
 {commands["A"]}
 
@@ -334,19 +331,18 @@ def _finding_facts(finding: Finding) -> Facts:
 
 def _print(outcome: Outcome) -> None:
     """Print a table of what was compared, what differs, and what to make of it."""
-    out = console()
-    print_facts(out, _runs(outcome))
-    out.print()
+    print_facts(_runs(outcome))
+    say()
     columns = [Column("compared with run A"), Column("values", True), Column("equal", True), Column("different", True)]
-    print_table(out, [*columns, Column("")], list(_rows(outcome)))
+    print_table([*columns, Column("")], list(_rows(outcome)))
     for run in outcome.interrupted:
-        _print_findings(out, run.comparison)
-    out.print()
+        _print_findings(run.comparison)
+    say()
     for note in outcome.notes:
-        out.print(note)
-    out.print(_SAYS[outcome.verdict])
+        say(note)
+    say(_SAYS[outcome.verdict])
     if outcome.folder is not None:
-        out.print(f"Logs and metrics: {outcome.folder}")
+        say(f"Logs and metrics: {outcome.folder}")
 
 
 def _runs(outcome: Outcome) -> Iterator[tuple[str, str]]:
@@ -386,19 +382,19 @@ def _row(what: str, tally: Tally, verdict: str) -> Sequence[str]:
     return what, count(tally.compared), count(tally.compared - tally.differing), count(tally.differing), verdict
 
 
-def _print_findings(out: Console, found: RunComparison) -> None:
+def _print_findings(found: RunComparison) -> None:
     metrics = found.metrics.tally.findings if found.metrics is not None else []
     total = found.states.tally.differing + (found.metrics.tally.differing if found.metrics is not None else 0)
     for title, findings in (("metrics", metrics), ("states", found.states.tally.findings)):
         if findings:
-            out.print(f"\nrun {found.name}: {title} that differ from run A's")
+            say(f"\nrun {found.name}: {title} that differ from run A's")
             rows = [
                 (f"{finding.where}: {finding.key}" if title == "states" else finding.key, _said(finding))
                 for finding in findings
             ]
-            print_table(out, [Column("where"), Column("run A, then this one")], rows, _SHOWN // 2)
+            print_table([Column("where"), Column("run A, then this one")], rows, _SHOWN // 2)
     if total > _SHOWN:
-        out.print(f"  {total:,} in all; --json lists up to 1,000 of each")
+        say(f"  {total:,} in all; --json lists up to 1,000 of each")
 
 
 def _said(finding: Finding) -> str:

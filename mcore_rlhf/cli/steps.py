@@ -20,7 +20,7 @@ from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import local_path, parse_size
 from mcore_rlhf.verify.checkpoint import Depth
 
-from .output import Column, Facts, console, count, emit_json, print_table, size
+from .output import Column, Facts, count, emit_json, print_table, say, size
 from .progress import shown_progress
 from .verifying import check_manifest
 
@@ -103,13 +103,12 @@ def step_facts(step: Step) -> Facts:
 
 
 def _print_steps(root: Path, found: list[Step]) -> None:
-    out = console()
     committed = sum(step.state == "committed" for step in found)
-    out.print(f"{root}: {count(len(found), 'step')}, {committed} committed")
+    say(f"{root}: {count(len(found), 'step')}, {committed} committed")
     if not found:
         return
     columns = [Column("step", True), Column("state"), Column("size", True), Column("roles"), Column("time"), Column("")]
-    print_table(out, columns, [_step_row(step) for step in found])
+    print_table(columns, [_step_row(step) for step in found])
 
 
 def _step_row(step: Step) -> tuple[str, ...]:
@@ -248,18 +247,17 @@ def _deletion_facts(deletion: Deletion) -> Facts:
 
 
 def _print_pruned(facts: Facts) -> None:
-    out = console()
     for line in facts["cleaned"]:
-        out.print(line)
+        say(line)
     what = "would delete" if facts["dry_run"] else "deleted"
-    out.print(f"{facts['root']}: {what} {count(len(facts['deleted']), 'step')}, {size(facts['bytes'])}")
+    say(f"{facts['root']}: {what} {count(len(facts['deleted']), 'step')}, {size(facts['bytes'])}")
     if facts["deleted"]:
         columns = [Column("step", True), Column("size", True), Column("why")]
         rows = [(str(gone["step"]), size(gone["bytes"]), gone["reason"]) for gone in facts["deleted"]]
-        print_table(out, columns, rows)
+        print_table(columns, rows)
     if facts["failed"]:
-        out.print("not deleted: " + ", ".join(str(gone["step"]) for gone in facts["failed"]))
-    out.print("kept: " + (", ".join(map(str, facts["kept"])) or "nothing"))
+        say("not deleted: " + ", ".join(str(gone["step"]) for gone in facts["failed"]))
+    say("kept: " + (", ".join(map(str, facts["kept"])) or "nothing"))
 
 
 def adopt_step(folder: Path, options: ReadOptions, deep: bool, workers: int, json: bool) -> None:
@@ -297,12 +295,11 @@ def _adopted_facts(folder: Path, manifest: Manifest, was_committed: bool) -> Fac
 
 
 def _print_adopted(facts: Facts) -> None:
-    out = console()
     if not facts["adopted"]:
-        out.print(f"{facts['path']}: is committed already; nothing to do")
+        say(f"{facts['path']}: is committed already; nothing to do")
         return
-    out.print(f"{facts['path']}: adopted; {count(facts['files'], 'file')}, {size(facts['bytes'])}, all of them intact")
+    say(f"{facts['path']}: adopted; {count(facts['files'], 'file')}, {size(facts['bytes'])}, all of them intact")
     for part in facts["parts"]:
-        out.print(f"  {part['role']}  {part['format']}, {part['parallel']}")
+        say(f"  {part['role']}  {part['format']}, {part['parallel']}")
         if "unread" in part:
-            out.print(f"    not understood, and not to be resumed from  {part['unread']}")
+            say(f"    not understood, and not to be resumed from  {part['unread']}")

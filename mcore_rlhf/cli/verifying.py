@@ -27,7 +27,7 @@ from .describe import (
     source_facts,
     step_facts,
 )
-from .output import Facts, console, count, duration, emit_json, rate, size
+from .output import Facts, count, duration, emit_json, rate, say, size
 from .progress import shown_progress
 
 
@@ -128,23 +128,21 @@ def _unfit_values(step: Subject, depth: Depth, damaged: list[Problem]) -> list[P
 
 
 def _print_model(facts: Facts) -> None:
-    out = console()
     found = facts["checkpoint"]
-    out.print(f"{facts['path']}: {layout_line(found) if found else 'could not be opened'}")
-    out.print(verdict_line(facts))
+    say(f"{facts['path']}: {layout_line(found) if found else 'could not be opened'}")
+    say(verdict_line(facts))
     for text in facts["checked"]:
-        out.print(f"  checked  {text}")
+        say(f"  checked  {text}")
     if facts["unread"]:
-        out.print("  not understood  " + facts["unread"].replace("\n", "\n    "))
-    print_problems(out, facts["problems"])
+        say("  not understood  " + facts["unread"].replace("\n", "\n    "))
+    print_problems(facts["problems"])
 
 
 def _print_newer(problems: list[Facts]) -> None:
     """Print that newer steps than the one that was looked at are damaged."""
     if problems:
-        out = console()
-        out.print("damaged, by a newer step of the root:")
-        print_problems(out, problems)
+        say("damaged, by a newer step of the root:")
+        print_problems(problems)
 
 
 def verdict_line(facts: Facts) -> str:
@@ -157,21 +155,20 @@ def verdict_line(facts: Facts) -> str:
 
 
 def _print_step(facts: Facts) -> None:
-    out = console()
     word = "intact" if facts["intact"] else "damaged"
-    out.print(f"{facts['path']}: step {facts['step']}, {word}")
+    say(f"{facts['path']}: step {facts['step']}, {word}")
     problems = count(len(facts["problems"]), "problem") if facts["problems"] else "no problem"
-    out.print(f"  files  {_looked_at(facts)}: {problems}")
-    print_problems(out, facts["problems"])
+    say(f"  files  {_looked_at(facts)}: {problems}")
+    print_problems(facts["problems"])
     for role, verdict in facts["models"].items():
         if "error" in verdict:
-            out.print(f"  {role}  cannot be read: {verdict['error']['message']}")
+            say(f"  {role}  cannot be read: {verdict['error']['message']}")
             continue
         found = verdict["checkpoint"]
-        out.print(f"  {role}  {layout_line(found) if found else 'not opened'}: {verdict_line(verdict)}")
+        say(f"  {role}  {layout_line(found) if found else 'not opened'}: {verdict_line(verdict)}")
         if verdict["unread"]:
-            out.print("    not understood  " + verdict["unread"].replace("\n", "\n      "))
-        print_problems(out, verdict["problems"])
+            say("    not understood  " + verdict["unread"].replace("\n", "\n      "))
+        print_problems(verdict["problems"])
 
 
 def _looked_at(facts: Facts) -> str:

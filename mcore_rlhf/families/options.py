@@ -121,7 +121,13 @@ class WriteOptions:
         more="For `deepspeed`: the source's, or 1.",
         targets=(*MEGATRON, "deepspeed"),
     )
-    pp: int | None = option(COUNT, "Pipeline stages.", group=LAYOUT, targets=(*MEGATRON, "deepspeed"))
+    pp: int | None = option(
+        COUNT,
+        "Pipeline stages.",
+        group=LAYOUT,
+        more="For `deepspeed`: the source's.",
+        targets=(*MEGATRON, "deepspeed"),
+    )
     vpp: int | None = option(
         COUNT, "Model chunks per pipeline stage.", group=LAYOUT, more="1 with one stage.", targets=MEGATRON
     )
@@ -209,7 +215,7 @@ class WriteOptions:
         size(),
         "Largest file of a Hugging Face folder.",
         group=HUGGING_FACE,
-        more="`2GB`, `512MiB`. No tensor is ever cut.",
+        more="Such as `2GB` or `512MiB`. No tensor is ever cut.",
         targets=("hf",),
         default="5GB",
     )
@@ -239,7 +245,7 @@ class WriteOptions:
         "Take the parameters from their fp32 masters.",
         "--params",
         group=CONTENT,
-        more="The masters themselves, unless `--dtype` rounds them.",
+        more="The masters themselves, as parameters.",
         targets=("hf", "peft"),
     )
     with_optimizer: bool = flag(
@@ -348,7 +354,7 @@ class JobOptions:
         "Of a root: the newest step that is intact, though newer ones are damaged.",
         "--no-newest-intact",
         group=SOURCE,
-        more="The newest whose checksums hold, though newer ones are damaged or not committed.",
+        more="Its checksums all hold; newer ones are damaged, or not committed.",
     )
     verify: bool = flag(
         "Afterwards verify the target deeply, and diff it with the source.",

@@ -22,15 +22,14 @@ from mcore_rlhf.core.catalog import DType, dtype_of
 from mcore_rlhf.errors import Corrupt, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.exact_json import Encoder, LongArray, decode
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
-from mcore_rlhf.storage.safetensors import read_safetensors
 
 from .module import ModuleState
 from .source import ParamGroup, Source, StoredFile, TrainingState
 
 if TYPE_CHECKING:
     from mcore_rlhf.models.huggingface.table import Spelling
+    from mcore_rlhf.storage.exact_json import LongArray
 
 FOLDER = "mcore_rlhf"
 STATE, ARRAYS = f"{FOLDER}/state.json", f"{FOLDER}/state.safetensors"
@@ -115,6 +114,8 @@ class Sidecar:
         Args:
             folder: The step's, with a ``/`` at the end; empty at the top.
         """
+        from mcore_rlhf.storage.exact_json import Encoder
+
         arrays: dict[str, LongArray] = {}
         encoder, values = Encoder(arrays=arrays), {item.name: getattr(self, item.name) for item in fields(self)}
         plain = {name: _plain(value) for name, value in values.items() if not _is_nothing(value)}
@@ -148,6 +149,9 @@ class Sidecar:
             raise cannot_open(error, path) from error
         except ValueError as error:
             raise Corrupt(f"{path}: is no JSON: {error}") from None
+        from mcore_rlhf.storage.exact_json import decode  # most checkpoints have no such file
+        from mcore_rlhf.storage.safetensors import read_safetensors
+
         _check_version(content, path)
         arrays = read_safetensors(folder, ARRAYS) if (folder / ARRAYS).is_file() else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..errors import Unsupported
-from .dcp import Distcp
+from .dcp.writer import Distcp
 from .paths import ReadablePath
 from .pt import Pt
 from .record_file import Container, OpenedFile, Raw

@@ -4,10 +4,8 @@ read first.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -202,6 +200,8 @@ def provenance(**more: Any) -> dict[str, Any]:
     """Versions of this library, torch and Python, and the time (UTC). ``more`` is added: a git revision, a
     config's hash.
     """
+    import platform  # only who writes asks
+
     job = JOB.get()
     return {
         "mcore_rlhf": __version__,
@@ -214,9 +214,11 @@ def provenance(**more: Any) -> dict[str, Any]:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(package)  # reads a file; importing torch takes a second
-    except importlib.metadata.PackageNotFoundError:
+        return version(package)  # reads a file; importing torch takes a second
+    except PackageNotFoundError:
         return "unknown"
 
 

@@ -92,8 +92,9 @@ _ATOMS = _by_code(_FIXED)
 """Bytes of the argument of every opcode that pushes one value of fixed length; -1 for the others."""
 
 _ATOMS_AND_CONTAINERS = _by_code(_FIXED | _CONTAINERS)
-_PUT, _GET, _LONG_GET, _MEMOIZE = op.BINPUT[0], op.BINGET[0], op.LONG_BINGET[0], op.MEMOIZE[0]
-_TEXT, _STOP = op.BINUNICODE[0], op.STOP[0]
+_PUT, _LONG_PUT, _MEMOIZE = op.BINPUT[0], op.LONG_BINPUT[0], op.MEMOIZE[0]
+_GET, _LONG_GET = op.BINGET[0], op.LONG_BINGET[0]
+_TEXT, _INT, _STOP = op.BINUNICODE[0], op.LONG1[0], op.STOP[0]
 _uint32, _uint64 = Struct("<I").unpack_from, Struct("<Q").unpack_from
 _Step = Callable[[int], int]
 """Does what an opcode does, given where its argument begins; returns where the next opcode is."""
@@ -115,7 +116,7 @@ class _Scan:
 
     def run(self) -> None:
         """Go through all opcodes."""
-        data, stack, memo = self.data, self.stack, self.memo
+        data, stack, memo, uint32 = self.data, self.stack, self.memo, _uint32
         counted = (
             sum(map(data.count, _MAKERS)) > self.limit
         )  # else there cannot be too many, whatever else these bytes are
@@ -127,25 +128,34 @@ class _Scan:
             if nbytes >= 0:
                 push(1)
                 at += nbytes
+            elif code == _TEXT:  # one that is too long leads behind the end
+                push(1)
+                at += 4 + uint32(data, at)[0]
+            elif code == _LONG_PUT and uint32(data, at)[0] == len(memo):
+                memo.append(stack[-1])
+                at += 4
+            elif code == _INT and data[at] <= 8:
+                push(1)
+                at += 1 + data[at]
             elif code == _PUT and data[at] == len(memo):
                 memo.append(stack[-1])
                 at += 1
+            elif code == _MEMOIZE and not self.sparse:
+                memo.append(stack[-1])
             elif code == _GET:
                 push(memo[data[at]])
                 at += 1
-            elif code == _MEMOIZE and not self.sparse:
-                memo.append(stack[-1])
             elif code == _LONG_GET:
-                push(memo[_uint32(data, at)[0]])
+                push(memo[uint32(data, at)[0]])
                 at += 4
-            elif code == _TEXT:  # one that is too long leads behind the end
-                push(1)
-                at += 4 + _uint32(data, at)[0]
             else:
                 at = rare[code](at)
-        if at + 1 != len(data):
-            raise Malformed(f"{len(data) - at - 1} bytes follow its end")
-        if not stack:
+        self._end(at + 1)
+
+    def _end(self, at: int) -> None:
+        if at != len(self.data):
+            raise Malformed(f"{len(self.data) - at} bytes follow its end")
+        if not self.stack:
             raise Malformed("it holds nothing")
 
     def _table(self, counted: bool) -> list[_Step]:

@@ -6,7 +6,6 @@ Written so that torch's shortcuts hold for it: ``torch.load`` with ``mmap=True``
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -231,6 +230,8 @@ def _directory(members: Mapping[str, Placed], crcs: Mapping[str, int]) -> bytes:
 
 def _identity(crcs: Mapping[str, int], names: Iterable[str]) -> bytes:
     """Torch stores a hash of names and CRCs (``PyTorchStreamWriter::writeSerializationId``); ours is one too."""
+    import hashlib  # only who writes asks
+
     text = ";".join(f"{name}:{crcs[name]:08x}" for name in names)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10**_ID_DIGITS
     return f"{number:0{_ID_DIGITS}d}".encode()

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
-import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -83,7 +81,7 @@ class Places:
 
 def new_transaction() -> str:
     """An id that no other transaction has; later ones sort later."""
-    return f"{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(4)}"
+    return f"{time.time_ns() // 1_000_000:013d}-{os.urandom(4).hex()}"
 
 
 class Lock:
@@ -103,7 +101,7 @@ class Lock:
         except OSError as error:
             raise storage_error(error, path, "create") from error
         try:
-            os.write(self._fd, socket.gethostname().encode())
+            os.write(self._fd, os.uname().nodename.encode())
         except OSError as error:
             self.release()  # an empty lock would pass for that of another host
             raise storage_error(error, path, "create") from error
@@ -229,7 +227,7 @@ def _lock_of_the_dead(path: Path) -> int | None:
         return None
     try:
         host = os.read(fd, 256).decode(errors="replace")
-        foreign = host != socket.gethostname() and time.time() - path.stat().st_mtime < _FOREIGN_PATIENCE_S
+        foreign = host != os.uname().nodename and time.time() - path.stat().st_mtime < _FOREIGN_PATIENCE_S
         if not foreign and _try_lock(fd) and os.fstat(fd).st_ino == path.stat().st_ino:
             return fd
     except OSError:

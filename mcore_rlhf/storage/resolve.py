@@ -131,6 +131,9 @@ class TreeResolver:
         if kind is list:
             return self._list(value)
         if kind is tuple:
+            if _LEAVES.issuperset(map(type, value)):  # a generator's state has hundreds of numbers
+                self.charge(len(value))
+                return value
             items = self._list(list(value))
             return tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
         if isinstance(value, Stub):

@@ -19,16 +19,9 @@ import torch
 from mcore_rlhf.core.catalog import Box, DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.formats.dcp.keys import PARAMS, RLINF, flattened, joined
-from mcore_rlhf.storage.dcp import (
-    METADATA_FILE,
-    Distcp,
-    Item,
-    ObjectItem,
-    Path_,
-    TensorItem,
-    dcp_metadata,
-    saved,
-)
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.metadata import Path_
+from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, saved
 
 from ..base import LiveFile, LiveState, Segment
 from ..stateful import no_bytes

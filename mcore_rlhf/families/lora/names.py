@@ -11,7 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.source import Source
 
 CONFIG = "adapter_config.json"
@@ -152,6 +151,8 @@ def refuse_adapters(source: Source, to: str) -> None:
     Raises:
         Unsupported: The source has adapters.
     """
+    from mcore_rlhf.families.megatron.state import MegatronState  # who only asks for a file's name needs none
+
     names = [spec.name for spec in source.model.params]
     bridge = [name for name in names if BRIDGE_ADAPTER.fullmatch(name)] if MegatronState.of(source) else []
     alone = len(bridge) == len(names)

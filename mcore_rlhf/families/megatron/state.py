@@ -10,7 +10,6 @@ Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get
 
 from __future__ import annotations
 
-import hashlib
 import random
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -224,11 +223,13 @@ class RngMaker:
         The default and data-parallel states are equal within a tensor-parallel group, model-parallel ones differ per
         (tp, pp), expert ones per (ep, etp, pp).
         """
-        base = hashlib.sha256(_digest(self.saved) + struct.pack("<q", self.iteration)).digest()
+        from hashlib import sha256
+
+        base = sha256(_digest(self.saved) + struct.pack("<q", self.iteration)).digest()
 
         def seed(*coordinate: object) -> int:
             place = (*coordinate, dp_rank) if dp_rank else coordinate
-            return int.from_bytes(hashlib.sha256(base + repr(place).encode()).digest()[:8], "little") >> 1
+            return int.from_bytes(sha256(base + repr(place).encode()).digest()[:8], "little") >> 1
 
         return self._states(
             default=seed("default", at.pp_rank),
@@ -285,9 +286,11 @@ def _cpu_state(seed: int) -> SmallTensor:
 
 def _digest(state: object) -> bytes:
     """A hash of a nest of dictionaries, sequences, arrays and tensors."""
+    from hashlib import sha256
+
     import numpy as np
 
-    digest = hashlib.sha256()
+    digest = sha256()
 
     def feed(value: object) -> None:
         tensor = is_tensor(value)

@@ -17,7 +17,8 @@ from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.dcp import Path_, saved
+from mcore_rlhf.storage.dcp.metadata import Path_
+from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state
 
 from .groups import STEP, completed

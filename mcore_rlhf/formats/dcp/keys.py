@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mcore_rlhf.storage.dcp import Path_
+from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.torch_values import is_tensor
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"

@@ -16,7 +16,8 @@ from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage.dcp import DcpFolder, Path_, load_tensor, unwrap
+from mcore_rlhf.storage.dcp.folder import DcpFolder, load_tensor, unwrap
+from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .folders import RLINF_FOLDER, Located, locate

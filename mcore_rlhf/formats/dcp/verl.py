@@ -19,7 +19,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage.dcp import Local, RankFile, read_rank_file
+from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torch_values import SmallTensor

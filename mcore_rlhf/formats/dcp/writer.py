@@ -29,16 +29,9 @@ from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.storage.dcp import (
-    METADATA_FILE,
-    Distcp,
-    Item,
-    ObjectItem,
-    Path_,
-    TensorItem,
-    dcp_metadata,
-    records,
-)
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.metadata import Path_
+from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 

@@ -14,16 +14,18 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.folders import Located, locate
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFolder, DcpObject, DcpTensor
+from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import read_pt
+
+if TYPE_CHECKING:
+    from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"
@@ -191,6 +193,9 @@ class DistFolder:
         Raises:
             CheckpointError: It is incomplete, damaged, or asks for code.
         """
+        from mcore_rlhf.storage.dcp.folder import DcpFolder  # who only asks what a folder is needs none of it
+        from mcore_rlhf.storage.pt import read_pt
+
         folder, name = located.folder, located.folder.relative_to(located.root).as_posix()
         dcp, zips = DcpFolder.open(folder, located.root, stubs), list[StoredFile]()
         if (folder / COMMON).is_file():

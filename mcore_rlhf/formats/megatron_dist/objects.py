@@ -23,7 +23,8 @@ from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import COUNTER, OF_RANKS, MegatronState, ModelPart, RankValues
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import is_routed_expert
-from mcore_rlhf.storage.dcp import DcpObject, ObjectItem, saved
+from mcore_rlhf.storage.dcp.folder import DcpObject
+from mcore_rlhf.storage.dcp.writer import ObjectItem, saved
 
 from .folders import DistFolder, ShardKey, unwrapped
 from .names import EXPERT_STATES, Experts, Home, Spelling, extents, home_of, name_at, stacked_axes

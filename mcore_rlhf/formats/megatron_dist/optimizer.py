@@ -37,7 +37,7 @@ from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.dcp import DcpTensor
+from mcore_rlhf.storage.dcp.folder import DcpTensor
 
 from .folders import DistFolder, FlatKey
 from .objects import model_ranks

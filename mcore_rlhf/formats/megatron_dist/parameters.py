@@ -28,7 +28,7 @@ from mcore_rlhf.models.megatron import (
     partition_of,
 )
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition, Rules
-from mcore_rlhf.storage.dcp import DcpTensor
+from mcore_rlhf.storage.dcp.folder import DcpTensor
 
 from .names import Home, Spelling, names_in
 

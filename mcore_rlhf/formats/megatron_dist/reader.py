@@ -29,7 +29,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT
 from mcore_rlhf.models.spec import ModelSpec
-from mcore_rlhf.storage.dcp import DcpObject, DcpTensor
+from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .folders import DistFolder, ShardKey, locate_dist

@@ -41,7 +41,8 @@ from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.dcp import METADATA_FILE, Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import Namespace
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.dcp import DcpFolder
+from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 from mcore_rlhf.storage.pt import read_pt

@@ -9,7 +9,8 @@ from mcore_rlhf.core.catalog import Box, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
 
 from ..paths import ReadablePath, cannot_open, inside
-from .metadata import FILE, RESTORE, DcpMetadata, Place, TensorMeta
+from . import METADATA_FILE
+from .metadata import RESTORE, DcpMetadata, Place, TensorMeta
 
 
 def item_key(fqn: str, offset: Shape | None) -> str:
@@ -45,7 +46,7 @@ def check(folder: ReadablePath, metadata: DcpMetadata, *, tiled: bool) -> dict[s
         _check_chunks(folder, metadata, fqn, tensor, problems, tiled=tiled)
     for fqn in metadata.objects:
         if (fqn, None) not in metadata.places:
-            problems.add(Incomplete, f"{folder / FILE}: says nowhere where {fqn} lies", RESTORE)
+            problems.add(Incomplete, f"{folder / METADATA_FILE}: says nowhere where {fqn} lies", RESTORE)
     problems.raise_if_any()
     return sizes
 
@@ -58,7 +59,7 @@ def _sizes(folder: ReadablePath, metadata: DcpMetadata, problems: Problems) -> d
         except Untrusted as error:
             problems.add_error(error)
         except FileNotFoundError:
-            problems.add(Incomplete, f"{folder / name}: missing; {FILE} names it", RESTORE)
+            problems.add(Incomplete, f"{folder / name}: missing; {METADATA_FILE} names it", RESTORE)
         except OSError as error:
             problems.add_error(cannot_open(error, folder / name))
     return sizes
@@ -95,16 +96,22 @@ def _check_chunks(
     shape, held = tensor.global_shape, sorted(boxes(tensor), key=lambda box: box.offset)
     for box in held:
         if (fqn, box.offset) not in metadata.places:
-            problems.add(Incomplete, f"{folder / FILE}: says nowhere where {item_key(fqn, box.offset)} lies", RESTORE)
+            problems.add(
+                Incomplete, f"{folder / METADATA_FILE}: says nowhere where {item_key(fqn, box.offset)} lies", RESTORE
+            )
         if not Box.whole(shape).contains(box):
-            problems.add(Corrupt, f"{folder / FILE}: {fqn} has the shape {shape}, but a chunk {box}", RESTORE)
+            problems.add(Corrupt, f"{folder / METADATA_FILE}: {fqn} has the shape {shape}, but a chunk {box}", RESTORE)
     shared = overlap(held)
     if shared is not None:
-        problems.add(Corrupt, f"{folder / FILE}: the chunks {shared[0]} and {shared[1]} of {fqn} overlap", RESTORE)
+        problems.add(
+            Corrupt, f"{folder / METADATA_FILE}: the chunks {shared[0]} and {shared[1]} of {fqn} overlap", RESTORE
+        )
     elif tiled and sum(box.numel for box in held) < prod(shape):
         there = ", ".join(map(str, held[:8])) or "none"
         problems.add(
-            Incomplete, f"{folder / FILE}: {fqn} has the shape {shape}, but its chunks ({there}) leave a gap", RESTORE
+            Incomplete,
+            f"{folder / METADATA_FILE}: {fqn} has the shape {shape}, but its chunks ({there}) leave a gap",
+            RESTORE,
         )
 
 

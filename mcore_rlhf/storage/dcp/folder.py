@@ -17,9 +17,10 @@ from ..paths import ReadablePath
 from ..reading import ByteSource, opened
 from ..torch_values import SmallTensor
 from ..torchzip import Directory
+from . import METADATA_FILE
 from .checks import boxes, check, item_key
 from .items import Ends, Kinds, item_directory, load_tree
-from .metadata import FILE, RESTORE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
+from .metadata import RESTORE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
 
 if TYPE_CHECKING:
     from mcore_rlhf.core.cast import Words
@@ -234,7 +235,7 @@ class DcpFolder:
 
         The records raise CheckpointError where items are damaged; all that are in the folder are listed then.
         """
-        metadata = DcpFile(self.path(FILE), (self.folder / FILE).stat().st_size)
+        metadata = DcpFile(self.path(METADATA_FILE), (self.folder / METADATA_FILE).stat().st_size)
         lazy = (
             DcpFile(self.path(name), n, FileRecords(partial(self._records, name))) for name, n in self.sizes.items()
         )
@@ -300,7 +301,7 @@ class DcpFolder:
         assert stored is not None  # it has an offset, and so is a tensor
         if stored.shape != box.shape or stored.record.dtype != tensor.dtype:
             raise Corrupt(
-                f"{self.folder / place.file}: {key} is a {stored.record.dtype} tensor {stored.shape}; {FILE} says {tensor.dtype} "
+                f"{self.folder / place.file}: {key} is a {stored.record.dtype} tensor {stored.shape}; {METADATA_FILE} says {tensor.dtype} "
                 f"{box.shape}.\nThe files are not those of this .metadata: copy the folder again, or use an older step."
             )
         record = Record(self.path(place.file), key, stored.record.dtype, stored.record.numel, place.offset + ends.data)

@@ -16,9 +16,8 @@ from .. import reading
 from ..paths import ReadablePath, cannot_open
 from ..stored import StubType
 from ..unpickle import MAX_NBYTES, Vocabulary, unpickle
-from . import classes
+from . import METADATA_FILE, classes
 
-FILE = ".metadata"
 RESTORE = "Copy the folder again from where it was written, or use an older step."
 
 Path_ = tuple[str | int, ...]
@@ -84,7 +83,7 @@ def read_metadata(folder: ReadablePath, stubs: Collection[str] = ()) -> DcpMetad
         Unsupported: It has something that is not supported: sparse tensors, transformed items.
         StorageError: It cannot be read.
     """
-    path = folder / FILE
+    path = folder / METADATA_FILE
     return _Checked(path, unpickle(_bytes(path), str(path), stubs, _VOCABULARY)).metadata()
 
 

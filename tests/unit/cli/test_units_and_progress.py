@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rlhf.cli import progress
-from mcore_rlhf.cli.output import count, duration, plain, rate, size
+from mcore_rlhf.cli.output import Column, count, duration, plain, print_table, rate, size
 from mcore_rlhf.storage.paths import parse_size
 
 
@@ -91,3 +91,19 @@ def test_a_closed_log_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) ->
     with progress.shown_progress() as shown:
         shown.stage("converting", 10)
         shown.advance(10)
+
+
+def test_a_table_of_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(
+        [Column("name"), Column("n", right=True), Column("")], [["a\x1b[31m", "10", ""], ["bc", "9", ""]], limit=1
+    )
+    assert capsys.readouterr().out == "  name        n\n  a\\x1b[31m  10\n  … and 1 more\n"
+
+
+def test_on_a_narrow_terminal_the_widest_cells_are_folded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "24")
+    print_table([Column("name"), Column("n", right=True)], [["abcdefghijklmnopqrstuvwxyz", "7"]])
+    assert capsys.readouterr().out.splitlines()[1:] == ["  abcdefghijklmnopqrs  7", "  tuvwxyz"]

@@ -30,7 +30,7 @@ from mcore_rlhf.formats.dcp.keys import KeyLayout, Style, find_layout, flattened
 from mcore_rlhf.formats.dcp.state import DcpState
 from mcore_rlhf.formats.dcp.writer import cut
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.dcp import DcpFolder
+from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.catalog_values import tensor_of

@@ -13,7 +13,8 @@ from mcore_rlhf.core.catalog import MASTER, TensorName
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.dcp import METADATA_FILE, DcpFolder
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import options
 

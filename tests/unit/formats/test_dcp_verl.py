@@ -19,7 +19,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp.groups import choices
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.dcp import Local, read_rank_file
+from mcore_rlhf.storage.dcp.rankfile import Local, read_rank_file
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.catalog_values import tensor_of

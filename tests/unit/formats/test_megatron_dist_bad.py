@@ -23,7 +23,7 @@ from mcore_rlhf.errors import (
     UsageError,
 )
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.storage.dcp import DcpFolder
+from mcore_rlhf.storage.dcp.folder import DcpFolder
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.damage import edited, truncate
 from tests.unit.formats.refusal import refused

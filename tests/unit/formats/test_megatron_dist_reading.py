@@ -17,7 +17,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.megatron_dist.folders import CONFIG_TEXT
 from mcore_rlhf.formats.registry import detect, open_checkpoint
-from mcore_rlhf.storage.dcp import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records, saved
+from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records, saved
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ

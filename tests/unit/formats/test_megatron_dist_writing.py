@@ -18,7 +18,7 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import LayoutMismatch, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.dcp import DcpFolder
+from mcore_rlhf.storage.dcp.folder import DcpFolder
 from tests.helpers.conversions import GOLDENS, NAMES, golden, options
 from tests.helpers.damage import edited
 from tests.helpers.dist_reader import DistReading, read_whole

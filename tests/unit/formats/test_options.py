@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -14,10 +13,13 @@ import pytest
 from mcore_rlhf.cli.job import make_job
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.families.options import EVERY, OPTIONS, JobOptions, Option, ReadOptions, WriteOptions
+from mcore_rlhf.families.option_types import EVERY, GROUPS, Option
+from mcore_rlhf.families.options import OPTIONS, JobOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import FORMATS
+from tests.helpers import option_tables
+from tests.helpers.option_tables import TARGETS, titles, written
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+PAGE = option_tables.PAGE.read_text(encoding="utf-8")
 INTERNAL = {"read.optimizer", "run.read", "run.write"}
 """Fields that follow from others."""
 SAMPLES: dict[str, Any] = {
@@ -103,25 +105,8 @@ def test_python_refuses_impossible_values(options: ConvertOptions, text: str) ->
         prepare(Path("nowhere"), replace(ConvertOptions(), to=options.to))
 
 
-def test_the_page_has_every_option() -> None:
-    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `--")]
-    said = {flag for cell in cells for flag in re.findall(r"`(--[a-z-]+)", cell)}
-    known = {row.flag for row in OPTIONS if row.commands}
-    prose = {"--to", "--role", "--step", "--rules", "--stub", "--strict"}
-    assert known - said <= prose
-    assert all(f"`{flag}" in PAGE for flag in known)
-    assert said <= known
-
-
-def test_the_page_says_for_which_targets_an_option_is() -> None:
-    section = PAGE.partition("## Which option is for which target\n")[2].partition("\n## ")[0]
-    head, _, *lines = [line for line in section.splitlines() if line.startswith("|")]
-    columns = [cell.strip() for cell in head.strip("|").split("|")][1:]
-    written = {}
-    for line in lines:
-        flags, *marks = [cell.strip() for cell in line.strip("|").split("|")]
-        targets = {
-            name for column, mark in zip(columns, marks, strict=True) if mark for name in re.findall(r"[a-z-]+", column)
-        }
-        written |= dict.fromkeys(re.findall(r"--[a-z-]+", flags), targets)
-    assert written == {row.flag: set(row.targets) for row in OPTIONS if row.commands and row.targets != EVERY}
+def test_the_page_has_the_tables_that_the_rows_make() -> None:
+    assert written(PAGE) == PAGE, "python -m tests.helpers.option_tables writes them"
+    assert sorted(titles(PAGE)) == sorted([*GROUPS, TARGETS])
+    assert {row.group for row in OPTIONS if row.commands} == set(GROUPS)
+    assert all(f"| `{row.flag}` |" in PAGE for row in OPTIONS if row.commands)

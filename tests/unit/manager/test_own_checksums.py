@@ -25,7 +25,7 @@ def test_sound_files_pass(folder: Path) -> None:
 
 
 def test_one_bit_of_a_tensor_is_found(folder: Path) -> None:
-    from mcore_rlhf.storage.dcp import DcpFolder
+    from mcore_rlhf.storage.dcp.folder import DcpFolder
 
     opened = DcpFolder.open(folder, folder)
     chunk = opened.tensors["fsdp_checkpoint.model.embed.weight"].chunks()[1]

@@ -16,19 +16,12 @@ import torch
 
 from mcore_rlhf.core.catalog import Box, dtype_of
 from mcore_rlhf.errors import CheckpointError, Corrupt
-from mcore_rlhf.storage.dcp import (
-    METADATA_FILE,
-    DcpFolder,
-    Distcp,
-    Item,
-    ObjectItem,
-    TensorItem,
-    dcp_metadata,
-    saved,
-)
+from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.checks import overlap
+from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.dcp.items import Item as OpenItem
 from mcore_rlhf.storage.dcp.items import Kinds
+from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, saved
 from mcore_rlhf.storage.reading import LocalFile, opened
 
 FLOAT = dtype_of("float32")

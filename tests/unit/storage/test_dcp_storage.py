@@ -16,19 +16,9 @@ from mcore_rlhf.core.catalog import Box, Chunk, dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported, Untrusted
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.dcp import (
-    METADATA_FILE,
-    DcpFolder,
-    Distcp,
-    Item,
-    ObjectItem,
-    TensorItem,
-    dcp_metadata,
-    load_tensor,
-    records,
-    saved,
-    unwrap,
-)
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.folder import DcpFolder, load_tensor, unwrap
+from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records, saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 from tests.helpers.dcp_by_torch import load, save
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported, Untrusted
-from mcore_rlhf.storage.dcp import read_rank_file
 from mcore_rlhf.storage.dcp.metadata import read_metadata
+from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.pickle_scan import MAX_KEYS_WEIGHT, Refused, scan
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.resolve import MAX_DEPTH

@@ -1,0 +1,58 @@
+"""The tables of ``docs/reference/cli.md``, made of the table of options: ``python -m tests.helpers.option_tables`` writes them there.
+
+Each stands between ``<!-- options: TITLE -->`` and ``<!-- end -->``, where the title is a heading of the help, or ``targets``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mcore_rlhf.families.option_types import EVERY, GROUPS, Option
+from mcore_rlhf.families.options import OPTIONS
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+TARGETS = "targets"
+_COLUMNS = (("megatron", "megatron-dist"), *((name,) for name in EVERY[2:]))
+_PLACE = re.compile(r"(<!-- options: ([^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+
+
+def written(page: str) -> str:
+    """A page with its tables as the options are now."""
+    return _PLACE.sub(lambda found: f"{found[1]}{_table(found[2])}{found[3]}", page)
+
+
+def titles(page: str) -> list[str]:
+    """The tables that a page has."""
+    return [found[1] for found in _PLACE.findall(page)]
+
+
+def _table(title: str) -> str:
+    rows = [row for row in OPTIONS if row.commands]
+    if title == TARGETS:
+        return _of_targets([row for row in rows if row.targets != EVERY])
+    assert title in GROUPS
+    lines = [f"| `{row.flag}` | {_cell(row)} |" for row in rows if row.group == title]
+    return "\n".join(["| option | is |", "|---|---|", *lines, ""])
+
+
+def _cell(row: Option) -> str:
+    default = f"Default: {row.default}." if row.default else ""
+    return " ".join(part for part in (row.help, default, row.more) if part).replace("|", "\\|")
+
+
+def _of_targets(rows: list[Option]) -> str:
+    """Options that are for the same targets, in one line."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault(row.targets, []).append(f"`{row.flag}`")
+    head = " | ".join(["option", *(", ".join(f"`{name}`" for name in names) for names in _COLUMNS)])
+    lines = [
+        f"| {', '.join(flags)} |{''.join(' ✓ |' if names[0] in targets else ' |' for names in _COLUMNS)}"
+        for targets, flags in groups.items()
+    ]
+    return "\n".join([f"| {head} |", "|---|" + "---|" * len(_COLUMNS), *lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
