@@ -16,8 +16,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard
 
 from .folders import FileRank, folder_name
-from .groups import Membership, in_expert_optimizer
-from .layout import ChainedOptimizer, LocalParam
+from .groups import ChainedOptimizer, LocalParam, Membership, in_expert_optimizer
 
 Dealt = list[list[list[LocalParam]]]
 """Parameters by chained optimizer, and by group of it."""

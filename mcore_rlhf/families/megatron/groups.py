@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
 
+from mcore_rlhf.core.catalog import DType, Shape
 from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.inventory import Unplaced, of_torch
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec, Rules
 
@@ -35,18 +37,70 @@ _COMMON_STEP = "common_step"
 """One for all parameters. Source: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``sharded_state_dict``)."""
 
 
-class MemberKind(Protocol):
-    """Which parameters one of the chained optimizers trains."""
+@dataclass(frozen=True, slots=True)
+class LocalParam:
+    """A trainable parameter of one rank.
+
+    Args:
+        name: Global name, as it stands in this rank's state dict (a tied copy keeps its own).
+        vpp_rank: Its model chunk.
+        shape: Local shape.
+        dtype: Element type in the model.
+        shared_embedding: Whether pipeline stages share it.
+    """
+
+    name: str
+    vpp_rank: int
+    shape: Shape
+    dtype: DType
+    shared_embedding: bool
 
     @property
-    def expert(self) -> bool | None:
-        """Whether it holds the experts that are dealt over ranks, or everything else; None for both."""
-        ...
+    def numel(self) -> int:
+        """Number of local elements."""
+        return prod(self.shape)
 
-    @property
-    def matrices(self) -> bool | None:
-        """Whether it holds matrices, or everything else; None for both."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class ChainedOptimizer:
+    """One of the chained optimizers.
+
+    Args:
+        vpp_ranks: The model chunks whose parameters it holds.
+        expert: Whether it holds the experts that are dealt over ranks, or everything else; None for both.
+        matrices: Whether it holds matrices, or everything else; None for both.
+    """
+
+    vpp_ranks: tuple[int, ...]
+    expert: bool | None
+    matrices: bool | None = None
+
+    def owns(self, param: LocalParam, ep: int) -> bool:
+        """Whether it holds a parameter."""
+        kind = in_expert_optimizer(param.name, ep), is_matrix(param.name, len(param.shape))
+        alike = all(own in (None, its) for own, its in zip((self.expert, self.matrices), kind, strict=True))
+        return param.vpp_rank in self.vpp_ranks and alike
+
+
+def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer, ...]:
+    """The chained optimizers of every rank, in the order in which they are saved.
+
+    Sources: megatron-core 0.16.1, ``optimizer/muon.py``; 0.19.2, ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``):
+    Muon, then the rest; experts that are dealt over ranks apart, unless it is layer-wise. Of experts, biases alone are no matrices.
+    """
+    chunks = tuple(range(parallel.vpp))
+    if args.has_matrix_optimizer:
+        apart, biases = bool(args.num_experts) and parallel.ep > 1, args.flag("add_bias_linear", True)
+        halves = ((True, apart), (False, apart and biases))
+        if args.layer_wise:
+            return tuple(ChainedOptimizer(chunks, None, half) for half, _ in halves)
+        kinds = [(half, expert) for half, two in halves for expert in ([False, True] if two else [False])]
+        return tuple(ChainedOptimizer(chunks, expert, half) for half, expert in kinds)
+    dense = [ChainedOptimizer(chunks, expert=False)]
+    if args.flag("overlap_param_gather_with_optimizer_step") and parallel.vpp > 1:
+        dense = [ChainedOptimizer(chunks[:1], expert=False), ChainedOptimizer(chunks[1:], expert=False)]
+    experts = [ChainedOptimizer(chunks, expert=True)] if args.num_experts and parallel.ep > 1 else []
+    return (*dense, *experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +213,7 @@ def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup,
 
 
 def groups_by_member(
-    chained: Sequence[MemberKind],
+    chained: Sequence[ChainedOptimizer],
     groups: Sequence[ParamGroup],
     ep: int,
     specs: Sequence[ParamSpec],

@@ -21,7 +21,6 @@ from mcore_rlhf.core.catalog import (
     Chunk,
     DType,
     Record,
-    Shape,
     TensorEntry,
     TensorName,
     dot,
@@ -38,55 +37,8 @@ from mcore_rlhf.storage.pt import StoredTensor
 
 from .arguments import DISTRIBUTED, PLAIN, Arguments
 from .folders import FileRank
-from .groups import in_expert_optimizer, is_matrix
+from .groups import ChainedOptimizer, LocalParam, members
 from .new_layout import NewLayout
-
-
-@dataclass(frozen=True, slots=True)
-class LocalParam:
-    """A trainable parameter of one rank.
-
-    Args:
-        name: Global name, as it stands in this rank's state dict (a tied copy keeps its own).
-        vpp_rank: Its model chunk.
-        shape: Local shape.
-        dtype: Element type in the model.
-        shared_embedding: Whether pipeline stages share it.
-    """
-
-    name: str
-    vpp_rank: int
-    shape: Shape
-    dtype: DType
-    shared_embedding: bool
-
-    @property
-    def numel(self) -> int:
-        """Number of local elements."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class ChainedOptimizer:
-    """One of the chained optimizers.
-
-    Args:
-        vpp_ranks: The model chunks whose parameters it holds.
-        expert: Whether it holds the experts that are dealt over ranks, or everything else; None for both.
-        matrices: Whether it holds matrices, or everything else; None for both.
-    """
-
-    vpp_ranks: tuple[int, ...]
-    expert: bool | None
-    matrices: bool | None = None
-
-    def owns(self, param: LocalParam, ep: int) -> bool:
-        """Whether it holds a parameter."""
-        return (
-            param.vpp_rank in self.vpp_ranks
-            and self.expert in (None, in_expert_optimizer(param.name, ep))
-            and self.matrices in (None, is_matrix(param.name, len(param.shape)))
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +54,6 @@ class LocalBuffer:
     vpp_rank: int
     dtype: DType
     flat: FlatBuffer
-
-
-def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer, ...]:
-    """The chained optimizers of every rank, in the order in which they are saved.
-
-    Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_megatron_optimizer``), ``optimizer/muon.py``; 0.19.2,
-    ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``): Muon, then the rest; experts that are dealt over ranks apart,
-    where there are some and the optimizer is not layer-wise. Of experts, biases alone are no matrices.
-    """
-    chunks = tuple(range(parallel.vpp))
-    if args.has_matrix_optimizer:
-        apart, biases = bool(args.num_experts) and parallel.ep > 1, args.flag("add_bias_linear", True)
-        halves = ((True, apart), (False, apart and biases))
-        if args.layer_wise:
-            return tuple(ChainedOptimizer(chunks, None, half) for half, _ in halves)
-        kinds = [(half, expert) for half, two in halves for expert in ([False, True] if two else [False])]
-        return tuple(ChainedOptimizer(chunks, expert, half) for half, expert in kinds)
-    dense = [ChainedOptimizer(chunks, expert=False)]
-    if args.flag("overlap_param_gather_with_optimizer_step") and parallel.vpp > 1:
-        dense = [ChainedOptimizer(chunks[:1], expert=False), ChainedOptimizer(chunks[1:], expert=False)]
-    experts = [ChainedOptimizer(chunks, expert=True)] if args.num_experts and parallel.ep > 1 else []
-    return (*dense, *experts)
 
 
 def buffers(

@@ -18,15 +18,15 @@ from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, FLOATING, MASTER, row_m
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
-from mcore_rlhf.families.megatron.groups import Membership, inner_state, merged_groups
-from mcore_rlhf.families.megatron.layout import (
+from mcore_rlhf.families.megatron.groups import (
     ChainedOptimizer,
-    LocalBuffer,
     LocalParam,
-    buffers,
-    is_shared_embedding,
+    Membership,
+    inner_state,
     members,
+    merged_groups,
 )
+from mcore_rlhf.families.megatron.layout import LocalBuffer, buffers, is_shared_embedding
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.flat import Place
 from mcore_rlhf.layouts.parallel import ParallelConfig

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.catalog import FLOAT32, MASTER
 from mcore_rlhf.errors import Lossy, Unsupported
-from mcore_rlhf.families.megatron.groups import inner_state
-from mcore_rlhf.families.megatron.layout import LocalParam
+from mcore_rlhf.families.megatron.groups import LocalParam, inner_state
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 

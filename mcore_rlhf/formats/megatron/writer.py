@@ -24,8 +24,8 @@ from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import Membership, groups_by_member
-from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, LocalParam, RankLayout, Records
+from mcore_rlhf.families.megatron.groups import LocalParam, Membership, groups_by_member
+from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, RankLayout, Records
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import COUNTER, PER_RANK_KEYS, RankValues
 from mcore_rlhf.families.options import WriteOptions

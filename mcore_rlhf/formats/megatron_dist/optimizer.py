@@ -31,8 +31,8 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.groups import inner_state, is_matrix, merged_groups
-from mcore_rlhf.families.megatron.layout import Blueprint, ChainedOptimizer, LocalBuffer, LocalItem, RankLayout
+from mcore_rlhf.families.megatron.groups import ChainedOptimizer, inner_state, is_matrix, merged_groups
+from mcore_rlhf.families.megatron.layout import Blueprint, LocalBuffer, LocalItem, RankLayout
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout

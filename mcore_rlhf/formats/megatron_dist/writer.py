@@ -32,8 +32,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import groups_for
-from mcore_rlhf.families.megatron.layout import members
+from mcore_rlhf.families.megatron.groups import groups_for, members
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source

@@ -15,8 +15,7 @@ from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing
-from mcore_rlhf.families.megatron.groups import Membership
-from mcore_rlhf.families.megatron.layout import ChainedOptimizer, LocalParam
+from mcore_rlhf.families.megatron.groups import ChainedOptimizer, LocalParam, Membership
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.formats.megatron.writer import megatron_target
