@@ -17,13 +17,20 @@ from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from .core.lowrank import LowRankSum, products_in_one_thread
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Unsupported, UsageError
+from .families.crossing import crossed
+from .families.crossing.quantized import dequantized
+from .families.lora.bridge import with_peft_names
+from .families.lora.names import refuse_adapters
+from .families.lora.parts import adapter_alone
 from .families.options import ConvertOptions as ConvertOptions
-from .families.options import refuse
+from .families.options import ReadOptions, WriteOptions, refuse
 from .families.source import Source, bytes_of
 from .formats.accounting import account_of
-from .formats.base import Target, TargetFile
+from .formats.base import Format, Target, TargetFile
 from .formats.carried import bring_along
-from .formats.merging import seen_by
+from .formats.hf import FORMAT as HF
+from .formats.merging import merged
+from .formats.peft import FORMAT as PEFT
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.leftovers import carry
@@ -123,7 +130,7 @@ def prepare(source: ReadablePath, options: ConvertOptions) -> Job:
         raise Unsupported(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
     traced = opened.catalog
     assert isinstance(traced, Traced)  # as all that was opened
-    whole, seen, write = seen_by(wanted, opened, options.read, options.write)
+    whole, seen, write = _seen_by(wanted, opened, options.read, options.write)
     job = Job(whole, wanted.target(seen, write), seen=None if seen is whole else seen)
     bring_along(seen, job.target)
     problems = Problems()
@@ -144,6 +151,56 @@ def prepare(source: ReadablePath, options: ConvertOptions) -> Job:
             "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.account.lost)
         )
     return job
+
+
+def _seen_by(
+    wanted: Format, opened: Source, read: ReadOptions, write: WriteOptions
+) -> tuple[Source, Source, WriteOptions]:
+    """A source as a target wants it: merged if that was asked for, and under the names of the target's family.
+
+    Args:
+        wanted: The target's format.
+        opened: The source.
+        read: How it was opened.
+        write: What the target is to be.
+
+    Returns:
+        All files that are read, as one source; what the target is made of; and what is left to be said to it.
+
+    Raises:
+        CheckpointError: The target cannot be made of it.
+    """
+    _refuse_contradictions(wanted, write)
+    model = dequantized(opened, write) if write.dequantize else opened
+    if write.merge_adapter:
+        opened, model, write = merged(opened, read, write)
+    elif wanted is HF or wanted.family == "megatron":
+        refuse_adapters(opened, wanted.name)
+    else:
+        model = with_peft_names(model, write)
+        model = adapter_alone(model, write.reference_config) if wanted is PEFT else model
+    return opened, crossed(model, wanted, write), write
+
+
+def _refuse_contradictions(wanted: Format, write: WriteOptions) -> None:
+    """What is asked for must be something that can be: a base that nobody looks at would be a base that nobody checks.
+
+    Raises:
+        UsageError: A merged model as an adapter, or a base without a merge.
+    """
+    if write.merge_adapter and wanted is PEFT:
+        raise UsageError(
+            f"--merge-adapter makes a whole model, and --to {wanted.name} writes an adapter alone\n"
+            "Give one of them: --to hf for the merged model."
+        )
+    if write.merge_adapter and write.dequantize:
+        raise UsageError(
+            "--dequantize: not together with --merge-adapter\nMake a plain base of the quantized one first: --to hf --dequantize."
+        )
+    if write.base_model is not None and not write.merge_adapter and wanted is not PEFT:
+        raise UsageError(
+            "--base-model: nothing is merged, so that the base would not be looked at\nAdd --merge-adapter, or leave it out."
+        )
 
 
 def convert(source: ReadablePath, target: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:

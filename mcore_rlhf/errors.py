@@ -82,7 +82,7 @@ class Lossy(CheckpointError):
 
 def headline(text: str) -> str:
     """The first line of a message; of a list of problems, the first of them."""
-    lines = text.splitlines() or [""]
+    lines = text.strip().splitlines() or [""]
     return lines[1].strip(" -") if lines[0].endswith("problems:") and len(lines) > 1 else lines[0]
 
 

@@ -12,52 +12,18 @@ from pathlib import Path
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.views import Below, Joined
-from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.crossing.packing import in_memory
-from mcore_rlhf.families.crossing.quantized import dequantized
 from mcore_rlhf.families.lora.base_model import BaseModel, ModelFingerprint, fingerprint, sampled
 from mcore_rlhf.families.lora.bridge import with_peft_names
 from mcore_rlhf.families.lora.config import model_reference
 from mcore_rlhf.families.lora.merge import Merge, module_state
-from mcore_rlhf.families.lora.names import refuse_adapters
-from mcore_rlhf.families.lora.parts import adapter_alone, adapter_in, carried, known_config
+from mcore_rlhf.families.lora.parts import adapter_in, carried, known_config
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Computed, Source, bytes_of
-from mcore_rlhf.formats.base import Format
-from mcore_rlhf.formats.hf import FORMAT as HF
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.paths import ReadablePath, absolute
-
-
-def seen_by(
-    wanted: Format, opened: Source, read: ReadOptions, write: WriteOptions
-) -> tuple[Source, Source, WriteOptions]:
-    """A source as a target wants it: merged if that was asked for, and under the names of the target's family.
-
-    Args:
-        wanted: The target's format.
-        opened: The source.
-        read: How it was opened.
-        write: What the target is to be.
-
-    Returns:
-        All files that are read, as one source; what the target is made of; and what is left to be said to it.
-
-    Raises:
-        CheckpointError: The target cannot be made of it.
-    """
-    _refuse_contradictions(wanted, write)
-    model = dequantized(opened, write) if write.dequantize else opened
-    if write.merge_adapter:
-        opened, model, write = merged(opened, read, write)
-    elif wanted is HF or wanted.family == "megatron":
-        refuse_adapters(opened, wanted.name)
-    else:
-        model = with_peft_names(model, write)
-        model = adapter_alone(model, write.reference_config) if wanted is FORMAT else model
-    return opened, crossed(model, wanted, write), write
 
 
 def merged(opened: Source, read: ReadOptions, write: WriteOptions) -> tuple[Source, Source, WriteOptions]:
@@ -112,27 +78,6 @@ def _moved(source: Source, root: ReadablePath, old: ReadablePath) -> Source:
     folder = "" if below == "." else f"{below}/"
     files = tuple(replace(file, path=folder + file.path) for file in source.files)
     return replace(source, root=root, catalog=Below(source.catalog, folder), files=files)
-
-
-def _refuse_contradictions(wanted: Format, write: WriteOptions) -> None:
-    """What is asked for must be something that can be: a base that nobody looks at would be a base that nobody checks.
-
-    Raises:
-        UsageError: A merged model as an adapter, or a base without a merge.
-    """
-    if write.merge_adapter and wanted is FORMAT:
-        raise UsageError(
-            f"--merge-adapter makes a whole model, and --to {wanted.name} writes an adapter alone\n"
-            "Give one of them: --to hf for the merged model."
-        )
-    if write.merge_adapter and write.dequantize:
-        raise UsageError(
-            "--dequantize: not together with --merge-adapter\nMake a plain base of the quantized one first: --to hf --dequantize."
-        )
-    if write.base_model is not None and not write.merge_adapter and wanted is not FORMAT:
-        raise UsageError(
-            "--base-model: nothing is merged, so that the base would not be looked at\nAdd --merge-adapter, or leave it out."
-        )
 
 
 def _check_base(adapter: Source, base: Source) -> None:

@@ -172,14 +172,14 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
     ]
     adapter = Recut(OfStates(source.catalog, _WEIGHTS), source.role, relation.shares, relation.shapes)
     frozen = None if base is None else renamed(base, lambda name: _in_memory(name, relation.adapted))
-    native = ModuleState("", tuple(spec.name for spec in specs))
+    own = ModuleState("", tuple(spec.name for spec in specs))
     catalog: Catalog = adapter
     notes = replace(source.notes, lines=list((frozen or source).notes.lines))
     if frozen is not None:
         module = ModuleState.needed(frozen, "peft")
         specs = [*(replace(spec, trainable=False) for spec in frozen.model.params), *specs]
         catalog = Joined((OfStates(frozen.catalog, _WEIGHTS), adapter))
-        native = replace(module, order=(*module.order, *native.order), packs_experts=True)
+        own = replace(module, order=(*module.order, *own.order), packs_experts=True)
     notes.add(Fate.CHANGED, f"Megatron-Bridge's adapters become peft's, of {len(relation.adapted)} modules")
     if relation.repeated:
         text = f"{relation.repeated} matrices A are copies: in Megatron one serves all that is fused in a layer"
@@ -190,7 +190,7 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
     state = replace((frozen or source).state, groups=(), scheduler=None, grad_scaler=None)
     return replace(
         source, model=model, parallel=ParallelConfig(), catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
-        family=native,
+        family=own,
     )  # fmt: skip
 
 

@@ -237,23 +237,23 @@ class Merge:
         shared: Mapping[str, str],
         notes: Report,
     ) -> Source:
-        base, native, role = self.base, module_state(self.base), self.base.role
+        base, module, role = self.base, module_state(self.base), self.base.role
         old = base.state
         state = replace(
             old, iteration=self.adapter.state.iteration or old.iteration, groups=(), scheduler=None, grad_scaler=None,
             other={key: value for key, value in old.other.items() if key != CARRIED},
         )  # fmt: skip
         model = replace(base.model.having(specs.values()), tied=bool(shared))
-        config = dict(native.config)
+        config = dict(module.config)
         if config.get("tie_word_embeddings") and not set(specs) <= set(self._own):
             config["tie_word_embeddings"] = False
         catalog = FixedCatalog({TensorName(role, name): entry for name, entry in entries.items()})
-        buffers = tuple(name for old in native.buffers if (name := in_base(old)) is not None)
-        order = dict.fromkeys(name for old in native.order if (name := in_base(old)) in specs or name in shared)
+        buffers = tuple(name for old in module.buffers if (name := in_base(old)) is not None)
+        order = dict.fromkeys(name for old in module.order if (name := in_base(old)) in specs or name in shared)
         return replace(
             base, model=model, catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
             family=replace(
-                native.base(), order=tuple(n for n in order if n), buffers=buffers, shared=shared, config=config, optimizer={}, keys={},
+                module.base(), order=tuple(n for n in order if n), buffers=buffers, shared=shared, config=config, optimizer={}, keys={},
             ),
         )  # fmt: skip
 

@@ -255,14 +255,14 @@ class Content:
 
     Args:
         source: The source.
-        native: Its own view.
+        module: Its own view.
         choices: What the target is to be.
         view: The source's catalogue as FSDP sees it.
         rest: Schedulers, RNG states, counters: a nested dict.
     """
 
     source: Source
-    native: ModuleState
+    module: ModuleState
     choices: Choices
     view: Catalog
     rest: Mapping[str, object]
@@ -284,21 +284,21 @@ class Content:
             Incomplete: The source lacks one.
         """
         for name in self._names():
-            owner = self.native.shared.get(name, name)
+            owner = self.module.shared.get(name, name)
             spec = self.source.model.get(owner)
             entry = self.view.get(TensorName(self.source.role, owner, PARAM))
             if spec is None or entry is None:
                 raise Incomplete(f"{self.source.root}: {name} of the model is nowhere in it")
             dtype = model_dtype(self.source, self.choices, owner, entry)
-            sharded = owner not in self.native.buffers and spec.dtype in FLOATING and entry.global_shape != ()
+            sharded = owner not in self.module.buffers and spec.dtype in FLOATING and entry.global_shape != ()
             wanted = TensorName(self.source.role, name, PARAM)
             yield Planned(self.choices.layout.model_path(name), wanted, dtype, entry.global_shape, sharded)
 
     def _names(self) -> list[str]:
         """In the module's order, where somebody knows it."""
-        there = {spec.name for spec in self.source.model.params} | set(self.native.shared)
-        known = [name for name in self.native.order if name in there]
-        return list(dict.fromkeys([*known, *(spec.name for spec in self.source.model.params), *self.native.shared]))
+        there = {spec.name for spec in self.source.model.params} | set(self.module.shared)
+        known = [name for name in self.module.order if name in there]
+        return list(dict.fromkeys([*known, *(spec.name for spec in self.source.model.params), *self.module.shared]))
 
     def _states(self) -> Iterator[Part]:
         numbers = {name: n for n, name in enumerate(name for g in self.source.state.groups for name in g.params)}

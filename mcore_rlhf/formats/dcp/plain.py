@@ -47,7 +47,7 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
     tensors: dict[str, StoredTensor] = opened.tree
     role = options.role or "actor"
     specs = [ParamSpec(n, t.shape, t.record.dtype, REPLICATED, t.record.dtype in FLOATING) for n, t in tensors.items()]
-    native = ModuleState(
+    module = ModuleState(
         "", tuple(tensors), tuple(spec.name for spec in specs if not spec.trainable), config=model_config(located.root)
     )
     entries = {name: whole_entry(TensorName(role, name), stored) for name, stored in tensors.items()}
@@ -63,7 +63,7 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
         states=(),
         optimizer=None,
         notes=notes,
-        family=native,
+        family=module,
     )
 
 

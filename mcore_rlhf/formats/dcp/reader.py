@@ -133,7 +133,7 @@ class _DcpReader:
         states = tuple(dict.fromkeys(s for of in entries.values() for s in of if s != PARAM))
         states = tuple(sorted(states, key=lambda state: state != MASTER))
         role = self.options.role or "actor"
-        native = self._native(groups, aliases)
+        family = self._family(groups, aliases)
         return Source(
             format="dcp",
             root=self.located.root,
@@ -141,12 +141,12 @@ class _DcpReader:
             model=model,
             parallel=ParallelConfig(dp=self._ranks()),
             catalog=DcpCatalog(role, model, self.opened, entries),
-            state=self._training(native, groups),
+            state=self._training(family, groups),
             files=self._files(),
             states=states,
             optimizer="dcp" if self._with_optimizer else None,
             notes=self.notes,
-            family=native,
+            family=family,
             origin={} if self.sidecar is None else self.sidecar.origin,
         )
 
@@ -267,7 +267,7 @@ class _DcpReader:
         ranks = [int(match[1]) for name in self.opened.sizes if (match := _RANK.fullmatch(name))]
         return max(ranks, default=0) + 1
 
-    def _native(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> DcpState:
+    def _family(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> DcpState:
         rest = unflattened(self.rest)
         assert self.located.folder is not None
         inner = RLINF_FOLDER if self.located.folder == self.located.root / RLINF_FOLDER else ""
@@ -285,14 +285,14 @@ class _DcpReader:
         buffers = [n for n, key in self.model_keys.items() if n not in trained and not self._may_be_trained(key)]
         return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=model_config(self.located.root))
 
-    def _training(self, native: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
+    def _training(self, family: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
         if self.sidecar is None or RNG in self.sidecar.other:  # otherwise they were derived when the folder was written
-            note_rng(native.rest, self.notes)
+            note_rng(family.rest, self.notes)
         if self.sidecar is not None:
             state = self.sidecar.training
             return state if self._with_optimizer else replace(state, groups=())
-        scheduler, other = scheduler_of(native.rest)
-        step = iteration_of(self.located, native.rest, scheduler, groups, self.notes)
+        scheduler, other = scheduler_of(family.rest)
+        step = iteration_of(self.located, family.rest, scheduler, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=scheduler, other=other)
 
 

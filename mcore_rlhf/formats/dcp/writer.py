@@ -53,15 +53,15 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     """
     report = source.notes.for_target()
     choices = choose(source, options, report)
-    native, own = ModuleState.needed(source, "dcp"), DcpState.of(source)
+    module, own = ModuleState.needed(source, "dcp"), DcpState.of(source)
     if own:
         report.lines = [line for line in report.lines if line[1] not in own.differing]
-    names = {spec.name: spec.name for spec in source.model.params} | dict(native.shared)
+    names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
     order = FROM_MASTERS if choices.masters else EITHER
     view = StateOrder(Renamed(source.catalog, source.role, names), {PARAM: order[PARAM]})
-    content = Content(source, native, choices, view, rest_of(source, choices, report))
+    content = Content(source, module, choices, view, rest_of(source, choices, report))
     _report(source, choices, options, report)
-    return _DcpTarget(source, native, choices, content, view).target(report)
+    return _DcpTarget(source, module, choices, content, view).target(report)
 
 
 def _holds(source: Source, content: Content) -> Inventory:
@@ -89,7 +89,7 @@ def cut(shape: Shape, parts: int) -> Iterator[Box]:
 @dataclass(frozen=True, slots=True)
 class _DcpTarget:
     source: Source
-    native: ModuleState
+    module: ModuleState
     choices: Choices
     content: Content
     view: Catalog
@@ -121,7 +121,7 @@ class _DcpTarget:
         """Everything that the keys have no place for."""
         dtype, specs = self.choices.dtype, self.source.model.params
         dtypes = {s.name: dtype if dtype is not None and s.trainable else s.dtype for s in specs}
-        return Sidecar.of(self.source.state, self.native.base(), specs, self.source.origin, dtypes=dtypes)
+        return Sidecar.of(self.source.state, self.module.base(), specs, self.source.origin, dtypes=dtypes)
 
     def _path(self, name: str) -> str:
         return f"{self.choices.inner}/{name}" if self.choices.inner else name
@@ -152,7 +152,7 @@ class _DcpTarget:
         tree: dict[str, StoredTensor] = {}
         holds: list[TensorEntry] = []
         for part in self.content.model():
-            owner = self.native.shared.get(part.name.param)
+            owner = self.module.shared.get(part.name.param)
             if owner in tree:
                 tree[part.name.param] = tree[owner]
                 continue

@@ -72,11 +72,11 @@ def hf_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    native = ModuleState.needed(source, "hf")
+    module = ModuleState.needed(source, "hf")
     _refuse_options(source, options)
-    config, where = _config(source, native, options)
+    config, where = _config(source, module, options)
     return _FolderTarget(
-        source, native, options, config, where, Weights(source, native, options, bool(config))
+        source, module, options, config, where, Weights(source, module, options, bool(config))
     ).target()
 
 
@@ -100,14 +100,14 @@ def _check_ends(ids: tuple[int, ...], rows: int | None) -> None:
         )
 
 
-def _config(source: Source, native: ModuleState, options: WriteOptions) -> tuple[dict[str, object], str]:
+def _config(source: Source, module: ModuleState, options: WriteOptions) -> tuple[dict[str, object], str]:
     """The model's description and where it comes from: given, the source's own, or that beside the tokenizer."""
     if options.reference_config is not None:
         given = read_config(options.reference_config)
         refuse_other_file(given, options.reference_config)
         return given, options.reference_config
-    if native.config:
-        return dict(native.config), f"the config of {source.root}"
+    if module.config:
+        return dict(module.config), f"the config of {source.root}"
     beside = Path(options.tokenizer).expanduser() if options.tokenizer is not None else None
     if beside is not None and (beside / CONFIG).is_file():
         return read_config(str(beside)), str(beside / CONFIG)
@@ -117,7 +117,7 @@ def _config(source: Source, native: ModuleState, options: WriteOptions) -> tuple
 @dataclass
 class _FolderTarget:
     source: Source
-    native: ModuleState
+    module: ModuleState
     options: WriteOptions
     config: Mapping[str, object]
     where: str
@@ -182,14 +182,14 @@ class _FolderTarget:
         """What is neither a weight nor has a place in such a folder; its groups hold weights that are there."""
         source, names = self.source, {spec.name for spec in self.source.model.params}
         groups = tuple(replace(g, params=tuple(n for n in g.params if n in names)) for g in source.state.groups)
-        state, module = replace(source.state, groups=groups), replace(self.native.base(), config={})
+        state, module = replace(source.state, groups=groups), replace(self.module.base(), config={})
         return Sidecar.of(
             state, module, source.model.params, source.origin, optimizer=source.optimizer or "", states=states
         )
 
     def _described(self, parts: list[WrittenTensor], report: Report) -> dict[str, object]:
         """The description, with what the conversion changes, held against the tensors."""
-        shapes, shared = shapes_of(parts), self.native.shared
+        shapes, shared = shapes_of(parts), self.module.shared
         pair = {LM_HEAD, EMBEDDING}
         tied = any({alias, owner} == pair for alias, owner in shared.items())
         known = tied if EMBEDDING in shapes and (tied or LM_HEAD in shapes) else None
@@ -323,13 +323,13 @@ class Weights:
 
     Args:
         source: The checkpoint.
-        native: Its own view of it.
+        module: Its own view of it.
         options: What the user asked for.
         described: Whether a ``config.json`` is written: then whoever loads the folder ties what is tied.
     """
 
     source: Source
-    native: ModuleState
+    module: ModuleState
     options: WriteOptions
     described: bool
 
@@ -385,14 +385,14 @@ class Weights:
 
     def _names(self, spec: ParamSpec) -> tuple[str, ...]:
         """All names under which the tensor is written; a tied output layer is made by whoever loads the folder."""
-        names = (spec.name, *(alias for alias, owner in self.native.shared.items() if owner == spec.name))
+        names = (spec.name, *(alias for alias, owner in self.module.shared.items() if owner == spec.name))
         kept = tuple(name for name in names if name != LM_HEAD)
         if spec.name == LM_HEAD and self.options.with_optimizer:  # whose states lie under its name
             return names
         return kept if self.described and kept else names
 
     def _dtype(self, spec: ParamSpec, entry: TensorEntry) -> DType:
-        fixed = spec.name in self.native.buffers or spec.name.endswith(_FIXED_TYPE) or spec.dtype not in FLOATING
+        fixed = spec.name in self.module.buffers or spec.name.endswith(_FIXED_TYPE) or spec.dtype not in FLOATING
         if fixed:
             return spec.dtype
         if self.options.dtype is not None:

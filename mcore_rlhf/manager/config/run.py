@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
-from mcore_rlhf.errors import Problems, UsageError, shown
+from mcore_rlhf.errors import Problems, UsageError, headline, shown
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import storage_error
 
@@ -177,7 +177,7 @@ def read_source(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> t
     try:
         merged = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, IndexError) as error:
-        raise UsageError(f"overrides {', '.join(overrides)}: {_first_line(error)}") from None
+        raise UsageError(f"overrides {', '.join(overrides)}: {headline(str(error))}") from None
     if not isinstance(merged, DictConfig):
         raise UsageError(f"{origin.name}: expected sections such as 'runner:', found a list")
     origin = ConfigOrigin(origin.name, origin.lines, given)
@@ -209,7 +209,7 @@ def _created(content: dict[str, Any] | str, name: str) -> DictConfig:
     except yaml.YAMLError as error:
         raise UsageError(f"{name}: is not valid YAML: {error}") from None
     except (OmegaConfBaseException, ValueError) as error:
-        found = f"{getattr(error, 'full_key', None) or ''}: {_first_line(error)}"
+        found = f"{getattr(error, 'full_key', None) or ''}: {headline(str(error))}"
         raise UsageError(f"{name}: {found.removeprefix(': ')}") from None
     if not isinstance(config, DictConfig) or not config:
         raise UsageError(f"{name}: expected sections such as 'runner:', found {str(content).strip()[:40]!r}")
@@ -260,7 +260,7 @@ def _check(key: Key, parent: DictConfig | ListConfig, name: Any, origin: ConfigO
     except RecursionError:
         problems.add(UsageError, f"{origin.where(key)}: refers to itself: {_raw(parent, name)}")
     except OmegaConfBaseException as error:
-        said = f"cannot fill in {_raw(parent, name)}: {_first_line(error)}{_near_miss(parent, _raw(parent, name))}"
+        said = f"cannot fill in {_raw(parent, name)}: {headline(str(error))}{_near_miss(parent, _raw(parent, name))}"
         problems.add(UsageError, f"{origin.where(key)}: {said}", _advice(error))
 
 
@@ -285,10 +285,6 @@ def _advice(error: Exception) -> str:
         if "Environment variable" in str(error)
         else ""
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

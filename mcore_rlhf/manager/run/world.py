@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError
+from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError, headline
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class World:
             dist.monitored_barrier(self.group, timedelta(seconds=patience * self.timeout), wait_all_ranks=True)
         except RuntimeError as error:
             raise Incomplete(
-                f"{self.name}: not all ranks came to {what} within {patience * self.timeout:g} s: {_first_line(error)}\n"
+                f"{self.name}: not all ranks came to {what} within {patience * self.timeout:g} s: {headline(str(error))}\n"
                 "Every rank must call it. Look at the logs of the ranks that are missing."
             ) from error
 
@@ -193,7 +193,7 @@ class World:
             yield
         except RuntimeError as error:
             raise Incomplete(
-                f"{self.name}: another rank died, or did not come within {self.timeout:g} s: {_first_line(error)}\n"
+                f"{self.name}: another rank died, or did not come within {self.timeout:g} s: {headline(str(error))}\n"
                 "Every rank must make the same calls of the manager. Look at the logs of the other ranks."
             ) from error
 
@@ -209,10 +209,6 @@ def raisable(error: BaseException) -> tuple[type[CheckpointError], str]:
     if type(error).__module__ == CheckpointError.__module__ and isinstance(error, CheckpointError):
         return type(error), str(error)
     return CheckpointError, f"{type(error).__name__}: {error}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _name(world: str, rank: int) -> str:
