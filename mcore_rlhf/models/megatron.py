@@ -79,7 +79,7 @@ TABLE: tuple[_Row, ...] = (
     (r"linear_fc1\.(weight|bias)\d*", _FC1),
     (r"linear_fc2\.weight\d*", ROW),
     (r"linear_fc2\.bias\d*", REPLICATED),
-    (r"router\.(weight|bias|expert_bias)", REPLICATED),
+    (r"router\.(weight|bias|expert_bias|qb_beta)", REPLICATED),
     (r"shared_experts\.gate_(weight|bias)", REPLICATED),
     # multi-token prediction
     (r"\beh_proj\.weight", COLUMN),
@@ -96,7 +96,7 @@ TABLE: tuple[_Row, ...] = (
 )
 _COMPILED = tuple((re.compile(pattern + r"$"), partition) for pattern, partition in TABLE)
 
-_BUFFERS = re.compile(r"(\.expert_bias|\.local_tokens_per_expert|\.inv_freq|\.num_batches_tracked)$")
+_BUFFERS = re.compile(r"(\.expert_bias|\.qb_beta|\.local_tokens_per_expert|\.inv_freq|\.num_batches_tracked)$")
 _LAYER = re.compile(r"^(?:.*?\.)?(?:decoder|encoder|transformer)\.layers\.(\d+)\.")
 _SEQUENTIAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias|_extra_state)(\d+)$")

@@ -1,7 +1,8 @@
 """What the frameworks declare: fields and defaults, read off the installed packages, for ``models/meaning/declared.json``.
 
-``python -m tests.reference.declared --write`` brings the stored snapshot up to what is installed. Arguments of Megatron-LM
-itself, which is no package, are read off a checkout where ``--megatron-lm DIR`` gives one, and stay as they are otherwise.
+``python -m tests.reference.declared --write`` brings the stored snapshot up to what is installed: of megatron-core the installed
+version's part, while those of others stay. Arguments of Megatron-LM itself are read off a checkout where ``--megatron-lm DIR``
+gives one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ def megatron_core() -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     classes = {kind.__name__: fields_of(kind) for kind in (TransformerConfig, MLATransformerConfig)}
-    return {"version": importlib.metadata.version("megatron-core"), "classes": classes}
+    return {installed_megatron(): classes}
+
+
+def installed_megatron() -> str:
+    """The version that is imported."""
+    from megatron.core import package_info
+
+    return str(package_info.__version__)
 
 
 def transformers() -> dict[str, Any]:
@@ -70,19 +78,21 @@ def plain(value: Any) -> Any:
 
 
 def megatron_lm(checkout: Path) -> dict[str, Any]:
-    """All arguments of Megatron-LM, from its own parser; nothing else of its training loop is run."""
+    """All arguments of Megatron-LM, from its own parser; nothing else of its training loop is run.
+
+    Since 0.19 the package megatron-core has it: its folder is the checkout.
+    """
     sys.path.insert(0, str(checkout))
     package = types.ModuleType("megatron.training")
     package.__path__ = [str(checkout / "megatron" / "training")]
     for name in ("get_args", "get_timers", "get_adlr_autoresume"):
         setattr(package, name, None)
     sys.modules["megatron.training"] = package
-    from megatron.core import package_info
-    from megatron.training.arguments import add_megatron_arguments  # type: ignore[import-not-found]
+    from megatron.training.arguments import add_megatron_arguments  # type: ignore[import-not-found,unused-ignore]
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     defaults = {action.dest: plain(parser.get_default(action.dest)) for action in parser._actions}
-    return {"version": package_info.__version__, "arguments": dict(sorted(defaults.items()))}
+    return {installed_megatron(): dict(sorted(defaults.items()))}
 
 
 def main() -> None:
@@ -93,12 +103,15 @@ def main() -> None:
     parser.add_argument("--megatron-lm", type=Path, metavar="DIR")
     options = parser.parse_args()
     old = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    arguments = megatron_lm(options.megatron_lm) if options.megatron_lm else old["megatron-lm"]
-    new = {"megatron-core": megatron_core(), "megatron-lm": arguments, "transformers": transformers()}
+    arguments = megatron_lm(options.megatron_lm) if options.megatron_lm else {}
+    installed = {"megatron-core": megatron_core(), "megatron-lm": arguments, "transformers": transformers()}
+    new = {
+        **installed, **{kind: {**old.get(kind, {}), **installed[kind]} for kind in ("megatron-core", "megatron-lm")}
+    }  # fmt: skip
     if options.write:
         STORED.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
     if options.show:
-        print(json.dumps(new))
+        print(json.dumps(installed))
         return
     print("the snapshot is that of the installed packages" if new == old else "the snapshot is another")
 

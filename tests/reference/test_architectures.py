@@ -62,7 +62,7 @@ YARN = {
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
 GPT_OSS = {
-    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3, "swiglu_limit": 0.5,
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 32,
         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }  # fmt: skip
@@ -121,7 +121,7 @@ CASES = {
     "qwen3_moe": Case("qwen3_moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}, Parallel(ep=2, dp=2)),
     "mixtral": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": Case("gpt_oss", GPT_OSS, Parallel(tp=2, ep=2, etp=1)),
-    "gpt_oss_experts": Case("gpt_oss", {**GPT_OSS, "swiglu_limit": 0.5,
+    "gpt_oss_experts": Case("gpt_oss", {**GPT_OSS, "swiglu_limit": 7.0,
         "layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}, Parallel(ep=2, dp=2)),
     "glm4_moe": Case("glm4_moe", {**ROUTED, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}),
     "deepseek_v2": Case("deepseek_v2", {**ROUTED, **LATENT, "routed_scaling_factor": 1.5}),

@@ -57,9 +57,20 @@ LATENT: dict[str, tuple[dict[str, Any], str]] = {
     "one expert": ({"moe_router_topk": 1}, "deepseek_v3"),
     "groups": ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "deepseek_v3"),
 }  # fmt: skip
+GPT_OSS: dict[str, tuple[dict[str, Any], str]] = {
+    "another limit": ({"activation_func_clamp_value": 0.7}, "gpt_oss"),
+    "no limit": ({"activation_func_clamp_value": None}, ""),
+    "another offset": ({"glu_linear_offset": 0.5}, ""),
+    "another window": ({"window_size": (2, 0), "window_attn_skip_freq": 3}, "gpt_oss"),
+    "no window": ({"window_size": None}, "gpt_oss"),
+    "positions as they are": ({"position_embedding_type": "rope", "yarn_rotary_scaling_factor": 1.0}, "gpt_oss"),
+    "scaled sines": ({"position_embedding_type": "rope"}, ""),
+    "another YaRN": ({"yarn_beta_fast": 8.0, "yarn_correction_range_round_to_int": True}, "gpt_oss"),
+    "SwiGLU": ({"quick_geglu": False, "swiglu": True}, ""),
+}
 EDITS = [
     pytest.param(case, edit, becomes, id=f"{case}: {name}")
-    for case, edits in (("llama", DENSE), ("mixtral", MIXTURE), ("deepseek_v3_yarn", LATENT))
+    for case, edits in (("llama", DENSE), ("mixtral", MIXTURE), ("deepseek_v3_yarn", LATENT), ("gpt_oss", GPT_OSS))
     for name, (edit, becomes) in edits.items()
 ]
 
@@ -67,7 +78,10 @@ EDITS = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of transformers' by case, each made once."""
-    return {name: folder(tmp_path_factory.mktemp(name), name) for name in ("llama", "mixtral", "deepseek_v3_yarn")}
+    return {
+        name: folder(tmp_path_factory.mktemp(name), name)
+        for name in ("llama", "mixtral", "deepseek_v3_yarn", "gpt_oss")
+    }
 
 
 def folder(path: Path, name: str) -> Path:
@@ -111,7 +125,9 @@ def test_an_engine_tells_it_all(
     found = pool.run(told, str(tmp_path / "mcore"), Parallel(), world_size=1, timeout=100)[0]
     wanted = {name: value for name, value in edit.items() if name in BY_NAME and value is not None}
     assert {name: found.get(name) for name in wanted} == wanted
-    assert found["rotary_base"] == edit.get("rotary_base", {"llama": 500000, "mixtral": 1000000}.get(case, 10000))
+    assert found["rotary_base"] == edit.get(
+        "rotary_base", {"llama": 500000, "mixtral": 1000000, "gpt_oss": 150000}.get(case, 10000)
+    )
 
 
 def edited(root: Path, edit: dict[str, Any]) -> None:

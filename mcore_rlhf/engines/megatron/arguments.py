@@ -50,17 +50,13 @@ def described(model: LiveModel, chain: Sequence[ChainMember | None], place: Para
 
 def _model(model: LiveModel) -> dict[str, object]:
     config: Any = model.config
-    found = computed(config, model.chunks[0].module)
+    found = {"position_embedding_type": "rope", **computed(config, model.chunks[0].module)}
     found |= {name: getattr(config, name) for name in _OF_THE_RUN if hasattr(config, name)}
-    gated, silu = bool(config.gated_linear_unit), config.activation_func is torch.nn.functional.silu
     first = model.chunks[0].module
     found |= {
         "num_experts": config.num_moe_experts,
-        "swiglu": gated and silu,
-        "geglu": gated and not silu,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
         "untie_embeddings_and_output_weights": not getattr(first, "share_embeddings_and_output_weights", False),
-        "position_embedding_type": getattr(first, "position_embedding_type", "rope"),
         "add_position_embedding": True,
         "transformer_impl": "transformer_engine" if _uses_transformer_engine(model) else "local",
     }
@@ -81,10 +77,12 @@ def computed(config: Any, module: Any) -> dict[str, object]:
     names = [row.name for row in ROWS if row.name not in _TOLD_OTHERWISE]
     found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     found |= {name: value for name, value in vars(config).items() if name.startswith(_YARN)}
+    found |= _feed_forward(config)
     rotary = getattr(module, "rotary_pos_emb", None)
     for name, holder, attribute in (
         ("rotary_base", module, "rotary_base"),
         ("rotary_percent", module, "rotary_percent"),
+        ("position_embedding_type", module, "position_embedding_type"),
         ("use_rope_scaling", module, "rotary_scaling"),
         ("rotary_seq_len_interpolation_factor", rotary, "seq_len_interpolation_factor"),
     ):
@@ -93,6 +91,19 @@ def computed(config: Any, module: Any) -> dict[str, object]:
     if found.get("use_rope_scaling") and rotary is not None:
         found["rope_scaling_factor"] = _scaled_by(rotary.inv_freq, float(getattr(module, "rotary_base", 10000)))
     return found
+
+
+def _feed_forward(config: Any) -> dict[str, object]:
+    """What the arguments call its activation; any other that is gated is called ``geglu``, which is no argument."""
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    gated, activation = bool(config.gated_linear_unit), config.activation_func
+    swiglu, quick = gated and activation is torch.nn.functional.silu, gated and activation is quick_gelu
+    return {
+        "swiglu": swiglu, "quick_geglu": quick, "geglu": gated and not swiglu and not quick,
+        "squared_relu": activation is squared_relu,
+    }  # fmt: skip
 
 
 def _scaled_by(frequencies: torch.Tensor, base: float) -> float:

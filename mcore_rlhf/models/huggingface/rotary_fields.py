@@ -29,6 +29,7 @@ _YARN_ARGS = (
     "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
     "yarn_mscale_all_dim", "yarn_correction_range_round_to_int", "rotary_scaling_factor", "mscale", "mscale_all_dim",
 )  # fmt: skip
+_SINES = "yarn_rotary_scaling_factor"
 _OUTSIDE = ("rope_theta", "partial_rotary_factor", "max_position_embeddings")
 """What is also found beside the section on rotary embeddings."""
 _FAR = 1e-9
@@ -76,6 +77,11 @@ class Yarn:
             bool(rope.get("truncate", True)),
         )  # fmt: skip
 
+    @property
+    def sines(self) -> float:
+        """What Megatron multiplies sine and cosine by."""
+        return _get_mscale(self.factor, self.mscale) / _get_mscale(self.factor, self.mscale_all)
+
     def rope(self) -> dict[str, object]:
         """What a ``config.json`` says of it; transformers takes the two numbers where neither is 0."""
         said: dict[str, object] = {
@@ -84,11 +90,10 @@ class Yarn:
         }  # fmt: skip
         if self.mscale_all:
             said["mscale_all_dim"] = self.mscale_all
-        quotient = _get_mscale(self.factor, self.mscale) / _get_mscale(self.factor, self.mscale_all)
         if self.mscale and self.mscale_all:
             said["mscale"] = self.mscale
-        elif abs(quotient - _get_mscale(self.factor, 1.0)) > _FAR:
-            said["attention_factor"] = quotient
+        elif abs(self.sines - _get_mscale(self.factor, 1.0)) > _FAR:
+            said["attention_factor"] = self.sines
         if not self.truncated:
             said["truncate"] = False
         return said
@@ -186,6 +191,12 @@ def _scalings(args: Values) -> dict[str, dict[str, object]]:
         raise Unsupported(f"args: position_embedding_type is {kind}, and transformers computes as with rope")
     if kind == "yarn":
         found["position_embedding_type yarn"] = _yarn_of(args).rope()
+    elif (
+        _SINES in args and _yarn_of(args).sines != 1.0
+    ):  # of the configuration itself, which Megatron looks at whatever the type is
+        raise Unsupported(
+            f"args: position_embedding_type is {kind or 'rope'}, and {_SINES} {args[_SINES]} scales sines and cosines all the same"
+        )
     if args.get("use_rope_scaling"):
         factor = number(args, "rope_scaling_factor", 8.0)
         found["use_rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
@@ -209,15 +220,21 @@ def _yarn_args(rope: Values, percent: float) -> dict[str, object]:
 
 
 def _yarn_of(args: Values) -> Yarn:
-    def said(name: str, otherwise: str, default: float) -> float:
-        return number(args, name, number(args, otherwise, default))
+    """Of a configuration's own attributes where they are there, otherwise of Megatron-LM's arguments.
 
+    Source: megatron-core 0.19.2, ``models/common/embeddings/yarn_rotary_pos_embedding.py``
+    (``_yarn_get_concentration_factor_from_config``): where an attribute is None, both numbers are what they are by default.
+    """
+    mscale, every = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
+    if _SINES not in args:
+        mscale, every = number(args, "mscale", 1.0), number(args, "mscale_all_dim", 0.0)
+    elif not isinstance(mscale, int | float) or not isinstance(every, int | float):
+        mscale, every = 1.0, 0.0
     rounded = args.get("yarn_correction_range_round_to_int")
     return Yarn(
-        said("yarn_rotary_scaling_factor", "rotary_scaling_factor", 1.0),
-        int(said("yarn_original_max_position_embeddings", "", 4096)), said("yarn_beta_fast", "", 32.0),
-        said("yarn_beta_slow", "", 1.0), said("yarn_mscale", "mscale", 1.0), said("yarn_mscale_all_dim", "mscale_all_dim", 0.0),
-        rounded is None or bool(rounded),
+        number(args, _SINES, number(args, "rotary_scaling_factor", 1.0)),
+        int(number(args, "yarn_original_max_position_embeddings", 4096)), number(args, "yarn_beta_fast", 32.0),
+        number(args, "yarn_beta_slow", 1.0), mscale, every, rounded is None or bool(rounded),
     )  # fmt: skip
 
 

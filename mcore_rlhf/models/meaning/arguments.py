@@ -5,7 +5,7 @@ Those that an architecture of Hugging Face can express are related to fields of 
 
 Sources: megatron-core 0.16.1, ``transformer/{transformer_config,attention,dot_product_attention,mlp,utils}.py``,
 ``transformer/moe/{router,moe_utils,experts}.py``; Megatron-LM core_v0.16.1, ``megatron/training/arguments.py``; the last
-section: Megatron-LM core_v0.19.0, the same files.
+section: Megatron-LM core_v0.19.0, the same files. ``geglu`` is no argument of it: a live engine says so of a model.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from __future__ import annotations
 from .kinds import Row, Values
 
 _MOE, _MLA, _HYBRID, _DELTA = "num_experts", "multi_latent_attention", "is_hybrid_model", "linear_attention_freq"
-_MUP = ("attn_scale_power", "base_head_dim", "base_hidden_size", "embedding_mult", "output_mult", "width_mult")
-_INDEXER = (
-    "k_norm_epsilon", "k_norm_fp32", "rope_interleaved", "rotate_activation", "scoring_relu", "skip_topk_offset", "topk_freq",
-)  # fmt: skip
+_MUP = {
+    "attn_scale_power": 1.0, "base_head_dim": None, "base_hidden_size": None, "embedding_mult": 1.0, "output_mult": 1.0,
+    "width_mult": 1.0,
+}  # fmt: skip
+_INDEXER = {
+    "k_norm_epsilon": None, "k_norm_fp32": False, "rope_interleaved": False, "rotate_activation": True, "scoring_relu": True,
+    "skip_topk_offset": 0, "topk_freq": 1,
+}  # fmt: skip
 
 ROWS: tuple[Row, ...] = (
     # sizes
@@ -50,6 +54,13 @@ ROWS: tuple[Row, ...] = (
     Row("beta_slow", (1,), _MLA),
     Row("mscale", (1.0,)),
     Row("mscale_all_dim", (0.0,)),
+    Row("yarn_rotary_scaling_factor", (None,)),
+    Row("yarn_original_max_position_embeddings", (None,)),
+    Row("yarn_beta_fast", (None,)),
+    Row("yarn_beta_slow", (None,)),
+    Row("yarn_mscale", (None,)),
+    Row("yarn_mscale_all_dim", (None,)),
+    Row("yarn_correction_range_round_to_int", (None, True)),
     Row("mrope_section", (None,)),
     Row("no_rope_freq", (None, 0)),
     # attention
@@ -90,6 +101,7 @@ ROWS: tuple[Row, ...] = (
     Row("openai_gelu", (False,)),
     Row("onnx_safe", (None, False)),
     Row("quick_geglu", (False,)),
+    Row("geglu", (False,)),
     Row("glu_linear_offset", (0.0,)),
     Row("activation_func_clamp_value", (None,)),
     # mixtures of experts
@@ -131,8 +143,8 @@ ROWS: tuple[Row, ...] = (
     # newer Megatron-LM
     Row("hybrid_layer_pattern", (None,)),
     Row("use_mup", (False,)),
-    *(Row(f"mup_{name}", (None,), "use_mup") for name in _MUP),
-    *(Row(f"dsa_indexer_{name}", (None,), "experimental_attention_variant") for name in _INDEXER),
+    *(Row(f"mup_{name}", (usual, None), "use_mup") for name, usual in _MUP.items()),
+    *(Row(f"dsa_indexer_{name}", (usual, None), "experimental_attention_variant") for name, usual in _INDEXER.items()),
     Row("moe_expert_rank_capacity_factor", (None,), _MOE),
     Row("mtp_hybrid_override_pattern", (None,)),
     Row("mtp_use_repeated_layer", (False,)),

@@ -24,8 +24,29 @@ def _snapshot() -> dict[str, Any]:
 @cache
 def arguments() -> Values:
     """Megatron's arguments and fields of its ``TransformerConfig``, with their defaults; an argument's is the user's."""
-    core, lm = _snapshot()["megatron-core"]["classes"], _snapshot()["megatron-lm"]["arguments"]
-    return {**core["MLATransformerConfig"], **core["TransformerConfig"], **lm}
+    found: dict[str, object] = {}
+    for classes in _newest_first("megatron-core"):
+        found = {**found, **classes["MLATransformerConfig"], **classes["TransformerConfig"]}
+    for declared in _newest_first("megatron-lm"):
+        found.update(declared)
+    return found
+
+
+@cache
+def transformer_fields() -> Mapping[str, Values]:
+    """By version of megatron-core: the fields of ``TransformerConfig`` and of latent attention's, with their defaults."""
+    versions: Mapping[str, Any] = _snapshot()["megatron-core"]
+    return {v: {**of["MLATransformerConfig"], **of["TransformerConfig"]} for v, of in versions.items()}
+
+
+def _newest_first(package: str) -> list[dict[str, Any]]:
+    """What the versions of a package declare: the oldest, which the sources of the tables are, counts."""
+    versions: Mapping[str, dict[str, Any]] = _snapshot()[package]
+    return [versions[version] for version in sorted(versions, key=_number, reverse=True)]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 @cache

@@ -387,6 +387,23 @@ def test_positions_that_are_not_scaled_are_said_to_be_so() -> None:
     assert args["window_attn_skip_freq"] == [1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("said", "factor"),
+    [
+        ({"yarn_mscale": None, "yarn_mscale_all_dim": 0.5, "mscale": 3.0}, None),  # one is None: both are as by default
+        ({"yarn_mscale": 2.0, "yarn_mscale_all_dim": 0.0}, 0.2 * np.log(32.0) + 1),
+        ({"mscale": 2.0}, None),  # Megatron-LM's argument, where the configuration has attributes of its own
+    ],
+)
+def test_what_yarn_multiplies_sines_by(said: dict[str, Any], factor: float | None) -> None:
+    build = Build(biased=True, proj_biased=True, mlp_biased=True)
+    args = {**args_of(config_for("gpt_oss"), KNOWN["gpt_oss"], build), **said}
+    rope = config_of(args, sizes_of_args(args, 61), KNOWN["gpt_oss"], build)["rope_scaling"]
+    assert isinstance(rope, dict)
+    assert rope.get("attention_factor") == (None if factor is None else pytest.approx(factor))
+    assert "mscale" not in rope
+
+
 def test_biases_that_megatron_cannot_have_apart() -> None:
     config = config_for("llama", attention_bias=True)
     with pytest.raises(Unsupported, match="biases of the output projection, and not the feed-forward"):

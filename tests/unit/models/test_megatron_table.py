@@ -51,6 +51,7 @@ TABLE = [
     (L + "mlp.linear_fc2.bias", REPLICATED, REPLICATED),
     (L + "mlp.router.weight", REPLICATED, REPLICATED),
     (L + "mlp.router.expert_bias", REPLICATED, REPLICATED),
+    (L + "mlp.router.qb_beta", REPLICATED, REPLICATED),
     (L + "mlp.shared_experts.linear_fc1.weight", GATED, COLUMN),
     (L + "mlp.shared_experts.linear_fc2.weight", ROW, ROW),
     (L + "mlp.shared_experts.gate_weight", REPLICATED, REPLICATED),
@@ -113,6 +114,7 @@ def test_numbers_in_names(name: str, layer: int | None, expert: int | None, rout
 
 def test_buffers_are_no_parameters() -> None:
     assert is_buffer("decoder.layers.0.mlp.router.expert_bias")
+    assert is_buffer("decoder.layers.0.mlp.router.qb_beta")
     assert is_buffer("decoder.layers.0.mlp.router.local_tokens_per_expert")
     assert not is_buffer("decoder.layers.0.mlp.router.weight")
 
