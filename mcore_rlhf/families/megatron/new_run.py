@@ -18,7 +18,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.megatron import OUTPUT
 from mcore_rlhf.storage.torch_values import torch_dtype
 
-from .arguments import DISTRIBUTED, arguments_for, stored_arguments
+from .arguments import DISTRIBUTED, LAYER_WISE, arguments_for, stored_arguments
 from .folders import FileRank
 from .groups import Membership
 from .new_layout import NewLayout, choose, same_coordinates
@@ -123,7 +123,7 @@ class NewRun:
             padded_vocab_size=self.choices.padded_vocab_size, params_dtype=dtype, optimizer=self.choices.optimizer,
             ckpt_format=self.ckpt_format,
         )  # fmt: skip
-        if self.ckpt_format == "torch_dist" and self.choices.optimizer == DISTRIBUTED and _FULLY in new:
+        if self.ckpt_format == "torch_dist" and self.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and _FULLY in new:
             new[_FULLY] = True
         if self.options.no_optimizer:
             new["no_save_optim"] = True  # what a run says that saved no optimizer

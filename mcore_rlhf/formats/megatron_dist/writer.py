@@ -30,9 +30,9 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
+from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import groups_for, members
+from mcore_rlhf.families.megatron.groups import groups_by_member, is_matrix, members
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -126,7 +126,7 @@ class _DistWriter:
         """Say what the optimizer's states become where the source had them otherwise."""
         family = DistState.of(self.run.source)
         old = family.sharding if family else None
-        if self.run.choices.optimizer == DISTRIBUTED and old not in (None, FULLY_RESHARDABLE):
+        if self.run.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and old not in (None, FULLY_RESHARDABLE):
             self.run.report.add(
                 Fate.CHANGED, f"optimizer states: {old} → {FULLY_RESHARDABLE}, which loads on any layout"
             )
@@ -164,7 +164,7 @@ def common_tree(run: NewRun, first: FileRank) -> Tree:
 def _content(run: NewRun) -> dict[str, object]:
     """By which Megatron builds its state dictionary when it loads."""
     sharding: dict[str, object] = {}
-    if run.choices.optimizer == DISTRIBUTED:
+    if run.choices.optimizer in (DISTRIBUTED, LAYER_WISE):
         sharding = {CONTENT_SHARDING: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False}
     return {**sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
@@ -172,14 +172,32 @@ def _content(run: NewRun) -> dict[str, object]:
 def _optimizer(run: NewRun, args: Arguments) -> Tree:
     """One dictionary, or one by number for every chained optimizer."""
     parallel, model = run.choices.parallel, run.source.model
-    dense, expert = groups_for(run.source.state.groups, parallel.ep, model.params, run.membership)
-    built = [_member(run, expert if member.expert else dense) for member in members(args, parallel)]
+    chained = members(args, parallel)
+    groups = groups_by_member(chained, run.source.state.groups, parallel.ep, model.params, run.membership)
+    built = [
+        _member(run, own, distributed=is_distributed(run, matrices=bool(member.matrices)))
+        for member, own in zip(chained, groups, strict=True)
+    ]
     return dict(enumerate(built)) if len(built) > 1 else built[0]
 
 
-def _member(run: NewRun, groups: Sequence[ParamGroup]) -> Tree:
+def is_distributed(run: NewRun, *, matrices: bool) -> bool:
+    """Whether parameters are trained by a distributed optimizer, whose masters are called otherwise.
+
+    Beside Muon that is so where the layer-wise optimizer deals parameters by a layout. Source: megatron-core 0.19.2,
+    ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``).
+
+    Args:
+        run: The checkpoint that is to be written.
+        matrices: Whether they are those that Muon or its kind trains, where there is one.
+    """
+    if run.choices.optimizer != LAYER_WISE:
+        return run.choices.optimizer == DISTRIBUTED
+    return Arguments(run.arguments(None)).flag(BY_LAYOUT) and not matrices
+
+
+def _member(run: NewRun, groups: Sequence[ParamGroup], *, distributed: bool) -> Tree:
     inner: Tree = {"param_groups": [dict(group.fields) for group in groups]}
-    distributed = run.choices.optimizer == DISTRIBUTED
     if not distributed and run.family.scalars.get("step") is not None:
         inner["state"] = {"common_step": run.family.scalars["step"]}
     if not distributed and not _mixed_precision(run):
@@ -238,6 +256,7 @@ class Contents:
     files: list[list[Part]] = field(default_factory=list)
     _boxes: dict[object, tuple[Box, ...]] = field(default_factory=dict)
     _fqns: dict[tuple[str, str], str] = field(default_factory=dict)
+    _kinds: dict[bool, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._deal(list(self._parts()))
@@ -255,12 +274,11 @@ class Contents:
     def states(self, spec: ParamSpec) -> Iterator[str]:
         """The states of a parameter that the target has."""
         yield PARAM
-        optimizer = self.run.choices.optimizer
-        if optimizer is None or not spec.trainable:
+        if self.run.choices.optimizer is None or not spec.trainable:
             return
-        if optimizer == DISTRIBUTED or spec.dtype != FLOAT32:
+        if self._distributed(spec) or spec.dtype != FLOAT32:
             yield MASTER
-        yield from self.run.moments
+        yield from self.run.states_of.get(spec.name, ())
 
     def dtype(self, part: Part) -> DType:
         """Element type of a state."""
@@ -273,7 +291,7 @@ class Contents:
             for part in parts:
                 for home, _, rows in self._homes(part.spec):
                     shape = (rows, *part.spec.global_shape[1:])[: len(part.spec.global_shape)]
-                    found.setdefault(self.fqn(home, part.state), self._stacked(home, shape))
+                    found.setdefault(self.fqn(home, part), self._stacked(home, shape))
         return found
 
     def _homes(self, spec: ParamSpec) -> list[tuple[Home, int, int]]:
@@ -291,13 +309,19 @@ class Contents:
         found = zip(spec.partition.parts, starts, strict=False)
         return [(replace(home, key=f"{home.key}.{name}"), start, size) for (name, size), start in found]
 
-    def fqn(self, home: Home, state: str) -> str:
+    def fqn(self, home: Home, part: Part) -> str:
         """The key of a tensor."""
-        if (home.key, state) not in self._fqns:  # one string for hundreds of chunks
-            sharding = FULLY_RESHARDABLE if self.run.choices.optimizer == DISTRIBUTED else None
-            stored = MASTERS[sharding] if state == MASTER else state
-            self._fqns[home.key, state] = home.key if state == PARAM else f"optimizer.state.{stored}.{home.key}"
-        return self._fqns[home.key, state]
+        if (home.key, part.state) not in self._fqns:  # one string for hundreds of chunks
+            state = MASTERS[FULLY_RESHARDABLE if self._distributed(part.spec) else None]
+            state = f"optimizer.state.{state if part.state == MASTER else part.state}."
+            self._fqns[home.key, part.state] = home.key if part.state == PARAM else f"{state}{home.key}"
+        return self._fqns[home.key, part.state]
+
+    def _distributed(self, spec: ParamSpec) -> bool:
+        matrices = is_matrix(spec.name, len(spec.global_shape))
+        if matrices not in self._kinds:
+            self._kinds[matrices] = is_distributed(self.run, matrices=matrices)
+        return self._kinds[matrices]
 
     def items(self, number: int) -> list[TensorItem]:
         """What one file holds, in its order."""
@@ -326,7 +350,7 @@ class Contents:
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
             ones = (1,) * len(home.index)
             where = (*home.index, *home.turned(offset)), (*ones, *home.turned(box.shape))
-            yield TensorItem(self.fqn(home, part.state), dtype, *where)
+            yield TensorItem(self.fqn(home, part), dtype, *where)
 
     def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
         home = home_of(part.spec.name, self.spelling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ, Difference
 from tests.helpers.conversions import GOLDENS
-from tests.helpers.dist_reader import check_every_state, states_of
+from tests.helpers.dist_reader import check_every_state, read_tensors, states_of
+from tests.helpers.plain_load import plain_load
+from tests.reference.merge import bits_equal
 
 GENUINE = GOLDENS.parent / "megatron_0_19"
 RUN = "tp2pp2_bf16_do"
@@ -108,3 +111,39 @@ def test_a_version_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(Unsupported, match="sharded_backend_version is 2, and only 1 is known"):
         opened(root)
+
+
+MUON = [name for name in ALL if "muon" in name]
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon_is_written_under_the_keys_that_megatron_has(name: str, tmp_path: Path) -> None:
+    """Torch's own reader finds in our folder what it finds in Megatron's: every key, every element.
+
+    The prefixes of chained optimizers are Megatron's for a sharding that does not reshape, which is said in the folder itself.
+    """
+    job = converted(GENUINE / name, tmp_path / "target", dp=1)
+    assert job.lossless, job.account.lost
+    ours, theirs = read_tensors(tmp_path / "target"), read_tensors(GENUINE / name)
+    expected = {re.sub(r"^chained_\d\.", "", key): tensor for key, tensor in theirs.items()}
+    assert ours.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert bits_equal(ours[key], tensor), key
+    members = plain_load(tmp_path / "target" / "iter_0000006" / "common.pt")["optimizer"]
+    assert [list(member) for member in members.values()] == [
+        ["optimizer"],
+        ["optimizer", "param_state_sharding_type"] if "layerwise" in name else ["optimizer"],
+    ]
+    assert [len(member["optimizer"]["param_groups"]) for member in members.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("name", MUON)
+@pytest.mark.parametrize("layout", [{"tp": 4, "dp": 1}, {"tp": 1, "pp": 2, "padded_vocab_size": 0}], ids=["tp4", "pp2"])
+def test_muon_at_another_layout_and_back(name: str, layout: dict[str, int], tmp_path: Path) -> None:
+    old = opened(GENUINE / name)
+    rows = old.model.padded_vocab_size
+    there = {key: value or rows for key, value in layout.items()}
+    converted(GENUINE / name, tmp_path / "there", **there)
+    back = {"tp": old.parallel.tp, "pp": 1, "dp": old.parallel.dp, "padded_vocab_size": rows}
+    converted(tmp_path / "there", tmp_path / "back", **back)
+    check_every_state(opened(tmp_path / "back"), states_of(GENUINE / name))
