@@ -1,4 +1,4 @@
-"""Rows 9, 11, 13: opening, verifying, and the command line."""
+"""Rows 9, 11, 13, 16: opening, verifying, and the command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Ledger
 from mcore_rlhf.verify.checkpoint import Depth, verify
@@ -23,6 +25,9 @@ from .checkpoints import Checkpoint, make
 from .measure import Contest, Spread, cold, warm
 from .reshape import reshape
 from .table import Row
+
+_GOLDEN = Path(__file__).parents[1] / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do" / "iter_0000002"
+_RANKS = 512
 
 
 def row_9(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
@@ -132,4 +137,23 @@ def row_13(folder: Path, rounds: int) -> Iterator[Row]:
 
 def _command(line: list[str]) -> None:
     environment = {**os.environ, "NO_COLOR": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as it is installed: with its bytecode kept
     subprocess.run([sys.executable, "-m", "mcore_rlhf", *line], check=True, capture_output=True, env=environment)
+
+
+def row_16(folder: Path, rounds: int) -> Iterator[Row]:
+    """A genuine file of one of Megatron's ranks, 512 times: its pickle is scanned, read, and made into places of tensors."""
+    many = folder / "ranks"
+    many.mkdir(exist_ok=True)
+    data = (_GOLDEN / "mp_rank_00_000" / "model_optim_rng.pt").read_bytes()
+    for rank in range(_RANKS):
+        (many / f"{rank}.pt").write_bytes(data)
+    read_pt(many, "0.pt")  # imports
+    figures = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for rank in range(_RANKS):
+            read_pt(many, f"{rank}.pt")
+        figures.append(time.process_time() - start)
+    spread = Spread(figures)
+    yield Row(16, f"open {_RANKS} rank files of Megatron's: cpu", spread.median, " s", 1.5, 0.6, str(spread))

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.core.views import Renamed
 from mcore_rlhf.errors import UsageError
 
 from .options import ReadOptions
@@ -191,6 +190,8 @@ def renamed(source: Source, rename: Rename) -> Source:
         source: An opened checkpoint.
         rename: The new name of a tensor.
     """
+    from mcore_rlhf.core.views import Renamed  # seldom is a part asked for
+
     names = _names(source, rename)
     specs = [
         replace(spec, name=new) for new, old in names.owners.items() if (spec := source.model.get(old)) is not None

@@ -10,7 +10,6 @@ from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -170,6 +169,8 @@ class _SeriesReader:
                 self.problems.add(Corrupt, f"{self.root / file}: holds {name}, which {index} does not name", _AGAIN)
 
     def _tensors(self, file: str) -> Mapping[str, StoredTensor]:
+        from mcore_rlhf.storage.containers import open_tensors  # who only asks what a folder is opens none
+
         opened = open_tensors(self.root, file, self.stubs)
         self.series.files.append(StoredFile(file, opened.nbytes, opened.records))
         return opened.tensors
