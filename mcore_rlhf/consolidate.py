@@ -34,8 +34,16 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
-from mcore_rlhf.formats.hf.names import BIN, MODEL_STEM, SAFETENSORS
-from mcore_rlhf.formats.hf.shards import DEFAULT_SHARD, Shard, WrittenTensor, index_of, shards_of
+from mcore_rlhf.formats.hf.files import (
+    BIN,
+    DEFAULT_SHARD,
+    MODEL_STEM,
+    SAFETENSORS,
+    Shard,
+    WrittenTensor,
+    index_of,
+    shards_of,
+)
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import inside, local_path

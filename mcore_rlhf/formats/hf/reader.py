@@ -20,7 +20,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
-from .names import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
+from .files import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
 from .series import Series, find_series, read_series
 
 

@@ -13,7 +13,7 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .names import BIN, MODEL_STEM, file_name, index_name, shard_count
+from .files import BIN, MODEL_STEM, file_name, index_name, shard_count
 
 _AGAIN = "Download or copy the folder again; every file that the index names must be in it."
 

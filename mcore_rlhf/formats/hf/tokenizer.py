@@ -12,7 +12,7 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 
 from .config import with_eos
-from .names import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, is_code, is_of_tokenizer
+from .files import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, is_code, is_of_tokenizer
 from .series import read_json
 
 

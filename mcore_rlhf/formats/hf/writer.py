@@ -48,8 +48,17 @@ from .config import (
     with_dtype,
     with_eos,
 )
-from .names import CONFIG, GENERATION_CONFIG, MODEL_STEM, OPTIMIZER, SAFETENSORS
-from .shards import DEFAULT_SHARD, WrittenTensor, index_of, shards_of
+from .files import (
+    CONFIG,
+    DEFAULT_SHARD,
+    GENERATION_CONFIG,
+    MODEL_STEM,
+    OPTIMIZER,
+    SAFETENSORS,
+    WrittenTensor,
+    index_of,
+    shards_of,
+)
 from .tokenizer import check_vocabulary, files_beside, generation_config
 
 _OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.VALUE, "iteration"))
