@@ -93,7 +93,10 @@ def _distributed_state(
     whole: dict[StateKey, torch.Tensor] = {}
     for name, start, tensors in (part for parts in gathered for part in parts):
         for state, values in tensors.items():
-            target = whole.setdefault((state, name), torch.full(parameters[name].shape, torch.nan, dtype=values.dtype))
+            target = whole.setdefault(
+                (state, name),
+                torch.full(parameters[name].shape, torch.nan if values.is_floating_point() else 0, dtype=values.dtype),
+            )
             target.view(-1)[start : start + values.numel()] = values
     return whole
 

@@ -20,7 +20,7 @@ from .load import Pair
 from .stateful import Stateful, Undo, not_writable
 
 LOG = logging.getLogger("mcore_rlhf")
-_KNOWN = ("torch.optim.", "deepspeed.", "apex.", "transformer_engine.", "bitsandbytes.")
+_KNOWN = ("torch.", "deepspeed.", "apex.", "transformer_engine.", "bitsandbytes.", "megatron.", "emerging_optimizers.")
 STEP = "step"
 RECORD = "optimizer_params"
 """Name of the part of the file that says whose state the part ``optimizer`` is."""

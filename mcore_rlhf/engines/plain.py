@@ -5,7 +5,6 @@ Everything lies in one file, ``state.pt``, as ``torch.save`` would write it; ``t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,7 @@ from .optimizers import (
     matched,
     say_what_is_unknown,
 )
-from .save import Alive, LiveTree, Memory, makes_its_state, of_module, of_optimizer
+from .save import Alive, LiveTree, Memory, given_otherwise, makes_its_state, of_module, of_optimizer
 from .stateful import Stateful as Stateful
 from .stateful import Undo, copied, no_bytes, refuse_unsavable, refuse_unwritable, tensors_in
 
@@ -100,12 +99,9 @@ class TorchEngine:
     def _left_out(self, memory: Memory, parts: Mapping[str, object]) -> Iterator[StateTensor]:
         """What an optimizer with code of its own keeps, and gave neither as it is nor in another form: under the same name."""
         if "optimizer" in self._given() and isinstance(getattr(self.optimizer, "state", None), Mapping):
-            given = Counter((_last(path), tensor.numel()) for path, tensor in tensors_in(parts["optimizer"]))
-            for one in self._kept(own_form=True):
-                at = _last(one.state), one.tensor.numel()
-                if not memory.has(one.tensor) and not given[at]:
-                    yield from memory.counted([one])
-                given[at] -= 1
+            for tensor in given_otherwise(self._kept(own_form=True), parts["optimizer"]):
+                memory.put(tensor)
+            yield from (one for one in memory.counted(self._kept(own_form=True)) if not one.here)
 
     def _kept(self, *, own_form: bool = False) -> Iterator[Alive]:
         """What the optimizer itself has."""
@@ -300,10 +296,6 @@ def _shape(value: object) -> tuple[int, ...] | None:
     if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
         return None
     return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
 
 
 def _unwrapped(module: torch.nn.Module | None) -> torch.nn.Module | None:

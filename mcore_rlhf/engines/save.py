@@ -182,6 +182,23 @@ def of_optimizer(
     problems.raise_if_any()
 
 
+def given_otherwise(alive: Iterable[Alive], given: object) -> list[torch.Tensor]:
+    """The live tensors that somebody's own code gave in another form: as many numbers under the same name.
+
+    Args:
+        alive: What an optimizer keeps.
+        given: The nest that its ``state_dict`` made.
+    """
+    names = ((path.rpartition(".")[2], leaf) for path, leaf in leaves(given))
+    left = Counter((name, leaf.numel()) for name, leaf in names if isinstance(leaf, torch.Tensor))
+    found = []
+    for one in alive:
+        at = one.state.rpartition(".")[2], one.tensor.numel()
+        found += [one.tensor] if left[at] > 0 else []
+        left[at] -= 1
+    return found
+
+
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
     """The optimizers at the bottom of a nest of wrappers and chains, each once: those whose ``state`` is no wrapper's view."""
     if hasattr(optimizer, "chained_optimizers"):  # a chain of several has views of them too, which raise
@@ -431,5 +448,11 @@ def _counted(held: Iterable[StateTensor]) -> str:
 
 
 def _named(state_tensors: Sequence[StateTensor]) -> str:
-    names = [f"{one.state} of {one.name}" for one in state_tensors[:_MOST_NAMES]]
+    """Some of them, every state among them."""
+    nth, seen = list[int](), Counter[str]()
+    for one in state_tensors:
+        nth.append(seen[one.state])
+        seen[one.state] += 1
+    order = sorted(range(len(state_tensors)), key=nth.__getitem__)
+    names = [f"{state_tensors[at].state} of {state_tensors[at].name}" for at in order[:_MOST_NAMES]]
     return ", ".join(names) + (f", … ({len(state_tensors)} together)" if len(state_tensors) > _MOST_NAMES else "")

@@ -5,21 +5,26 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
-from tests.reference.engine_jobs import engine_of, new_trainer
-from tests.reference.observing import END, LOOK, Session
+from tests.reference import engine_jobs, observing
+from tests.reference.engine_jobs import new_trainer
+from tests.reference.observing import END, LOOK, Observation, Session
 
 if TYPE_CHECKING:
     import torch
 
     from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.engines.megatron.engine import MegatronEngine
 
 OPTIONS = ManagerOptions(timeout=60, fsync=False, catch_signals=False)
 
@@ -33,6 +38,7 @@ class Seen:
     said: list[str] = field(default_factory=list)
     told: tuple[str, str] = ("", "")
     report: list[str] = field(default_factory=list)
+    look: Observation | None = None
 
 
 def emerging_optimizers() -> None:
@@ -70,6 +76,8 @@ def emerging_optimizers() -> None:
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
         return x
 
+    if find_spec("emerging_optimizers") is not None and megatron() >= (0, 18):
+        return
     package, inner = ModuleType("emerging_optimizers"), ModuleType("emerging_optimizers.orthogonalized_optimizers")
     utils = ModuleType("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     inner.OrthogonalizedOptimizer = OrthogonalizedOptimizer  # type: ignore[attr-defined]
@@ -79,38 +87,178 @@ def emerging_optimizers() -> None:
         sys.modules.setdefault(module.__name__, module)
 
 
+LAYER_WISE, PRECISE = "layer-wise, ", "precision-aware"
+KINDS: dict[str, dict[str, Any]] = {
+    "muon": {"optimizer": "muon"},
+    LAYER_WISE + "ping-pong": {"optimizer": "muon"},
+    LAYER_WISE + "by layout": {"optimizer": "muon"},
+    LAYER_WISE + "by layout, lion": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+    "muon, lion": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+    "adaptive_muon": {"optimizer": "adaptive_muon"},
+    "normuon": {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
+    "soap": {"optimizer": "soap"},
+    LAYER_WISE + "soap": {"optimizer": "soap"},
+    "lion": {"optimizer": "lion"},
+    "sgd": {"optimizer": "sgd", "sgd_momentum": 0.9},
+    PRECISE: {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+    },
+    "offload": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+}
+"""What Megatron's configuration says of an optimizer, by what it is called here."""
+
+
+def megatron() -> tuple[int, ...]:
+    """The release of megatron-core: (0, 19)."""
+    return tuple(map(int, version("megatron-core").split(".")[:2]))
+
+
 @contextmanager
-def with_muon(layer_wise: bool) -> Iterator[None]:
-    """Trainers that are built inside have Muon for their matrices."""
-    emerging_optimizers()
-    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+def with_optimizer(kind: str) -> Iterator[None]:
+    """Trainers that are built inside have such an optimizer."""
+    import torch
 
     from mcore_rlhf.demo import trainer
 
-    def build(config: Any, chunks: Any, config_overrides: Any) -> Any:
-        return get_megatron_muon_optimizer(
-            config, chunks, config_overrides=config_overrides, layer_wise_distributed_optimizer=layer_wise
-        )
+    names = ("get_megatron_optimizer", "OptimizerConfig", "DistributedDataParallel")
+    usual = {name: getattr(trainer, name) for name in names}
+    layer_wise, given = kind.startswith(LAYER_WISE), dict(KINDS[kind])
+    if megatron() < (0, 18):
+        emerging_optimizers()
+        trainer.get_megatron_optimizer = partial(_by_0_16, layer_wise=layer_wise)  # type: ignore[assignment]
+        given = {}
+    given |= {key: getattr(torch, value) for key, value in given.items() if key.endswith("_dtype")}
+    given |= {"use_layer_wise_distributed_optimizer": True} if layer_wise else {}
+    trainer.OptimizerConfig = lambda **fields: usual["OptimizerConfig"](**{**fields, **given})  # type: ignore[assignment, misc]
+    if "by layout" in kind:
+        trainer.DistributedDataParallel = partial(_laid_out, usual["DistributedDataParallel"])  # type: ignore[assignment, misc]
+    if (
+        KINDS[kind].get("optimizer") == "adaptive_muon"
+    ):  # looks for what Megatron 0.19.2 does not give emerging_optimizers 0.3.0
+        from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
 
-    usual = trainer.get_megatron_optimizer
-    trainer.get_megatron_optimizer = build  # type: ignore[assignment]
+        TensorParallelAdaptiveMuon.scale_mode, TensorParallelAdaptiveMuon.extra_scale_factor = "spectral", 1.0
+    try:
+        with remainders() if kind == PRECISE else nullcontext():
+            yield
+    finally:
+        vars(trainer).update(usual)
+
+
+def _by_0_16(config: Any, chunks: Any, config_overrides: Any, layer_wise: bool) -> Any:
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    return get_megatron_muon_optimizer(
+        config, chunks, config_overrides=config_overrides, layer_wise_distributed_optimizer=layer_wise
+    )
+
+
+def _laid_out(ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool) -> Any:
+    """As ``wrap_model_chunks_with_ddp`` of megatron/training/training.py, 0.19.2, does."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+        tag_params_for_buffer_routing,
+    )
+
+    ddp_config.use_distributed_optimizer = True
+    tag_params_for_buffer_routing([module])
+    layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
+        [p for p in module.parameters() if p.requires_grad], ddp_config.bucket_size,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True), ddp_config,
+        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+    )  # fmt: skip
+    return ddp(config, ddp_config, module, disable_bucketing, full_param_layout=layout)
+
+
+@contextmanager
+def remainders() -> Iterator[None]:
+    """:class:`.precise_adam.PreciseAdam` where Megatron looks for Transformer Engine's ``FusedAdam``."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import optimizer_config
+
+    from tests.reference.precise_adam import PreciseAdam
+
+    engine = ModuleType("transformer_engine.pytorch.optimizers")
+    engine.FusedAdam = PreciseAdam  # type: ignore[attr-defined]
+    usual = optimizer.Adam, optimizer.is_te_min_version, optimizer_config.is_te_min_version
+    sys.modules[engine.__name__], optimizer.Adam = engine, PreciseAdam
+    optimizer.is_te_min_version = optimizer_config.is_te_min_version = lambda *_, **__: True
     try:
         yield
     finally:
-        trainer.get_megatron_optimizer = usual
+        del sys.modules[engine.__name__]
+        optimizer.Adam, optimizer.is_te_min_version, optimizer_config.is_te_min_version = usual
+
+
+def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
+    """The engine, with arguments as Megatron-LM's are for such an optimizer."""
+    engine = engine_jobs.engine_of(trainer)
+    usual, optimizer = engine._args, KINDS[kind].get("optimizer", "adam")
+    layer_wise = kind.startswith(LAYER_WISE)
+    said = {"optimizer": f"dist_{optimizer}" if layer_wise and megatron() < (0, 18) else optimizer}
+    if optimizer not in ("adam", "sgd"):
+        said |= {"use_distributed_optimizer": False}
+        said |= {"use_layer_wise_distributed_optimizer": layer_wise} if megatron() >= (0, 18) else {}
+    said |= {"use_precision_aware_optimizer": kind == PRECISE}
+
+    def args() -> Any:
+        assert callable(usual)
+        found: Any = usual()
+        vars(found).update(said)
+        return found
+
+    engine._args = args
+    return engine
 
 
 def states_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every tensor of the model and of every optimizer of the chain, by where it stands: the test's own count of them."""
+    import torch
+
     found = {f"param {name}": p.detach().clone() for c in trainer.chunks for name, p in c.named_parameters()}
     assert trainer.optimizer is not None
-    for number, member in enumerate(trainer.optimizer.chained_optimizers):
+    for number, member in enumerate(_members(trainer.optimizer)):
         for g, group in enumerate(member.optimizer.param_groups):
             for i, held in enumerate(group["params"]):
                 found[f"{number}.{g}.{i} held"] = held.detach().clone()
                 for key, value in member.optimizer.state[held].items():
-                    found[f"{number}.{g}.{i} {key}"] = value.clone()
+                    found[f"{number}.{g}.{i} {key}"] = (
+                        value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+                    )
     return found
+
+
+def look(trainer: Trainer, session: Session) -> Observation:
+    """The same by state and name, what data-parallel ranks share out whole again where it is cut."""
+    import torch
+
+    from mcore_rlhf.demo import live_state
+
+    parameters = live_state._named_parameters(trainer)
+    found = {("param", name): param.detach().clone() for name, param in parameters.items()}
+    for member in _members(trainer.optimizer):
+        if hasattr(member, "gbuf_ranges"):
+            found |= live_state._distributed_state(member, parameters)
+            continue
+        held = {param for group in member.optimizer.param_groups for param in group["params"]}
+        for name, master in ((name, getattr(param, "main_param", param)) for name, param in parameters.items()):
+            if master is not None and master in held:
+                kept = {"master": master, **member.optimizer.state[master]}
+                found |= {
+                    (key, name): v.detach().clone()
+                    for key, v in kept.items()
+                    if isinstance(v, torch.Tensor) and v.dim()
+                }
+    at = live_state.coordinates(), observing.layer_numbers(trainer), observing.experts_per_rank(session)
+    return Observation(*at, states={LOOK: found})
+
+
+def _members(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [inner for one in chained for inner in _members(one)]
 
 
 def train_on(trainer: Trainer, seen: Seen, until: int) -> None:
@@ -119,30 +267,30 @@ def train_on(trainer: Trainer, seen: Seen, until: int) -> None:
         seen.losses[trainer.iteration] = loss
 
 
-def save(session: Session, root: str, layer_wise: bool) -> Seen:
+def save(session: Session, root: str, kind: str) -> Seen:
     """Save at step 2, and train to the end."""
     seen = Seen()
-    with with_muon(layer_wise):
+    with with_optimizer(kind):
         trainer, _ = new_trainer(session)
     with listening(seen):
-        engine = engine_of(trainer)
+        engine = engine_of(trainer, kind)
     train_on(trainer, seen, LOOK)
     with CheckpointManager(Path(root), {"actor": engine}, options=OPTIONS) as manager:
         manager.save(LOOK)
-        seen.states[LOOK] = states_of(trainer)
+        seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
         train_on(trainer, seen, END)
     seen.states[END] = states_of(trainer)
     return seen
 
 
-def load(session: Session, root: str, layer_wise: bool, optimizer: bool = True) -> Seen:
+def load(session: Session, root: str, kind: str, optimizer: bool = True) -> Seen:
     """Load over a run that has gone a step of its own, and train to the end."""
     seen = Seen()
-    with with_muon(layer_wise):
+    with with_optimizer(kind):
         trainer, _ = new_trainer(session)
     trainer.train_step()
     before = states_of(trainer)
-    with CheckpointManager(Path(root), {"actor": engine_of(trainer)}, options=OPTIONS) as manager:
+    with CheckpointManager(Path(root), {"actor": engine_of(trainer, kind)}, options=OPTIONS) as manager:
         try:
             resumed = manager.load(optimizer=optimizer)
         except CheckpointError as error:
@@ -153,19 +301,19 @@ def load(session: Session, root: str, layer_wise: bool, optimizer: bool = True) 
     seen.report = [text for _, text in resumed.report.lines]
     trainer.iteration = resumed.step
     trainer.consumed_train_samples = resumed.step * session.training.global_batch_size
-    seen.states[LOOK] = states_of(trainer)
+    seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
     train_on(trainer, seen, END)
     seen.states[END] = states_of(trainer)
     return seen
 
 
-def load_with_megatron(session: Session, root: str) -> Seen:
+def load_with_megatron(session: Session, root: str, kind: str) -> Seen:
     """As Megatron-LM's ``load_checkpoint`` does with a layer-wise optimizer: its own method, and its own file of every rank."""
     import torch
     import torch.distributed as dist
 
     seen = Seen()
-    with with_muon(layer_wise=True):
+    with with_optimizer(kind):
         trainer, _ = new_trainer(session)
     folder = Path(root) / f"global_step_{LOOK}" / "actor" / f"iter_{LOOK:07d}" / "mp_rank_00"
     model = torch.load(folder / "model_optim_rng.pt", weights_only=False)
@@ -176,15 +324,15 @@ def load_with_megatron(session: Session, root: str) -> Seen:
     return seen
 
 
-def forgetful(session: Session, root: str) -> Seen:
+def forgetful(session: Session, root: str, kind: str) -> Seen:
     """An engine that thinks the layer-wise optimizer a plain chain, as this one did: what the manager says."""
     from dataclasses import replace
 
     seen = Seen()
-    with with_muon(layer_wise=True):
+    with with_optimizer(kind):
         trainer, _ = new_trainer(session)
     trainer.train_step()
-    engine = engine_of(trainer)
+    engine = engine_of(trainer, kind)
     engine.chain = tuple(member and replace(member, layer_wise=False) for member in engine.chain)
     with CheckpointManager(Path(root), {"actor": engine}, options=OPTIONS) as manager:
         try:

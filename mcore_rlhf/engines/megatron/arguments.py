@@ -29,6 +29,7 @@ _YARN = "yarn_"
 _OF_THE_OPTIMIZER = (
     "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "clip_grad", "apply_wd_to_qk_layernorm", "overlap_param_gather_with_optimizer_step",
+    "use_precision_aware_optimizer", "store_param_remainders", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
 )  # fmt: skip
 
 
@@ -154,10 +155,13 @@ def _optimizer(chain: Sequence[ChainMember | None]) -> dict[str, object]:
     first = next((member for member in chain if member is not None), None)
     if first is None:
         return {"no_save_optim": True}
-    config = first.optimizer.config
+    config = getattr(first.optimizer, "config", None)
     found = {name: getattr(config, name) for name in _OF_THE_OPTIMIZER if hasattr(config, name)}
-    if any("Muon" in member.label for member in chain if member is not None):  # Megatron's config says adam then
+    if found.get("optimizer") == "adam" and any(
+        "Muon" in one.label for one in chain if one is not None
+    ):  # 0.16.1 says so
         found["optimizer"] = "dist_muon" if first.layer_wise else "muon"
+    found["use_layer_wise_distributed_optimizer"] = any(one.layer_wise for one in chain if one is not None)
     return {**found, "use_distributed_optimizer": kind_of(chain) == DISTRIBUTED}
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.engines.values import torch_values
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.errors import CheckpointError, Unsupported
+from mcore_rlhf.families.megatron.arguments import Arguments as Stored
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
 from mcore_rlhf.families.megatron.state import NAMES, RngMaker, RngState
 from mcore_rlhf.families.options import ReadOptions
@@ -31,8 +32,9 @@ from .files import Counting, LiveFiles
 from .load import LocalPart, MegatronHooks, MegatronMatching, MegatronStored
 from .model import LiveModel
 from .optimizers import ChainMember, is_whole, members
-from .own_files import OwnFiles, WholeOptimizer
+from .own_files import OwnFiles
 from .parallel_state import ParallelRank, current_rank
+from .whole import WholeOptimizer, fits
 
 Arguments = argparse.Namespace | Mapping[str, object]
 Further = Mapping[str, object]
@@ -146,34 +148,48 @@ class MegatronEngine:
         if FORMAT.detect(request.folder):
             located = locate(request.folder, request.step)
             own = OwnFiles.find(located, self.place, self.model, bool(chain))
-            if own is not None:
+            if own is not None and self._are_alike(own.args, chain):
                 return own.load(self.model, chain)
+        return self._through_a_plan(request, chain)
+
+    def _are_alike(self, stored: Stored, chain: Sequence[ChainMember | None]) -> bool:
+        """Whether this rank's files can hold the optimizer as the live one keeps it: not dealt out, and remainders or masters."""
+        precise = any(member.keeps_remainders for member in chain if member is not None)
+        return not chain or (not stored.layer_wise and stored.flag("use_precision_aware_optimizer") == precise)
+
+    def _through_a_plan(
+        self, request: LoadRequest, chain: Sequence[ChainMember | None]
+    ) -> tuple[Load[LocalPart], MegatronStored]:
         options = ReadOptions(role=request.role, step=request.step, optimizer=bool(chain))
-        source = open_checkpoint(request.folder, options)
+        try:
+            source = open_checkpoint(request.folder, options)
+        except CheckpointError as error:
+            advice = "\nIn a live run: load(optimizer=False)." if "--no-optimizer" in str(error) else ""
+            raise type(error)(f"{error}{advice}") from error
         return MegatronMatching(source, self.place, self.model, chain).load()
 
     def _whole_load(self, request: LoadRequest) -> tuple[Load[LocalPart], MegatronStored, WholeOptimizer | None]:
-        """For a chain that no plan can move: this rank's own files, or weights from wherever they are.
+        """For a chain of several kinds: this rank's own files, whole; and where they are another layout's or format's, a plan.
 
         Raises:
-            Unsupported: The checkpoint has an optimizer, of another layout or format.
+            Unsupported: No plan can move the states of an optimizer that is not known.
         """
         own = None
         if FORMAT.detect(request.folder):
             own = OwnFiles.find(locate(request.folder, request.step), self.place, self.model, optimizer=False)
-        if own is not None:
+        if own is not None and fits(own, self.place, self.chain):
             load, stored = own.load(self.model, ())
             whole = WholeOptimizer.find(own, self.place, self.model, self.chain, load.plan.problems)
             if whole is not None:
-                load = replace(load, opened=[*load.opened, whole.file])
+                load = replace(load, opened=[*load.opened, *whole.files])
             return load, stored, whole
-        source = open_checkpoint(request.folder, ReadOptions(role=request.role, step=request.step, optimizer=False))
-        labels = ", ".join(member.label for member in self.chain if member is not None)
-        raise Unsupported(
-            f"{request.folder}: {labels}: states are kept whole and resume at the layout that was saved; the checkpoint is "
-            f"{source.format} at {source.parallel}, this run {self.place.parallel}\n"
-            "Go on at that layout, or load the weights alone: load(optimizer=False)."
-        )
+        if unknown := [member.label for member in self.chain if member is not None and member.opaque]:
+            raise Unsupported(
+                f"{request.folder}: {', '.join(unknown)}: states are kept whole, rank by rank, and resume at the layout that was "
+                f"saved; this run is {self.place.parallel}\n"
+                "Go on at that layout, or load the weights alone: load(optimizer=False)."
+            )
+        return (*self._through_a_plan(request, self.chain), None)
 
     def rng_states(self) -> dict[str, torch.Tensor]:
         """The states of Megatron's RNG tracker by name, copies on the CPU."""

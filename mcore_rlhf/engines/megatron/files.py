@@ -25,9 +25,9 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from ..base import LiveFile, Segment, StateTensor
 from ..optimizers import STEP
-from ..save import Alive, LiveTree, Memory, of_module, of_optimizer, torch_optimizers
+from ..save import Alive, LiveTree, Memory, given_otherwise, of_module, of_optimizer, torch_optimizers
 from .model import LiveModel
-from .optimizers import PARAM_KEY, ChainMember, Owned
+from .optimizers import PARAM_KEY, ChainMember, Owned, rank_by_rank
 from .parallel_state import ParallelRank
 
 CHECKPOINT_VERSION = 3.0
@@ -80,12 +80,20 @@ class LiveFiles:
         return [self._optimizer_file(first, present) for first, present in found.items()]
 
     def layer_wise_files(self) -> list[LiveFile]:
-        """Where whole parameters are dealt out, every rank's own states, as Megatron's ``save_state_dict_to_file`` writes them."""
-        if not any(member is not None and member.layer_wise for member in self.chain):
+        """Where whole parameters are dealt out, every rank's own states, as Megatron's ``save_state_dict_to_file`` writes them.
+
+        Megatron 0.19.2 cannot where a distributed optimizer is chained to a layer-wise one (the layout of 0.18 and later): then
+        this file has the layer-wise part, and ``distrib_optim.pt`` the rest.
+        """
+        if not rank_by_rank(self.chain):
             return []
         path = self._path(self.place.folder, self.place.layer_wise_file)
-        live = LiveTree(path)
-        placed = live.placed(self._optimizer_state())
+        live, states = LiveTree(path), self._optimizer_state()
+        for inner in (
+            inner for one in self.chain if one is not None and one.opaque for inner in torch_optimizers(one.inner)
+        ):
+            self.converted.extend(given_otherwise(of_optimizer(inner, str, own_form=True), states))
+        placed = live.placed(states)
         self.trees.append(live)
         return [LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed))]
 
@@ -193,7 +201,7 @@ class Counting:
         """All of it. Ranks with one folder have the same model, and of a plain optimizer the same states."""
         for chunk in self.model.chunks:
             yield from self.whole.counted(of_module(chunk.module, f"{self.model.key(chunk)}."), self.place.folder)
-        known = {id(member.optimizer.optimizer): member for member in self.chain if member is not None}
+        known = {id(inner): one for one in filter(None, self.chain) for inner in torch_optimizers(one.optimizer)}
         for inner in torch_optimizers(
             self.optimizer
         ):  # asked for itself: a chain may have more than is understood of it
@@ -210,12 +218,13 @@ class Counting:
                 main = member.main_param(owned)
                 names[id(main)] = params[id(owned.param)]
                 masters += [main] if id(main) not in params and not member.converts else []
-        return of_optimizer(inner, lambda main: names.get(id(main), "no parameter"), masters)
+        own_form = member is not None and member.opaque
+        return of_optimizer(inner, lambda main: names.get(id(main), "no parameter"), masters, own_form=own_form)
 
     def _among(self, member: ChainMember) -> str | None:
         """Which ranks have the same of a member; None where every one has a part of its own."""
         if member.kind != DISTRIBUTED:
-            return None if member.layer_wise else self.place.folder
+            return None if member.layer_wise or member.opaque else self.place.folder
         if member.optimizer.ddp_config.num_distributed_optimizer_instances < 2:
             return None
         at, shard = self.place.at, dist.get_rank(member.optimizer.data_parallel_group)

@@ -1,7 +1,8 @@
 """Which stored param group each live one continues: found by what identifies a group, not by its position.
 
-Source: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``param_group_identifier_keys``,
-``_filter_and_reorder_param_groups``); NeMo calls two of the keys ``pre_wd_mult`` and ``pre_lr_mult``.
+Sources: megatron-core 0.16.1 and 0.19.2, ``optimizer/optimizer.py`` (``param_group_identifier_keys``,
+``_filter_and_reorder_param_groups``); 0.19.2, ``optimizer_param_scheduler.py`` (``ParamGroupOverride``). NeMo calls two of the
+keys ``pre_wd_mult`` and ``pre_lr_mult``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from mcore_rlhf.families.source import ParamGroup
 
 _IDENTIFIERS = (("wd_mult", 1.0), ("lr_mult", 1.0), ("is_decoupled_lr", False))
 _LIMITS = ("max_lr", "min_lr")
+_FURTHER = ("start_wd", "end_wd", "eps")
+"""What else a group may override since 0.19."""
+_OPTIMIZER = "optimizer"
+"""Which of several optimizers trains the group, since 0.18; those of the first have none."""
 _OF_THE_LAYOUT = frozenset({"params", "is_expert_parallel"})
 Fields = Mapping[str, object]
 
@@ -39,10 +44,10 @@ def continued(live: Sequence[Fields], stored: Sequence[ParamGroup], problems: Pr
 
 
 def _found(group: Fields, live: Sequence[Fields], stored: Sequence[ParamGroup], problems: Problems) -> Fields:
-    alike = [one for one in stored if identity(one.fields) == identity(group)]
-    own = [one for one in alike if one.expert == bool(group.get("is_expert_parallel"))]
+    same = [one for one in stored if alike(one.fields, group)]
+    own = [one for one in same if one.expert == bool(group.get("is_expert_parallel"))] or same
     twins = [one for one in live if _place(one) == _place(group)]
-    chosen = _narrowed(group, own or alike) if max(len(twins), len(own or alike)) > 1 else own or alike
+    chosen = _narrowed(group, own) if max(len(twins), len(own)) > 1 else own
     if len(chosen) != 1:
         known = "; ".join(describe(one.fields) for one in stored) or "none"
         problems.add(
@@ -55,8 +60,12 @@ def _found(group: Fields, live: Sequence[Fields], stored: Sequence[ParamGroup], 
 
 
 def _narrowed(group: Fields, candidates: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
-    """Where several are alike, stored or live (``--decoupled-lr``), the one with the same limits of the learning rate."""
-    return [one for one in candidates if all(one.fields.get(key) == group.get(key) for key in _LIMITS)]
+    """Where several are alike, stored or live (``--decoupled-lr``, Muon beside Adam), the one with the same overrides."""
+    kind = [one for one in candidates if ("betas" in one.fields) == ("betas" in group)]  # 0.16.1 names no optimizer
+    found = [one for one in kind if all(one.fields.get(key) == group.get(key) for key in _LIMITS)]
+    for key in _FURTHER if len(found) > 1 else ():
+        found = [one for one in found if one.fields.get(key) == group.get(key)]
+    return found
 
 
 def _check_twins(stored: Sequence[ParamGroup], problems: Problems) -> None:
@@ -78,17 +87,23 @@ def _check_twins(stored: Sequence[ParamGroup], problems: Problems) -> None:
             )
 
 
+def alike(one: Fields, other: Fields) -> bool:
+    """Whether two groups, live or stored, can be the same; one that does not say which optimizer trains it may be any's."""
+    said = {fields.get(_OPTIMIZER) for fields in (one, other)} - {None}
+    return identity(one) == identity(other) and len(said) < 2
+
+
 def identity(fields: Fields) -> tuple[object, ...]:
     """What identifies a group, apart from whether it holds experts."""
     return tuple(fields.get(key, fields.get(f"pre_{key}", default)) for key, default in _IDENTIFIERS)
 
 
 def _place(fields: Fields) -> tuple[object, ...]:
-    return (*identity(fields), bool(fields.get("is_expert_parallel")))
+    return (*identity(fields), bool(fields.get("is_expert_parallel")), fields.get(_OPTIMIZER))
 
 
 def describe(fields: Fields) -> str:
     """A group in words."""
     named = dict(zip((key for key, _ in _IDENTIFIERS), identity(fields), strict=True))
-    named.update((key, fields[key]) for key in _LIMITS if key in fields)
+    named.update((key, fields[key]) for key in (_OPTIMIZER, *_LIMITS, *_FURTHER) if key in fields)
     return ", ".join(f"{key} {value}" for key, value in named.items())

@@ -21,7 +21,7 @@ from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments
+from mcore_rlhf.families.megatron.arguments import LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
@@ -35,7 +35,7 @@ from ..optimizers import OptimizerLoad
 from ..stateful import Undo, copied
 from .groups import continued
 from .model import LiveModel, other_attention, unexpected
-from .optimizers import ChainMember, Owned, kind_of
+from .optimizers import ChainMember, Owned, is_whole, kind_of
 from .parallel_state import ParallelRank
 
 _ADVICE = "Build the model that the checkpoint holds, or load another checkpoint."
@@ -77,15 +77,30 @@ class MegatronStored:
     kind: str | None
     scalars: Mapping[str, object] = field(default_factory=dict)
     opaque: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+    apart: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """By member of a chain of several kinds: the states that there are of its parameters."""
+
+    def of(self, member: ChainMember) -> tuple[str, ...]:
+        """The states that a member is given."""
+        return self.apart.get(member.number, self.states)
 
 
-def slots_of(model: LiveModel, chain: Sequence[ChainMember | None], states: Sequence[str]) -> list[Slot[LocalPart]]:
+def slots_of(
+    model: LiveModel,
+    chain: Sequence[ChainMember | None],
+    states: Sequence[str],
+    apart: Mapping[int, Sequence[str]] | None = None,
+    *,
+    own: bool = False,
+) -> list[Slot[LocalPart]]:
     """What is filled: parameters and buffers whole, of optimizer states the parts that this rank has.
 
     Args:
         model: The live model.
         chain: Its optimizers; empty to load weights only.
         states: Names of the stored states without the master; each becomes a slot of every trained parameter.
+        apart: By member: its own, where its parameters have others than all.
+        own: Whether what is filled in comes as the optimizer itself gave it; see :meth:`.optimizers.ChainMember.put`.
 
     Raises:
         Unsupported: A live tensor is not contiguous.
@@ -100,8 +115,8 @@ def slots_of(model: LiveModel, chain: Sequence[ChainMember | None], states: Sequ
     for member in filter(None, chain):
         for owned in member.owned():
             owner = LocalPart(*names[owned.param], tuple(owned.param.shape), member, owned)
-            put = partial(member.put, owned) if member.converts else None
-            for state in (*([MASTER] if member.has_master(owned) else []), *states):
+            put = partial(member.put, owned, own=own) if member.converts else None
+            for state in (*([MASTER] if member.has_master(owned) else []), *(apart or {}).get(member.number, states)):
                 memory = partial(_state, member, owned, state)
                 slots.add(owner, state, FLOAT32, owned.stop - owned.start, memory, owned.start, put)
     return slots.found
@@ -161,7 +176,8 @@ class MegatronMatching:
         """Plan the load; what does not fit is noted in the plan's problems."""
         source, own = self.source, MegatronState.of(self.source)
         states = tuple(state for state in source.states if state != MASTER)
-        found = slots_of(self.model, self.chain if source.optimizer is not None else (), states)
+        apart = self._apart(states) if source.optimizer is not None and is_whole(self.chain) else {}
+        found = slots_of(self.model, self.chain if source.optimizer is not None else (), states, apart)
         self.report.extend(source.notes.lines)
         known: set[str] = set()
         for chunk in self.model.chunks:
@@ -181,8 +197,26 @@ class MegatronMatching:
         )
         self._note(plan)
         scalars = torch_values(own.scalars) if own else {}
-        stored = MegatronStored(torch_values(source.state), states, source.optimizer, scalars)
+        stored = MegatronStored(torch_values(source.state), states, source.optimizer, scalars, apart=apart)
         return Load.of(source, found, plan, self.report), stored
+
+    def _apart(self, states: Sequence[str]) -> dict[int, tuple[str, ...]]:
+        """Which states the parameters of each member have in the source, where several optimizers train one model."""
+        at, ep = self.place.at, self.place.parallel.ep
+        names = {
+            param: self._stored_as(self.model.global_name(chunk, local, at.ep_rank, ep))
+            for chunk in self.model.chunks
+            for local, param in chunk.parameters().items()
+        }
+        found = {}
+        for member in filter(None, self.chain):
+            own = {names[owned.param] for owned in member.owned()}
+            found[member.number] = tuple(
+                state
+                for state in states
+                if any(self.source.catalog.get(TensorName(self.source.role, name, state)) is not None for name in own)
+            )
+        return found
 
     def _holds(self, slot: Slot[LocalPart]) -> Iterator[TensorEntry]:
         named, stop = self._named.get((slot.owner.vpp_rank, slot.owner.name)), slot.start + slot.record.numel
@@ -322,7 +356,8 @@ class MegatronHooks:
     def install(self, undo: Undo) -> None:
         """Hand over param groups, loss scale, opaque values, the schedule."""
         for member in filter(None, self.chain):
-            undo.optimizer(member.optimizer.optimizer)  # the schedule sets learning rates in any case
+            if not member.opaque:
+                undo.optimizer(member.inner)  # the schedule sets learning rates in any case
         self._load_groups(undo)
         if self.whole is not None:
             self._pairs = self.whole.install(undo)
@@ -347,7 +382,7 @@ class MegatronHooks:
         fields, state = iter(self._fields), self.stored.state
         for member in filter(None, self.chain if self._restores else ()):
             own = [next(fields) for _ in member.groups]
-            member.load(own, self.stored.states, self.stored.scalars)
+            member.load(own, self.stored.of(member), self.stored.scalars)
             if isinstance(state.grad_scaler, dict) and member.scaler is not None:
                 undo.handed(member.scaler, state.grad_scaler)
 
@@ -385,22 +420,22 @@ class MegatronHooks:
             )
 
     def _check_states(self, trained: Sequence[ChainMember], problems: Problems) -> None:
-        found = set(self.stored.states)
-        other = [member for member in trained if member.kind == DISTRIBUTED and not member.may_keep(found)]
-        if other:
-            kept = sorted(other[0].states())
-            problems.add(
-                LayoutMismatch,
-                f"optimizer states: this run's distributed optimizer keeps {kept}, the checkpoint has {sorted(found)}",
-                "Load with optimizer=False to begin with fresh optimizer states.",
-            )
+        for member in trained:
+            found = set(self.stored.of(member))
+            if member.owned() and not member.may_keep(found):
+                problems.add(
+                    LayoutMismatch,
+                    f"optimizer states: this run's {member.label}, {member.kind}, keeps {sorted(member.states())}, the checkpoint "
+                    f"has {sorted(found)} of its parameters",
+                    "Load with optimizer=False to begin with fresh optimizer states.",
+                )
 
     def _note(self, trained: Sequence[ChainMember]) -> None:
         for fate, text in self._notes(trained):
             self.report.add(fate, text)
 
     def _notes(self, trained: Sequence[ChainMember]) -> Iterator[tuple[Fate, str]]:
-        state, live = self.stored.state, kind_of(trained)
+        state, live = self.stored.state, LAYER_WISE if any(one.layer_wise for one in trained) else kind_of(trained)
         if self.whole is not None:
             yield (
                 Fate.KEPT,

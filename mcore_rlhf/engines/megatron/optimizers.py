@@ -18,8 +18,9 @@ from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN
 
-from ..optimizers import is_elementwise, is_known
-from ..stateful import Stateful
+from ..optimizers import STEP, is_elementwise, is_known
+from ..save import torch_optimizers
+from ..stateful import Stateful, leaves
 
 LOG = logging.getLogger("mcore_rlhf")
 PARAM_KEY = "param"
@@ -65,20 +66,30 @@ class ChainMember:
         return DISTRIBUTED if isinstance(self.optimizer, DistributedOptimizer) else PLAIN
 
     @property
+    def opaque(self) -> bool:
+        """Whether it is of no kind that is known: it is asked for its state, and given it back, whole."""
+        return not any(_is_a(self.optimizer, kind) for kind in _KINDS)
+
+    @property
+    def inner(self) -> Any:
+        """The torch optimizer inside, or what is taken for one."""
+        return self.optimizer if self.opaque else self.optimizer.optimizer
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The live param groups."""
-        groups: list[dict[str, Any]] = self.optimizer.optimizer.param_groups
+        groups: list[dict[str, Any]] = [] if self.opaque else self.inner.param_groups
         return groups
 
     @property
     def label(self) -> str:
         """The optimizer inside, for messages."""
-        return f"optimizer {self.number} ({type(self.optimizer.optimizer).__qualname__})"
+        return f"optimizer {self.number} ({type(self.inner).__qualname__})"
 
     @property
     def is_adam(self) -> bool:
         """Whether it keeps what Adam does: the two moments that Megatron's flat files have a place for."""
-        return all("betas" in group for group in self.groups)
+        return not self.opaque and all("betas" in group for group in self.groups)
 
     @property
     def expert(self) -> bool:
@@ -88,14 +99,22 @@ class ChainMember:
     @property
     def converts(self) -> bool:
         """Whether states are kept in another form than fp32 tensors, and go in and out through Megatron's methods."""
-        config = self.optimizer.config
+        config = getattr(self.optimizer, "config", None)
         return self.kind == DISTRIBUTED and bool(
             getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
         )
 
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether masters are kept as what they have beyond their bf16 parameters, in 16 bits: files hold those integers as fp32."""
+        config = getattr(self.optimizer, "config", None)
+        return self.converts and bool(
+            getattr(config, "store_param_remainders", False) and getattr(config, "bf16", False)
+        )
+
     def owned(self) -> list[Owned]:
         """What this rank owns, in the optimizer's order."""
-        return list(self._shards() if self.kind == DISTRIBUTED else self._wholes())
+        return [] if self.opaque else list(self._shards() if self.kind == DISTRIBUTED else self._wholes())
 
     def main_param(self, owned: Owned) -> torch.Tensor:
         """What the torch optimizer inside trains of a part: a master, or the parameter or a shard of it."""
@@ -108,16 +127,17 @@ class ChainMember:
     def tensors(self, owned: Owned) -> dict[str, torch.Tensor]:
         """Master and states of a part, by our names; those that the optimizer has not made yet are missing."""
         if self.kind == DISTRIBUTED and not self._stepped:
-            return {
-                MASTER: self.main_param(owned).detach()
-            }  # asking Megatron would leave empty states behind, which confuse its load
+            # asking Megatron would leave empty states behind, which confuse its load
+            held = self.main_param(owned).detach()
+            return {MASTER: torch.zeros_like(held) if self.keeps_remainders else held}
         if self.kind == DISTRIBUTED:
             tensors = dict(self.optimizer._get_main_param_and_optimizer_states(owned.param))
             named = {MASTER: tensors.pop(PARAM_KEY), **tensors}
+            named.pop(_MASTER_STATE, None)  # CPU offload: the same again
         else:
             held = self.main_param(owned)
             named = {} if held is owned.param else {MASTER: held}
-            named |= self.optimizer.optimizer.state.get(held, {})
+            named |= self.inner.state.get(held, {})
         count = owned.stop - owned.start
         return {
             k: v.detach() for k, v in named.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel() == count
@@ -126,34 +146,55 @@ class ChainMember:
     def kept_as(self, owned: Owned, state: str) -> list[torch.Tensor]:
         """The optimizer's own memory of a state that :meth:`tensors` gives, or of its count of steps; none where it has none."""
         held = self.main_param(owned)
-        values = self.optimizer.optimizer.state.get(held, {}) if self._stepped else {}
+        values = self.inner.state.get(held, {}) if self._stepped else {}
         found = values.get(state, values.get(_MASTER_STATE) if state == MASTER else None)
         return [found] if isinstance(found, torch.Tensor) else []
 
     def states(self) -> tuple[str, ...]:
-        """The states of which a flat file has records: Adam's two, which Megatron looks for, and what else is elementwise here."""
-        states = () if self.converts else self.optimizer.optimizer.state.values()
+        """The states of which a flat file has records: those that Megatron looks for, and what else is elementwise here."""
+        usual = getattr(self.optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ)) if self.is_adam else ()
+        states = () if self.converts else self.inner.state.values()
         found = {
             key for one in states for key, value in one.items() if is_elementwise(key, getattr(value, "shape", None))
         }
-        return (EXP_AVG, EXP_AVG_SQ, *sorted(found - {EXP_AVG, EXP_AVG_SQ}))
+        return (*usual, *sorted(found - {*usual, _MASTER_STATE}))
 
     def may_keep(self, states: Set[str]) -> bool:
         """Whether stored states can be its own: those that it keeps, or would if it is known; else Adam's and more."""
-        decided = self._stepped or is_known(self.optimizer.optimizer)
+        if self.kind == PLAIN:
+            return states >= self._needed() and (self.is_adam or EXP_AVG_SQ not in states)
+        decided = self._stepped or is_known(self.inner)
         return states == set(self.states()) if decided else states >= set(self.states())
 
-    def put(self, owned: Owned, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give a part new fp32 values where they are kept in another form; see :attr:`converts`."""
+    def _needed(self) -> set[str]:
+        """The elementwise states that a plain optimizer has, or will have; empty where that is not known."""
+        if self._stepped:
+            held = next(iter(self.inner.state))
+            return {
+                k for k, v in self.inner.state[held].items() if is_elementwise(k, getattr(v, "shape", None), held.shape)
+            }
+        return {EXP_AVG, EXP_AVG_SQ} if self.is_adam and "Adam" in self.label else set()
+
+    def put(self, owned: Owned, tensors: Mapping[str, torch.Tensor], *, own: bool = False) -> None:
+        """Give a part new fp32 values where they are kept in another form; see :attr:`converts`.
+
+        Args:
+            owned: The part; its parameter is loaded.
+            tensors: By state.
+            own: Whether masters come as such an optimizer gives them, and are remainders where it keeps those.
+        """
         named = {PARAM_KEY if name == MASTER else name: tensor for name, tensor in tensors.items()}
         device = {name: tensor.to(owned.param.device) for name, tensor in named.items()}
+        if self.keeps_remainders:
+            master = device[PARAM_KEY]
+            device[PARAM_KEY] = (master if own else remainders(master, owned)).to(torch.int16)
         self.optimizer._set_main_param_and_optimizer_states(owned.param, device)
 
     def state_dict(self) -> dict[str, Any]:
         """What the model file holds of it, as Megatron gives it; before the first step too, when Megatron cannot always."""
-        if self.kind == PLAIN or self._stepped or not counts_per_parameter(self.optimizer.optimizer):
+        if self.kind == PLAIN or self._stepped or not counts_per_parameter(self.inner):
             state: dict[str, Any] = self.optimizer.state_dict()
-            return state if self._stepped or self.kind == DISTRIBUTED else with_zeros(state, self.optimizer.optimizer)
+            return state if self.opaque or self._stepped or self.kind == DISTRIBUTED else with_zeros(state, self.inner)
         groups = [{**{k: v for k, v in group.items() if k != "params"}, "step": 0} for group in self.groups]
         scaler = self.optimizer.grad_scaler
         return {"optimizer": {"param_groups": groups}, **({"grad_scaler": scaler.state_dict()} if scaler else {})}
@@ -178,21 +219,28 @@ class ChainMember:
         steps = {"step": 0} if any("step" in group for group in self.groups) else {}
         groups = [{**live, **steps, **new} for live, new in zip(self.groups, fields, strict=True)]
         if not self._stepped:
-            self.optimizer.optimizer.state.clear()  # empty ones of parameters that somebody asked for
+            self.inner.state.clear()  # empty ones of parameters that somebody asked for
         if self.kind == DISTRIBUTED:
             stored = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            self.optimizer.load_state_dict({"optimizer": {"param_groups": stored}})
+            # Megatron finds a group by what identifies it, since 0.19 by learning rates too: it is shown the live groups
+            shown = [
+                {**live, **{k: v for k, v in new.items() if k == STEP}}
+                for live, new in zip(self.groups, stored, strict=True)
+            ]
+            self.optimizer.load_state_dict({"optimizer": {"param_groups": shown}})
             for live, new in zip(self.groups, stored, strict=True):
-                live.update(new)  # groups that differ in their learning rates alone are one to Megatron
-            self._allocate([name for name in states if name not in (EXP_AVG, EXP_AVG_SQ)])
+                live.update(new)  # and groups that are alike to it, one
+            self._allocate(states)
         else:
-            load_plain(self.optimizer.optimizer, groups, states, scalars)
+            load_plain(self.inner, groups, states, scalars)
 
     def _allocate(self, states: Sequence[str]) -> None:
-        """Megatron's load makes Adam's two states; those of other names are made like them."""
-        for held in map(self.main_param, self.owned() if states else ()):
-            live = self.optimizer.optimizer.state[held]
+        """Megatron's load makes Adam's two states; those of other names are made like them, and those that are not its own go."""
+        for held in map(self.main_param, self.owned() if not self.converts else ()):
+            live = self.inner.state[held]
             live.update({name: torch.zeros_like(held.detach()) for name in states if name not in live})
+            for name in {EXP_AVG, EXP_AVG_SQ} & live.keys() - {*states}:
+                del live[name]
 
     @property
     def scaler(self) -> Stateful | None:
@@ -202,9 +250,10 @@ class ChainMember:
 
     def forget(self) -> None:
         """Begin anew from the model's weights: masters are copies of them, moments are zeros."""
-        self.optimizer.reload_model_params()
-        for state in self.optimizer.optimizer.state.values():
-            for value in state.values():
+        if hasattr(self.optimizer, "reload_model_params"):
+            self.optimizer.reload_model_params()
+        for inner in torch_optimizers(self.optimizer):
+            for _, value in leaves([*inner.state.values()]):
                 if isinstance(value, torch.Tensor):
                     value.zero_()
         for group in self.groups:
@@ -213,7 +262,7 @@ class ChainMember:
 
     @property
     def _stepped(self) -> bool:
-        return any(self.optimizer.optimizer.state.values())
+        return any(self.inner.state.values())
 
     def _shards(self) -> Iterator[Owned]:
         optimizer = self.optimizer
@@ -246,23 +295,19 @@ class ChainMember:
 
 
 def members(optimizer: Any | None) -> tuple[ChainMember | None, ...]:
-    """The chained optimizers in order; None for a stub, which a rank without trainable parameters has.
+    """The chained optimizers in order, those of chains within it in their places; None for a stub, which a rank without trainable
+    parameters has.
 
     Raises:
-        Unsupported: Some are of a kind that is not known, or whose files are not Megatron's ``torch`` format; all are named.
+        Unsupported: Some have files of their own, or nothing that gives their state; all are named.
     """
-    if optimizer is None:
-        return ()
-    chained: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    layer_wise, problems = _is_a(optimizer, _LAYER_WISE), Problems()
-    if hasattr(optimizer, "chained_optimizers") and not (layer_wise or _is_a(optimizer, _CHAIN)):
-        problems.add(Unsupported, f"{type(optimizer).__qualname__}: not a chain of optimizers that is known", _UNKNOWN)
+    problems = Problems()
     found = [
         None if getattr(one, "is_stub_optimizer", False) else _checked(ChainMember(number, one, layer_wise), problems)
-        for number, one in enumerate(chained)
+        for number, (one, layer_wise) in enumerate(_links(optimizer) if optimizer is not None else ())
     ]
     problems.raise_if_any()
-    _say_what_is_not_adam(found)
+    _say_what_is_special(found)
     return tuple(found)
 
 
@@ -271,27 +316,41 @@ _KINDS = ("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Opti
 _UNKNOWN = "Give the engine an optimizer of megatron-core, or none: MegatronEngine(chunks) saves the weights alone."
 
 
+def _links(optimizer: Any, layer_wise: bool = False) -> Iterator[tuple[Any, bool]]:
+    """What is chained, at any depth, and whether parameters were dealt out to ranks; a chain of no kind that is known may do so.
+
+    Source: megatron-core 0.19.2, ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``: a layer-wise chain and a
+    distributed optimizer, chained).
+    """
+    if not hasattr(optimizer, "chained_optimizers"):
+        yield optimizer, layer_wise
+        return
+    dealt = _is_a(optimizer, _LAYER_WISE) or not _is_a(optimizer, _CHAIN)
+    for one in optimizer.chained_optimizers:
+        yield from _links(one, layer_wise or dealt)
+
+
 def _checked(member: ChainMember, problems: Problems) -> ChainMember:
-    """A member, having said what is not known of it: what is found out now is not lost at the first save."""
-    optimizer, kind = member.optimizer, type(member.optimizer).__qualname__
+    """A member, having said what cannot be saved of it: what is found out now is not lost at the first save."""
+    optimizer = member.optimizer
     if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
         text = "Megatron-FSDP keeps its state in files of its own (fsdp_dtensor), not in the torch format"
         problems.add(Unsupported, text, _UNKNOWN)
-    elif not any(_is_a(optimizer, known) for known in _KINDS) or (member.layer_wise and member.kind == DISTRIBUTED):
-        problems.add(Unsupported, f"optimizer {member.number}: {kind}: how it keeps its states is not known", _UNKNOWN)
-    elif member.kind == DISTRIBUTED and not member.is_adam:
-        text = f"{member.label}: Megatron's distributed optimizer has files for Adam's two moments only"
-        problems.add(Unsupported, text, "Use it without the distributed optimizer, or layer-wise.")
+    elif member.opaque and not isinstance(optimizer, Stateful):
+        text = f"{member.label}: has neither state_dict nor load_state_dict, and is no optimizer of megatron-core"
+        problems.add(Unsupported, text, _UNKNOWN)
     return member
 
 
-def _say_what_is_not_adam(found: Sequence[ChainMember | None]) -> None:
-    """An optimizer of another kind is named when the engine is made, and what becomes of its states."""
-    fate = "resume at the same layout only" if is_whole(found) else "are reshaped where they are elementwise"
+def _say_what_is_special(found: Sequence[ChainMember | None]) -> None:
+    """An optimizer of another kind than Adam is named when the engine is made, and what becomes of its states."""
     for member in filter(None, found):
-        if member.layer_wise or not member.is_adam:
-            how = "whole, rank by rank" if member.layer_wise else "whole"
-            LOG.warning("MegatronEngine: %s: its states are saved %s, and %s", member.label, how, fate)
+        known = is_known(member.inner) or type(member.inner).__qualname__ == "FusedAdam"  # what stands in for apex's
+        if member.layer_wise or member.opaque or not ("Adam" in member.label and known):
+            unknown = "" if known else "is not known: "
+            how = "whole, rank by rank" if member.layer_wise or member.opaque else "whole"
+            fate = "resume at the same layout only" if member.opaque else "are reshaped where they are elementwise"
+            LOG.warning("MegatronEngine: %s: %sits states are saved %s, and %s", member.label, unknown, how, fate)
 
 
 def _is_a(optimizer: object, name: str) -> bool:
@@ -302,7 +361,23 @@ def _is_a(optimizer: object, name: str) -> bool:
 def is_whole(chain: Sequence[ChainMember | None]) -> bool:
     """Whether no plan can move the chain: parameters are dealt out whole, or are in several optimizers by their kind."""
     present = [member for member in chain if member is not None and member.kind == PLAIN]
-    return any(member.layer_wise for member in present) or sum(not member.expert for member in present) > 1
+    return rank_by_rank(chain) or sum(not member.expert for member in present) > 1
+
+
+def rank_by_rank(chain: Sequence[ChainMember | None]) -> bool:
+    """Whether every rank has states of its own that no file of the distributed optimizer takes."""
+    return any(member.layer_wise or member.opaque for member in chain if member is not None)
+
+
+def remainders(master: torch.Tensor, owned: Owned) -> torch.Tensor:
+    """What masters have beyond their bf16 parameters; of one that lies in the middle of two, and was rounded to the lower, as much
+    as 16 bits hold.
+
+    Source: Transformer Engine 2.1, ``common/multi_tensor/adam.cu`` (``AdamFunctorMasterParamRemainder``).
+    """
+    param = owned.param.detach().flatten()[owned.start : owned.stop]
+    high = param.contiguous().view(torch.int16).to(torch.int64) << 16
+    return (master.contiguous().view(torch.int32).to(torch.int64) - high).clamp(-(1 << 15), (1 << 15) - 1)
 
 
 def kind_of(chain: Sequence[ChainMember | None]) -> str | None:
@@ -371,7 +446,7 @@ def _steps(
     shared = {key: value for key, value in scalars.items() if key != "step"}
     if counts_per_parameter(inner):
         shared["step"] = torch.tensor(float(step or 0))  # type: ignore[arg-type]
-    elif step is not None:
+    elif step is not None and ("step" in group or "betas" in group):
         fields["step"] = int(step)  # type: ignore[call-overload]
     return fields, shared
 

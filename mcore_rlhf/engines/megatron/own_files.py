@@ -6,39 +6,29 @@ files, and this rank needs a flat range of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, dtype_of, row_major
 from mcore_rlhf.engines.values import torch_values
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problem, Problems
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problem
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
-from mcore_rlhf.families.megatron.groups import inner_state
 from mcore_rlhf.families.megatron.state import NAMES
 from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
-from mcore_rlhf.formats.megatron.plain import masters_of
 from mcore_rlhf.formats.megatron.reader import training_state
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.spec import Rules
-from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import StoredTensor
 
-from ..load import Load, Pair, Slot, planned_locally
-from ..optimizers import OptimizerLoad, OwnLoad, SavedOptimizer, StockLoad, is_stock, matched
-from ..stateful import Undo
-from .groups import describe, identity
+from ..load import Load, Slot, planned_locally
 from .load import LocalPart, MegatronStored, slots_of
 from .model import LiveModel
 from .optimizers import ChainMember
 from .parallel_state import ParallelRank
-
-_ADVICE = "Go on at the layout that was saved, or load the weights alone: load(optimizer=False)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +79,10 @@ class OwnFiles:
         if chain:
             reading = read_optimizer(self.shards, self.chunks, self.args, self.parallel, Rules())
         states = tuple(state for state in reading.states if state != MASTER)
-        found, stored = slots_of(model, chain if reading.kind is not None else (), states), self._stored(reading)
+        found, stored = (
+            slots_of(model, chain if reading.kind is not None else (), states, own=True),
+            self._stored(reading),
+        )
         plan = planned_locally(
             found, lambda one: stored.get((one.owner.vpp_rank, one.owner.name, one.state)), self._missing
         )
@@ -172,146 +165,3 @@ def _same_tensors(shard: RankShard, model: LiveModel) -> bool:
         if any(t.strides != row_major(t.shape) for t in tensors.values() if 0 not in t.shape):
             return False
     return len(parts) == len(model.chunks)
-
-
-@dataclass(slots=True)
-class WholeOptimizer:
-    """The stored states of a chain that no plan can move, such as Muon beside Adam: saved whole, as Megatron writes them.
-
-    A layer-wise optimizer deals whole parameters out to the data-parallel ranks, and each rank writes its own states into a
-    file of its own, ``mp_rank_…/layer_wise_optimizer_<dp_rank>.pt``; a plain chain lies in the model file. Neither says which
-    parameter a state belongs to: the order is that of the live optimizer, and masters, which round to their parameters, prove
-    it.
-
-    Sources: megatron-core 0.16.1, ``optimizer/layer_wise_optimizer.py`` (``save_state_dict_to_file``), ``optimizer/optimizer.py``
-    (``ChainedOptimizer.state_dict``); Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``save_checkpoint``).
-
-    Args:
-        own: This rank's files, of the same layout but for the data-parallel size.
-        pt: The file that holds them.
-        chain: The live members, without stubs.
-        names: Chunk and local name of every live parameter.
-        loads: How each is given back.
-        masters: Where each live master lies in the file.
-        scalers: The members' stored loss scalers.
-    """
-
-    own: OwnFiles
-    pt: PtFile
-    chain: tuple[ChainMember, ...]
-    names: Mapping[torch.nn.Parameter, tuple[int, str]]
-    loads: list[OptimizerLoad] = field(default_factory=list)
-    masters: list[Pair] = field(default_factory=list)
-    scalers: list[object] = field(default_factory=list)
-
-    @property
-    def file(self) -> ReadablePath:
-        """The file that is read."""
-        return self.pt.root / self.pt.file
-
-    @classmethod
-    def find(
-        cls,
-        own: OwnFiles,
-        place: ParallelRank,
-        model: LiveModel,
-        chain: Sequence[ChainMember | None],
-        problems: Problems,
-    ) -> WholeOptimizer | None:
-        """What the checkpoint has for this rank; None where it has no optimizer at all.
-
-        Args:
-            own: This rank's files, of the same layout but for the data-parallel size.
-            place: This rank.
-            model: Its model.
-            chain: Its optimizers.
-            problems: Told of all that does not fit.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
-        """
-        stored = own.shards[0].top.get("optimizer")
-        if stored is None:
-            return None
-        pt = own.shards[0].pt
-        if any(member.layer_wise for member in chain if member is not None):
-            if (own.parallel.dp, own.parallel.cp) != (place.parallel.dp, place.parallel.cp):
-                text = f"whole parameters are dealt out to data-parallel ranks: saved at {own.parallel}, now {place.parallel}"
-                problems.add(LayoutMismatch, text, _ADVICE)
-                return None
-            pt = _own_file(own, place)
-            stored = pt.tree
-        members = stored if isinstance(stored, list) else [stored]
-        if len(members) != len(chain) or not all(isinstance(one, Mapping) for one in members):
-            text = f"{pt.root / pt.file}: {len(members)} chained optimizers, this run has {len(chain)}"
-            problems.add(LayoutMismatch, text, _ADVICE)
-            return None
-        names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
-        found = cls(own, pt, tuple(filter(None, chain)), names)
-        for member, content in zip(chain, members, strict=True):
-            if member is not None:
-                found._add(member, content, problems)
-        return found
-
-    def _add(self, member: ChainMember, stored: Mapping[str, object], problems: Problems) -> None:
-        where, optimizer = f"{self.file}: optimizer {member.number}", member.optimizer.optimizer
-        try:
-            saved = SavedOptimizer.parse(inner_state(stored), None, where)
-        except LayoutMismatch as error:
-            problems.add_error(error)
-            return
-        for live, group in zip(member.groups, saved.groups, strict=False):
-            if identity(live) != identity(group):
-                text = f"{where}: a param group with {describe(group)} stands where this run's has {describe(live)}"
-                problems.add(LayoutMismatch, text, _ADVICE)
-        order = matched(optimizer, None, saved, where, problems)
-        self.loads.append(
-            StockLoad(optimizer, self.pt, saved, order)
-            if is_stock(optimizer)
-            else OwnLoad(optimizer, self.pt, inner_state(stored))
-        )
-        self.scalers.append(stored.get("grad_scaler"))
-        for text in self._masters(member, stored):
-            problems.add(LayoutMismatch, f"{where}: {text}", _ADVICE)
-
-    def _masters(self, member: ChainMember, stored: Mapping[str, object]) -> Iterator[str]:
-        """Note where the live masters lie; what does not fit in words. A master that does not round to its parameter is another's."""
-        params = [param for group in getattr(member.optimizer, "float16_groups", []) for param in group]
-        places = [place for group in masters_of(stored) or [] for place in group]
-        if len(params) != len(places):
-            yield f"has {len(places)} fp32 masters, this run has {len(params)}"
-            return
-        own = self.own.shards[0]
-        weights = {(part.vpp_rank, name): one for part in own.parts for name, one in part.tensors.items()}
-        for param, place in zip(params, places, strict=True):
-            at = self.names[param]
-            weight = torch_values(own.pt.load(weights[at]))
-            if place.shape != tuple(param.shape):
-                yield f"the master of {at[1]} has shape {place.shape}, the parameter {tuple(param.shape)}"
-            elif not torch.equal(torch_values(self.pt.load(place)).to(weight.dtype), weight):
-                yield f"what should be the master of {at[1]} does not round to it: the parameters are in another order"
-            self.masters.append((place, param.main_param))
-
-    def install(self, undo: Undo) -> Sequence[Pair]:
-        """Hand every member its groups, states and loss scale."""
-        pairs = list(self.masters)
-        for member, load, scaler in zip(self.chain, self.loads, self.scalers, strict=True):
-            pairs += load.install(undo)
-            if isinstance(scaler, dict) and member.scaler is not None:
-                undo.handed(member.scaler, torch_values(self.pt.materialize(scaler)))
-        return pairs
-
-    def states(self) -> set[str]:
-        """The names of all states, for the report."""
-        keys = {key for load in self.loads for key in load.states()}
-        return keys | ({MASTER} if self.masters else set())
-
-
-def _own_file(own: OwnFiles, place: ParallelRank) -> PtFile:
-    folder = own.located.folder / place.folder
-    try:
-        return read_pt(own.located.root, str((folder / place.layer_wise_file).relative_to(own.located.root)))
-    except CheckpointError as error:
-        raise Incomplete(
-            f"{folder / place.layer_wise_file}: cannot be read, and this rank's part of the layer-wise optimizer lies in it: {error}"
-        ) from error
