@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +22,21 @@ from pathlib import Path
 
 from mcore_rlhf.core.execute import Range
 
+from ..errors import Incomplete
 from .paths import pwrite_all, storage_error
+from .store import Store
 
 PIECE_NBYTES = 8 << 20
 """Bytes of one request at most: at 30 ms each, 16 connections carry 4 GB/s."""
+
+END_NBYTES = 256 << 10
+"""What is fetched at once of a file's end, where the directory of a zip lies, and around any other small read."""
+
+_SMALL_NBYTES = 64 << 10
+"""A read of more than this is one of tensors, and is fetched exactly."""
+
+_WHOLE_NBYTES = 1 << 20
+"""A file that is no longer is fetched as a whole."""
 
 _GAP_NBYTES = 64 << 10
 """Ranges with less than this between them are fetched as one."""
@@ -178,6 +190,57 @@ class Fetched:
         extent = self._order.pop((file, start))
         self._files[file].extents.remove(extent)
         self._nbytes -= extent.stop - extent.start
+
+
+class FetchingStore(Store):
+    """A store to which every request is a journey: what it fetched is kept, and around a small read more is fetched.
+
+    Args:
+        connections: Requests at a time.
+    """
+
+    def __init__(self, connections: int = 16) -> None:
+        self._connections = connections
+        self._kept: Fetched | None = None
+        self._making = threading.Lock()
+
+    @abstractmethod
+    def fetch(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes of a file, by one request.
+
+        Raises:
+            StorageError: The store refuses, cannot be reached, or the file has changed since its length was told.
+        """
+
+    def pread(self, file: str, nbytes: int, offset: int) -> bytes:
+        """See :meth:`Store.pread`.
+
+        Raises:
+            StorageError: See :meth:`fetch`.
+        """
+        length, kept = self.length(file), self._fetched()
+        nbytes = max(0, min(nbytes, length - offset))
+        if nbytes <= _SMALL_NBYTES and not kept.holds(file, offset, nbytes):
+            whole = length <= _WHOLE_NBYTES
+            start = 0 if whole else max(0, min(offset, length - END_NBYTES))
+            kept.expect([(file, start, length if whole else END_NBYTES)])
+        return kept.read(file, offset, nbytes)
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """See :meth:`Store.expect`."""
+        self._fetched().expect(ranges)
+
+    def _fetched(self) -> Fetched:
+        with self._making:
+            if self._kept is None:
+                self._kept = Fetched(self._whole, self.length, self._connections)
+            return self._kept
+
+    def _whole(self, file: str, start: int, stop: int) -> bytes:
+        data = self.fetch(file, start, stop)
+        if len(data) != stop - start:
+            raise Incomplete(f"{self}{file}: {stop - start} bytes at {start} were asked for, and {len(data)} came.")
+        return data
 
 
 def _let_go(fd: int, pool: ThreadPoolExecutor) -> None:

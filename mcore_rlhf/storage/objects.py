@@ -12,17 +12,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..core.execute import Range
 from ..errors import StorageError, UsageError
-from .fetched import Fetched
+from .fetched import FetchingStore
 from .store import Store, StorePath
 
 if TYPE_CHECKING:
@@ -37,35 +34,21 @@ SCHEMES = {
 }
 """What can be read, and the environment variables that say with which rights."""
 
-END_NBYTES = 256 << 10
-"""What is fetched at once of a file's end, where the directory of a zip lies, and around any other small read."""
 
-_SMALL_NBYTES = 64 << 10
-"""A read of more than this is one of tensors, and is fetched exactly."""
-
-_WHOLE_NBYTES = 1 << 20
-"""A file that is no longer is fetched as a whole."""
-
-
-@dataclass(slots=True)
-class ObjectStore(Store):
+class ObjectStore(FetchingStore):
     """One bucket or container.
 
     Args:
         url: What paths begin with in messages: ``s3://bucket/``.
         client: Makes the requests; its keys count from the bucket's top.
         root: What the user named in it. Above it nobody may have the right to look, which means that nothing is there.
-        connections: Requests at a time.
     """
 
-    url: str
-    client: Client
-    root: str = ""
-    connections: int = 16
-    _folders: dict[str, dict[str, int | None]] = field(default_factory=dict)
-    _tags: dict[str, tuple[int, str | None]] = field(default_factory=dict)
-    _fetched: Fetched | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, url: str, client: Client, root: str = "") -> None:
+        super().__init__()
+        self.url, self.client, self.root = url, client, root
+        self._folders: dict[str, dict[str, int | None]] = {}
+        self._tags: dict[str, tuple[int, str | None]] = {}
 
     def __str__(self) -> str:
         return self.url
@@ -115,33 +98,8 @@ class ObjectStore(Store):
             self._tags[path] = found["size"], found["e_tag"]
         return self._tags[path][0]
 
-    def pread(self, file: str, nbytes: int, offset: int) -> bytes:
-        """See :meth:`Store.pread`; around a small read more is fetched.
-
-        Raises:
-            StorageError: The store refuses, the object has changed since it was listed, or is gone.
-        """
-        length = self.length(file)
-        nbytes = max(0, min(nbytes, length - offset))
-        if nbytes <= _SMALL_NBYTES and not self.kept.holds(file, offset, nbytes):
-            whole = length <= _WHOLE_NBYTES
-            start = 0 if whole else max(0, min(offset, length - END_NBYTES))
-            self.kept.expect([(file, start, length if whole else END_NBYTES)])
-        return self.kept.read(file, offset, nbytes)
-
-    def expect(self, ranges: Iterable[Range]) -> None:
-        """See :meth:`Store.expect`."""
-        self.kept.expect(ranges)
-
-    @property
-    def kept(self) -> Fetched:
-        """The bytes of tensors that were fetched."""
-        with self._lock:
-            if self._fetched is None:
-                self._fetched = Fetched(self._get, self.length, self.connections)
-            return self._fetched
-
-    def _get(self, file: str, start: int, stop: int) -> bytes:
+    def fetch(self, file: str, start: int, stop: int) -> bytes:
+        """See :meth:`FetchingStore.fetch`; asks for the version that the listing named."""
         tag = self._tags[file][1]
         with self._asking(file, "read"):
             answer = _obstore().get(self.client, file, options={"range": (start, stop), "if_match": tag})

@@ -26,7 +26,11 @@ def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePat
 
     if url.partition(":")[0] in SCHEMES:
         return open_url(url)
+    if url.startswith("hf:"):
+        from .hub import open_hub
+
+        return open_hub(url)
     raise UsageError(
-        f"{url}: is a URL of a kind that is not read; those that are: {', '.join(f'{scheme}://' for scheme in SCHEMES)}, file://\n"
+        f"{url}: is a URL of a kind that is not read; those that are: {', '.join(f'{scheme}://' for scheme in SCHEMES)}, hf://, file://\n"
         "Copy it to a local folder first, or mount it."
     )

@@ -21,7 +21,7 @@ from mcore_rlhf.verify.checkpoint import verify
 from .conftest import Cli
 
 URL = "s3://bucket/run"
-UNKNOWN = "hf://org/model"
+UNKNOWN = "ftp://host/run"
 COMMANDS: tuple[list[object], ...] = (
     ["inspect", UNKNOWN],
     ["verify", UNKNOWN],
