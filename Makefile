@@ -29,12 +29,15 @@ demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on th
 
 test: setup  ## All tests that need neither a GPU nor a long time
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'oldest and not slow' --megatron 0.16.1 tests/reference $(ARGS)
 
 test-unit: setup  ## The pure parts only, in seconds
 	$(PYTEST) -m 'not slow and not gpu' tests/unit tests/contract $(ARGS)
 
-test-all: setup  ## All tests; those that need a GPU are skipped where there is none
+test-all: setup  ## All tests, and those that run Megatron on all its releases; without a GPU those that need one are skipped
+	@$(ADD_MEGATRON) 0.17.1 0.18.2
 	$(PYTEST) $(ARGS)
+	for folder in $(VENV)/megatron-*; do $(PYTEST) --megatron "$${folder##*megatron-}" tests/reference $(ARGS) || exit; done
 
 check: setup  ## Lint, format and types
 	$(BIN)/ruff check

@@ -137,16 +137,17 @@ class Nursery:
 
     Args:
         preload: Module to import.
+        first: Folders where it looks for modules before all others.
     """
 
-    def __init__(self, preload: str) -> None:
+    def __init__(self, preload: str, first: tuple[str, ...] = ()) -> None:
         self.reports = Reports(Path(tempfile.mkdtemp(prefix="workers-")))
         self._control, theirs = socket.socketpair()
         with theirs, (self.folder / "nursery.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", worker_process.__name__, preload, str(self.folder), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=_environment(first),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -202,7 +203,7 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes], folder: Path)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
+def _environment(first: tuple[str, ...]) -> dict[str, str]:
     """One thread per worker, no GPU, traffic on the loopback interface, this package importable."""
     package = str(Path(__file__).resolve().parents[2])
     environment = {
@@ -211,7 +212,7 @@ def _environment() -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([*first, package, *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if Path("/sys/class/net/lo").exists():
         environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -227,11 +228,13 @@ class WorkerPool:
     Args:
         size: Number of processes, the largest world size.
         preload: Module imported once, before the processes are forked from one another; it must not start threads.
+        first: Folders where the processes look for modules before all others, such as another Megatron's.
     """
 
-    def __init__(self, size: int, preload: str = _PRELOAD) -> None:
+    def __init__(self, size: int, preload: str = _PRELOAD, first: tuple[str, ...] = ()) -> None:
         self.size = size
         self._preload = preload
+        self._first = first
         self._nursery: Nursery | None = None
         self._workers: Workers | None = None
         self._jobs = 0
@@ -317,7 +320,7 @@ class WorkerPool:
 
     def _started(self) -> tuple[Nursery, Workers]:
         if self._nursery is None:
-            self._nursery = Nursery(self._preload)
+            self._nursery = Nursery(self._preload, self._first)
         if self._workers is None:
             try:
                 self._workers = self._nursery.fork(self.size)
@@ -336,7 +339,7 @@ class WorkerPool:
         store = str(nursery.folder / f"store_{self._jobs}")
         for rank, connection in enumerate(workers.connections[:count]):
             try:
-                connection.send(WorkerJob(rank, count, store, timeout, tuple(sys.path), call))
+                connection.send(WorkerJob(rank, count, store, timeout, (*self._first, *sys.path), call))
             except (BrokenPipeError, ConnectionResetError):
                 raise nursery.reports.died(rank) from None
 

@@ -1,0 +1,134 @@
+"""Which releases of megatron-core the tests of this folder run on: one table, for pytest and for the page that readers see.
+
+``python -m tests.reference.releases --write`` writes the page anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "megatron-versions.md"
+WRITE = "python -m tests.reference.releases --write"
+
+OLDEST, NEWEST = "0.16.1", "0.19.2"
+ALL = (OLDEST, "0.17.1", "0.18.2", NEWEST)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tests of one file.
+
+    Args:
+        shows: What they show, as a phrase.
+        quick_on_oldest: Names of the tests, with their cases' ids, of which ``make test`` runs those that contain one on the oldest
+            release too; it runs all that are quick on the newest.
+        only: Releases that they can be run on at all.
+        because: Why no others.
+    """
+
+    shows: str
+    quick_on_oldest: tuple[str, ...] = ()
+    only: tuple[str, ...] = ALL
+    because: str = ""
+
+
+ROWS = {
+    "test_architectures": Row("transformers writes a folder, Megatron computes the same logits", ("[llama]",)),
+    "test_crossing_deepspeed": Row("Megatron to DeepSpeed and back"),
+    "test_crossing_experts": Row("experts, latent attention and further tokens through Hugging Face's names"),
+    "test_declared": Row("fields of `TransformerConfig` are the stored ones", ("megatron",), (OLDEST, NEWEST), "those are stored"),
+    "test_decoupled_lr": Row("groups with a learning rate of their own", (), ALL[:-1], "0.19 no longer mixes these groups up"),
+    "test_demo": Row("`mcore-rlhf demo` on a smaller model"),
+    "test_edited_arguments": Row("arguments that change the arithmetic are carried or refused"),
+    "test_engine_megatron_load": Row("the engine loads at the same layout, bit for bit, and at others", ("[plain]", "cube")),
+    "test_engine_megatron_models": Row("critics, frozen parameters, models that do not match"),
+    "test_engine_megatron_save": Row("the engine's files are Megatron's", ("[cube]", "[plain]")),
+    "test_engine_muon": Row("Muon, Lion, soap and others through the engine", ("[muon]",)),
+    "test_fields": Row("fields without meaning for the function change no logit", ("",)),
+    "test_hf": Row("Hugging Face folders, both ways"),
+    "test_integration_megatron_lm": Row("the drop-in on Megatron's own models", ("",)),
+    "test_megatron_dist": Row("`torch_dist`, both ways", ("tied", "cube")),
+    "test_negative_control": Row("broken conversions are noticed"),
+    "test_public_configs": Row("public models without any option"),
+    "test_refusing_role": Row("a role that refuses leaves everything as it was"),
+    "test_releases": Row("files of 0.16.1 in the newest, and back", (), (NEWEST,), "it runs two releases at a time"),
+    "test_reshape": Row("`torch` at any TP, PP, EP, DP", ("tied_to_one", "experts_to_ep1", "fp32_to_pp2")),
+    "test_rl_resume": Row("GRPO and PPO, saved and resumed"),
+    "test_rl_training": Row("GRPO and PPO learn, on every layout"),
+    "test_unchanged": Row("a conversion that changes nothing cannot be told from none", ("",)),
+    "test_vocabulary": Row("padding of the vocabulary"),
+}  # fmt: skip
+"""By the name of the file, every test that runs Megatron."""
+
+CASES = {"packed": ((OLDEST,), "experts in two tensors (`GroupedMLP`) without Transformer Engine went with 0.17")}
+"""By a part of their names, single cases that not all releases can run: on which they can, and why no others."""
+
+
+def running(installed: tuple[int, int]) -> str:
+    """The release of the table that has the first two numbers of the installed one; the newest for one that is newer."""
+    return next((release for release in ALL if release.startswith("{}.{}.".format(*installed))), NEWEST)
+
+
+def mark(item: pytest.Item, release: str) -> None:
+    """Mark a test that belongs to the part for the oldest release, and skip one that a release cannot run."""
+    row = ROWS[item.path.stem]
+    if any(part in item.name for part in row.quick_on_oldest):
+        item.add_marker("oldest")
+    limits = [(row.only, row.because), *(limit for part, limit in CASES.items() if part in item.name)]
+    for only, because in limits:
+        if release not in only:
+            item.add_marker(pytest.mark.skip(reason=f"runs on megatron-core {', '.join(only)}: {because}"))
+
+
+def page() -> str:
+    """``docs/reference/megatron-versions.md``."""
+    return "\n".join([*_INTRODUCTION, *map(_line, ROWS), *_AFTER, *map(_case, CASES), ""])
+
+
+_INTRODUCTION = [
+    "# On which Megatron what is run",
+    "",
+    f"Written by `{WRITE}`; `make test` compares. `make test` runs all quick tests on the newest",
+    f"megatron-core that the interpreter takes ({NEWEST} from Python 3.11 on, {OLDEST} on 3.10) and a part of them on {OLDEST};",
+    "`make test-all` runs all, slow ones too, on every release below. `make demo MEGATRON=0.17.1` and",
+    '`make test ARGS="--megatron 0.17.1"` run on another one.',
+    "",
+    "* **all**: every test of the file, in `make test` as far as it is quick, otherwise in `make test-all`",
+    "* **part**: some in `make test`, every one in `make test-all`",
+    "* **later**: every test, in `make test-all` only",
+    "* **–**: none, for the reason given",
+    "",
+    "| file in `tests/reference` | shows | " + " | ".join(ALL) + " | |",
+    "|---|---|" + "---|" * len(ALL) + "---|",
+]
+
+_AFTER = ["", "Cases that not all releases can run:", "", "| cases named | run on | because |", "|---|---|---|"]
+
+
+def _line(name: str) -> str:
+    row = ROWS[name]
+    cells = [f"`{name}.py`", row.shows, *(_when(row, release) for release in ALL), row.because]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _when(row: Row, release: str) -> str:
+    if release not in row.only:
+        return "–"
+    if release == NEWEST:
+        return "all"
+    return "part" if release == OLDEST and row.quick_on_oldest else "later"
+
+
+def _case(part: str) -> str:
+    only, because = CASES[part]
+    return f"| `{part}` | {', '.join(only)} | {because} |"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(f"usage: {WRITE}")
+    PAGE.write_text(page())
