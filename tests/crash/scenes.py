@@ -16,10 +16,9 @@ from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.commit import Transaction, new_transaction
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Reporter
-from mcore_rlhf.manager.run.save import _replaceable
+from mcore_rlhf.manager.run.save import SaveJob, _replaceable
 from mcore_rlhf.manager.run.snapshot import Components, described
 from mcore_rlhf.manager.run.world import World, Worlds
-from mcore_rlhf.manager.run.write import SaveJob
 from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.distributed.sharded_engine import ShardedEngine
 

@@ -1,4 +1,4 @@
-"""Writing one step behind the training loop: this rank's share of the files, then the commit.
+"""Writing one rank's share of a step's files.
 
 A file that several ranks fill has one owner: it lays the file out, says where records begin, and puts the checksums of all
 pieces together at the end. Nobody holds more than its own bytes.
@@ -7,8 +7,7 @@ pieces together at the end. Nobody holds more than its own bytes.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -17,161 +16,18 @@ from pathlib import Path
 import torch
 
 from mcore_rlhf.engines.base import LiveFile, Segment, Text
-from mcore_rlhf.errors import CheckpointError, CoverageError, Incomplete, StorageError
+from mcore_rlhf.errors import CoverageError
 from mcore_rlhf.storage.checksum import combine, crc32
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
+from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
 from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.record_file import RecordFile
 
-from ..rlhf.carried import Carried
-from .commit import FolderStore, RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
-from .options import LOG, Reporter
-from .rng import WORLDS, RngState, file_content
-from .snapshot import DATA_FILE, Components, Snapshot, StepFile, as_bytes, dumps, loads
-from .steps import RNG_FILE, TRACKER
-from .world import World
+from .commit import FolderStore
+from .snapshot import StepFile, as_bytes
 
 WINDOW_BYTES = 1 << 20
 """One window is summed and written while it is in the cache."""
-
-
-@dataclass(slots=True)
-class SaveJob:
-    """One save on one rank.
-
-    Args:
-        transaction: The step's; the coordinator has opened it.
-        world: The ranks.
-        parts: What the run consists of.
-        snapshot: This rank's share.
-        reporter: Hears of the outcome.
-        report: For the manifest: metrics, stall.
-        provenance: For the manifest, besides versions: git revision, hash of the configuration.
-        then: What the coordinator does once the step is committed: delete old steps, export.
-    """
-
-    transaction: Transaction
-    world: World
-    parts: Components
-    snapshot: Snapshot
-    reporter: Reporter
-    report: Mapping[str, object] = field(default_factory=dict)
-    provenance: Mapping[str, object] = field(default_factory=dict)
-    then: Callable[[], None] = lambda: None
-    _started: float = field(default_factory=time.monotonic)
-
-    def run(self) -> None:
-        """Write, deliver, and see the step committed.
-
-        Raises:
-            CheckpointError: It was not committed; older steps are untouched.
-        """
-        try:
-            self._run()
-        except BaseException as failure:
-            error = self._cause(failure)
-            if not isinstance(error, Stopped):
-                self.transaction.store.fail(f"rank {self.world.rank_name}", error)
-            self.transaction.abort(str(error) if self.world.is_one_of_several else "")
-            self.reporter.say("failed", self.transaction.step, str(error).partition("\n")[0])
-            if error is failure:
-                raise
-            raise error from failure
-
-    def _cause(self, failure: BaseException) -> BaseException:
-        """What other ranks are to hear: a file that vanished because another rank has given up is not the cause."""
-        stopped = why_it_vanished(self.transaction.store, failure)
-        if stopped is not None:
-            return stopped
-        return StorageError(f"{self.transaction.folder}: {failure}") if isinstance(failure, OSError) else failure
-
-    def _run(self) -> None:
-        if self.world.is_one_of_several and not self.world.commits:
-            self.transaction.join()
-        writer = RankWriter(self.transaction.folder, self.world.rank, self.transaction.store, self.transaction.fsync)
-        self._post_values()
-        writer.write(self.snapshot.files)
-        for name, text in self.snapshot.texts.items():
-            writer.save_text(name, text)
-        if self.world.commits:
-            self._commit(writer)
-        else:
-            self.transaction.deliver(self._part(writer))
-            self.transaction.await_commit()
-
-    def _post_values(self) -> None:
-        self.transaction.store.set(f"values-{self.world.rank_name}.pt", dumps(self._own_values()))
-
-    def _own_values(self) -> dict[str, object]:
-        """Small things of every rank that end up in one file."""
-        values = self.snapshot
-        layout = self.world.layout(self.parts.layout)
-        return {"rng": values.rng, "layout": layout, "data": values.data, "data_rank": values.data_rank}
-
-    def _commit(self, writer: RankWriter) -> None:
-        others = [name for name in self.world.rank_names if name != self.world.rank_name]
-        parts = list(self.transaction.parts(others).values())
-        self._write_gathered(writer)
-        parts.append(self._part(writer))
-        refuse_untaken(parts)
-        files = {path: entry for part in parts for path, entry in part.files.items()}
-        roles = sorted((dict(role) for part in parts for role in part.roles), key=lambda role: role["role"])
-        missing = set(self.parts.roles) - {role["role"] for role in roles}
-        if missing:
-            raise Incomplete(f"{self.transaction.target}: no rank delivered the roles {', '.join(sorted(missing))}")
-        seconds = time.monotonic() - self._started
-        live = {role: figures for part in parts for role, figures in part.live.items()}
-        report = {**self.report, "save_seconds": seconds, "live": live}
-        more = {str(key): value for key, value in self.provenance.items()}
-        manifest = Manifest(
-            files,
-            step=self.transaction.step,
-            parts=tuple(roles),
-            lossless=True,
-            provenance=provenance(**more),
-            report=report,
-        )
-        self.transaction.commit(manifest)
-        self._after(sum(entry.nbytes for entry in files.values()))
-
-    def _part(self, writer: RankWriter) -> RankPart:
-        return RankPart(
-            writer.written, tuple(self.snapshot.roles), self.snapshot.live, writer.contributed, writer.taken_from_others
-        )
-
-    def _write_gathered(self, writer: RankWriter) -> None:
-        values = [self._values(name) for name in self.world.rank_names]
-        states: list[RngState] = [value["rng"] for value in values]  # type: ignore[misc]
-        layout = WORLDS.join(dict.fromkeys(str(value["layout"]) for value in values))
-        writer.save_pt(RNG_FILE, file_content(states, layout))
-        data = self.parts.data
-        if isinstance(data, Carried) and data.scope == "rank":
-            by_rank = {value["data_rank"]: value["data"] for value in values if value["data_rank"] is not None}
-            writer.save_pt(DATA_FILE, data.combine([by_rank[rank] for rank in sorted(by_rank)]))  # type: ignore[type-var, misc]
-        elif data is not None:
-            writer.save_pt(DATA_FILE, self.snapshot.data)
-
-    def _values(self, name: str) -> dict[str, object]:
-        if name == self.world.rank_name:
-            return self._own_values()
-        values = loads(self.transaction.store.get(f"values-{name}.pt", f"rank {name}"))
-        assert isinstance(values, dict)
-        return values
-
-    def _after(self, nbytes: int) -> None:
-        """The step is safe. Nothing that fails from here on is a failed save."""
-        seconds = time.monotonic() - self._started
-        speed = nbytes / max(seconds, 1e-9) / 1e9
-        self.reporter.say("commit", self.transaction.step, seconds=seconds, bytes=nbytes, gb_per_s=speed)
-        try:
-            replace_text(self.transaction.root / TRACKER, str(self.transaction.step))
-            self.then()
-        except Exception as error:
-            unforeseen = None if isinstance(error, CheckpointError) else error  # with its traceback
-            rank, step = self.world.rank, self.transaction.step
-            LOG.warning("rank=%d step=%d: after the commit: %s", rank, step, error, exc_info=unforeseen)
 
 
 @dataclass(frozen=True, slots=True)
