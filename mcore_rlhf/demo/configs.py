@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+GPT_OSS: dict[str, Any] = {
+    "softmax_type": "learnable", "window_size": (7, 0), "window_attn_skip_freq": 2, "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+}  # fmt: skip
+"""What Megatron's configuration and its arguments call what makes a model GPT-OSS, besides its activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class TinyGPT:
         vocab_size: Tokens of the tokenizer, before padding.
         make_vocab_size_divisible_by: The padded vocabulary is a multiple of this times TP.
         gated: SwiGLU if true, plain GELU otherwise.
+        gpt_oss: GPT-OSS's clamped feed-forward in the place of SwiGLU, sinks, and a window in every other layer.
         normalization: Kind of norm.
         add_bias_linear: Biases on all linear layers.
         add_qkv_bias: Bias on the query/key/value layer only.
@@ -54,6 +61,7 @@ class TinyGPT:
     vocab_size: int = 132
     make_vocab_size_divisible_by: int = 16
     gated: bool = True
+    gpt_oss: bool = False
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     add_bias_linear: bool = False
     add_qkv_bias: bool = False

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
-from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from mcore_rlhf.demo.configs import GPT_OSS, Parallel, TinyGPT, Training
 from mcore_rlhf.demo.model import DTYPES, virtual_stages
 
 
@@ -69,9 +69,10 @@ def _model(model: TinyGPT, parallel: Parallel) -> dict[str, Any]:
         group_query_attention=model.num_query_groups is not None,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
         kv_channels=model.kv_channels,
-        swiglu=model.gated,
+        swiglu=model.gated and not model.gpt_oss,
         squared_relu=False,
-        quick_geglu=False,
+        quick_geglu=model.gpt_oss,
+        **(GPT_OSS if model.gpt_oss else {}),
         openai_gelu=False,
         onnx_safe=None,
         normalization=model.normalization,

@@ -16,6 +16,7 @@ import mcore_rlhf.demo.with_megatron  # noqa: F401
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn.functional import gelu, silu
 
 from mcore_rlhf.demo import versions
-from mcore_rlhf.demo.configs import Parallel, TinyGPT
+from mcore_rlhf.demo.configs import GPT_OSS, Parallel, TinyGPT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -147,7 +148,8 @@ def _model_fields(model: TinyGPT) -> dict[str, Any]:
         kv_channels=model.kv_channels,
         ffn_hidden_size=model.ffn_hidden_size,
         gated_linear_unit=model.gated,
-        activation_func=silu if model.gated else gelu,
+        activation_func=quick_gelu if model.gpt_oss else silu if model.gated else gelu,
+        **(GPT_OSS if model.gpt_oss else {}),
         normalization=model.normalization,
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
@@ -259,6 +261,17 @@ def _mtp_spec(model: TinyGPT, config: TransformerConfig, vp_stage: int | None) -
     return gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
 
 
+def _let_biases_be_added(chunk: torch.nn.Module) -> None:
+    """Copy what experts' second matrices give.
+
+    Megatron adds the bias in place to what an autograd function may have returned as it got it, which torch forbids
+    (megatron-core 0.16.1 to 0.19.2, ``transformer/mlp.py``).
+    """
+    for name, module in chunk.named_modules():
+        if ".experts." in name and name.endswith(".linear_fc2"):
+            module.register_forward_hook(lambda _module, _inputs, found: (found[0].clone(), found[1]))
+
+
 def build_chunk(model: TinyGPT, parallel: Parallel, config: TransformerConfig, vp_stage: int | None) -> torch.nn.Module:
     """One model chunk of this rank, in its parameter type, without DDP.
 
@@ -283,6 +296,8 @@ def build_chunk(model: TinyGPT, parallel: Parallel, config: TransformerConfig, v
     )
     if model.value_head and chunk.post_process:
         chunk.output_layer = ValueHead(config)
+    if model.gpt_oss:
+        _let_biases_be_added(chunk)
     chunk.model_type, chunk.vp_stage = ModelType.encoder_or_decoder, vp_stage
     for param in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)

@@ -81,6 +81,8 @@ QUICK = [
     Case("gpt2_to_pp2", replace(SAME_ROWS, gated=False, normalization="LayerNorm", add_bias_linear=True, num_query_groups=None,
          position_embedding_type="learned_absolute"), Parallel(tp=2), Parallel(pp=2)),
     Case("latent_attention_to_tp2", replace(SAME_ROWS, multi_latent_attention=True, num_query_groups=None), Parallel(dp=2), Parallel(tp=2)),
+    Case("sinks_and_biased_experts_to_tp2", replace(MOE, gpt_oss=True, add_bias_linear=True), Parallel(ep=2, dp=2),
+         Parallel(tp=2, ep=2, etp=1, sequence_parallel=True), back=True),
     Case("next_tokens_to_one", replace(SAME_ROWS, mtp_num_layers=1), Parallel(pp=2), Parallel(tp=2)),
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ Key = tuple[str, str]
 Merged = dict[Key, torch.Tensor]
 
 SPLIT_ROWS = (
+    "core_attention.softmax_offset",
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
     "linear_fc1.bias", "linear_q_proj.weight", "linear_q_down_proj.weight", "linear_q_up_proj.weight",
     "linear_kv_down_proj.weight", "linear_kv_up_proj.weight", "eh_proj.weight",

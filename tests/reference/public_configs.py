@@ -1,4 +1,4 @@
-"""Twenty-four ``config.json`` as they are published, fields that no class declares included; only weights' sizes get small."""
+"""Twenty-six ``config.json`` as they are published, fields that no class declares included; only weights' sizes get small."""
 
 from __future__ import annotations
 
@@ -115,6 +115,21 @@ def _glm(**more: Any) -> Config:
     }  # fmt: skip
 
 
+def _gpt_oss(layers: int, experts: int) -> Config:
+    """As published without the MXFP4 of its release."""
+    return {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": layers, "num_key_value_heads": 8, "num_local_experts": experts, "output_router_logits": False,
+        "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+        "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False}, "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+    }  # fmt: skip
+
+
 PUBLIC: dict[str, Config] = {
     "meta-llama/Llama-2-7b-hf": _llama(),
     "meta-llama/Meta-Llama-3-8B": _llama3(max_position_embeddings=8192),
@@ -155,6 +170,8 @@ PUBLIC: dict[str, Config] = {
     "moonshotai/Moonlight-16B-A3B": _deepseek3(n_group=1, topk_group=1, first_k_dense_replace=1, n_routed_experts=64,
         n_shared_experts=2, num_experts_per_tok=6, num_nextn_predict_layers=0, q_lora_rank=None, rms_norm_eps=1e-05,
         rope_scaling=None, rope_theta=50000.0, routed_scaling_factor=2.446),
+    "unsloth/gpt-oss-20b-BF16": _gpt_oss(24, 32),
+    "unsloth/gpt-oss-120b-BF16": _gpt_oss(36, 128),
     "zai-org/GLM-4.5-Air": _glm(),
     "zai-org/GLM-4.5": _glm(use_qk_norm=True, first_k_dense_replace=3, routed_scaling_factor=2.5, hidden_size=5120),
 }  # fmt: skip
@@ -178,5 +195,7 @@ def small(config: Config, words: int) -> Config:
     }  # fmt: skip
     if "first_k_dense_replace" in config:
         sizes["first_k_dense_replace"] = 1
+    if "layer_types" in config:
+        sizes["layer_types"] = config["layer_types"][:2]
     ids = {name: 1 for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     return {**config, **ids, **{name: size for name, size in sizes.items() if config.get(name) is not None}}

@@ -46,6 +46,7 @@ class Case:
 
 QUICK = {
     "mixtral": Case("mixtral", MOE, Parallel(ep=2, dp=2), Parallel(pp=2)),
+    "gpt_oss": Case("gpt_oss", replace(MOE, gpt_oss=True, add_bias_linear=True), Parallel(ep=2, dp=2), Parallel(pp=2)),
     "deepseek_v3": Case("deepseek_v3", replace(LATENT, num_experts=4, mtp_num_layers=1, **ROUTED), Parallel(), Parallel(ep=2, dp=2)),
 }  # fmt: skip
 SLOW = {

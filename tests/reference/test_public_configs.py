@@ -66,7 +66,8 @@ def test_a_public_config_at_its_own_size(name: str) -> None:
     """No number in it is refused, and what Megatron's arguments say leads back to what it means."""
     config = PUBLIC[name]
     (known,) = architecture_of(config)
-    build = Build(tied=config["tie_word_embeddings"], biased=known.model_type in ("qwen2", "qwen2_moe", "glm4_moe"))
+    biased, everywhere = known.model_type in ("qwen2", "qwen2_moe", "glm4_moe"), known.model_type == "gpt_oss"
+    build = Build(config["tie_word_embeddings"], biased or everywhere, proj_biased=everywhere, mlp_biased=everywhere)
     args = args_of(config, known, build)
     back = config_of(args, sizes_of_config(config), known, build)
     assert args_of(back, known, build) == args
