@@ -228,6 +228,7 @@ class Source:
         unread: Why the optimizer was not read though it is there; empty where it was, or was not to be.
         carried: Files that belong to the model and are none of its tensors: its config, tokenizer, code; None where there are none.
         unplaced: Values in its files of which the reader does not know what they are; see :class:`.inventory.Unplaced`.
+        digests: SHA-256 of files, by path, as a list in the checkpoint says that it should be; ``verify`` holds them against it.
         origin: What it was in another family and has no place for in this one; it waits in :mod:`.sidecar` for the way back.
     """
 
@@ -249,6 +250,7 @@ class Source:
     carried: Carried | None = None
     moved: Mapping[Item, Item] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -17,8 +17,8 @@ from .carried import unopened
 
 _ITEMIZED = (CONFIG, "adapter_config.json")
 """Files whose fields are items of their own."""
-_OF_RANKS = ("metadata.json", "fsdp_config.json")
-"""Files that say how Megatron-core and verl have stored the rest."""
+_OF_RANKS = ("metadata.json", "fsdp_config.json", "integrity.json")
+"""Files that say how Megatron-core and verl have stored the rest, and what bytes they have stored."""
 _COPIES = ("model_state_dict/full_weights.pt",)
 """RLinf's: the same weights once more, for other programs. Source: RLinf, ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py``."""
 

@@ -35,6 +35,9 @@ _VERL = "huggingface"
 """Source: verl v0.7, ``verl/utils/checkpoint/fsdp_checkpoint_manager.py``, ``megatron_checkpoint_manager.py``."""
 _VERL_INNER = "dist_ckpt"
 """Megatron's files in a role's folder of verl's, beside :data:`_VERL`. Source: as above."""
+_TOKENIZER = "tokenizer"
+"""In the step's folder, where a target of the same format has it too. Source: Megatron-LM main (0.20), ``training/checkpointing.py``
+(``save_tokenizer_assets``)."""
 _WITH_TAGS = ("deepspeed", "universal")
 _TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py")
 """Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``, ``_copy_recovery_script``)."""
@@ -89,7 +92,11 @@ def unopened(source: Source) -> tuple[Leftover, ...]:
         return ()
     step = PurePosixPath(_step_folder(file.path for file in source.files))
     opened = {str(PurePosixPath(file.path).relative_to(step)) for file in source.files}
-    return tuple(item for item in leftovers(source.root / step, opened) if not item.path.startswith(f"{FOLDER}/"))
+    taken = [FOLDER]
+    if source.carried is not None and source.carried.folder == source.root / step / _TOKENIZER:
+        taken.append(_TOKENIZER)
+    inside = tuple(f"{name}/" for name in taken)
+    return tuple(item for item in leftovers(source.root / step, opened) if not item.path.startswith(inside))
 
 
 def bring_along(source: Source, target: Target) -> None:
@@ -107,7 +114,7 @@ def bring_along(source: Source, target: Target) -> None:
         target.carried = {name: path for name, path in files.items() if name not in taken}
         tell_kept(target.carried, target.report)
     elif target.format not in AT_THE_TOP:
-        place = PurePosixPath(_step_folder(file.path for file in target.files), FOLDER)
+        place = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target))
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
         known = FormerFamily.of(source).config if source.carried is None else config_in(source.carried)
@@ -117,6 +124,12 @@ def bring_along(source: Source, target: Target) -> None:
         target.texts.update({str(place / name): text for name, text in texts.items()})
         target.carried = {str(place / name): path for name, path in files.items()}
         tell_kept(files, target.report)
+
+
+def _place(source: Source, target: Target) -> str:
+    """Where files that go along lie beside a target's own."""
+    own = source.carried is not None and source.carried.folder.name == _TOKENIZER and source.format == target.format
+    return _TOKENIZER if own else FOLDER
 
 
 def _leave_origin(source: Source, target: Target) -> None:
@@ -144,7 +157,7 @@ def _folder_of(source: Source) -> ReadablePath | None:
     """Where the files of a source that is no model's folder lie: beside the step's own, or above them."""
     inner = [PurePosixPath(file.path).parents for file in source.files[:1]]
     for place in (*(str(parent) for parents in inner for parent in parents), "."):
-        for name in (FOLDER, _VERL):
+        for name in (FOLDER, _VERL, *([_TOKENIZER] if source.format == "megatron-dist" else [])):
             folder = source.root / place / name
             if folder.is_dir():
                 return folder

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import PurePosixPath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
@@ -15,10 +17,13 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .audit import Audit, Ledger, read_checksums
+
+_PIECE_NBYTES = 4 << 20
 
 
 class Depth(str, Enum):
@@ -146,6 +151,25 @@ def _checksums(source: Source) -> str:
     return f"{with_records} ({len(bare)} files store none, so damaged bytes go unseen there: {some})"
 
 
+def _digest_tasks(source: Source, problems: Problems) -> Iterator[Callable[[], None]]:
+    """Tasks that hold files against the sums that a list in the checkpoint has of them."""
+
+    def check_file(name: str, expected: str) -> None:
+        digest = hashlib.sha256()
+        with opened(source.root / name) as file:
+            for piece in file.pieces(_PIECE_NBYTES):
+                digest.update(piece)
+        if digest.hexdigest() != expected:
+            problems.add(
+                Corrupt,
+                f"{name}: its SHA-256 is {digest.hexdigest()[:16]}…, and the checkpoint lists {expected[:16]}…: its bytes are damaged",
+                "Copy the file again from where it was written; if it was changed on purpose, remove integrity.json.",
+            )
+
+    for name, expected in source.digests.items():
+        yield partial(check_file, name, expected)
+
+
 def _check_bytes(
     verdict: Verdict, path: ReadablePath, depth: Depth, workers: int, progress: Callable[[int], None] | None
 ) -> None:
@@ -163,6 +187,9 @@ def _check_bytes(
         deep = depth is Depth.DEEP
         list(pool.map(lambda task: task(), audit.tasks(replicas=deep, parity=deep)))
         list(pool.map(lambda task: task(), ledger.tasks(mapped, verdict.problems, count)))
+        list(pool.map(lambda task: task(), _digest_tasks(source, verdict.problems)))
+    if source.digests:
+        verdict.checked.append(f"the SHA-256 of {len(source.digests)} files that the checkpoint itself lists")
     if source.distrust and audit.unlike:
         verdict.problems.found.insert(0, _distrusted(source, audit.unlike, audit.advice))
     verdict.checked.append(f"{_checksums(source)}, and that shards tile every tensor")

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
-from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
 from mcore_rlhf.families.megatron.folders import Located, locate
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, inside
 
 if TYPE_CHECKING:
     from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
@@ -31,6 +31,10 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 SHARED = "common_state"
 """The object that takes the place of ``common.pt`` since 0.19."""
+INTEGRITY = "integrity.json"
+_INTEGRITY_ADVICE = (
+    "Copy the file again from where it was written. Without it the folder is read and its sums are not checked."
+)
 BACKEND = "torch_dist"
 CONFIG_TEXT = json.dumps(
     {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -95,6 +99,40 @@ def _check_version(file: ReadablePath, config: dict[str, object]) -> None:
                 f"{file}: {key} is {config[key]!r}, and only 1 is known\n"
                 "A later Megatron wrote it: save it there with --ckpt-format torch, or use a later mcore_rlhf."
             )
+
+
+def digests_in(located: Located) -> dict[str, str]:
+    """SHA-256 of the files of a folder by path, as its ``integrity.json`` lists them; none where there is no such list.
+
+    Source: megatron-core 0.19.2, ``dist_checkpointing/validation.py``
+    (``save_integrity_manifest``; ``--verify-integrity``, since 0.17.1): ``{"algorithm": "sha256",
+    "files": {name: hexadecimal}}``, of everything beside it.
+
+    Raises:
+        Corrupt: The list cannot be read.
+        Incomplete: Files that it names are not there.
+        Unsupported: Its sums are of another kind.
+    """
+    file, folder = located.folder / INTEGRITY, located.folder
+    if not file.is_file():
+        return {}
+    try:
+        listed = reading.read_json(file)
+    except ValueError as error:
+        raise Corrupt(f"{file}: cannot be read: {error}\n{_INTEGRITY_ADVICE}") from error
+    sums = listed.get("files") if isinstance(listed, dict) else None
+    if not isinstance(sums, dict) or not all(isinstance(value, str) for value in sums.values()):
+        raise Corrupt(f"{file}: expected sums of files by name\n{_INTEGRITY_ADVICE}")
+    if listed.get("algorithm") != "sha256":
+        raise Unsupported(
+            f"{file}: sums are by {listed.get('algorithm')!r}, and only 'sha256' is known\n{_INTEGRITY_ADVICE}"
+        )
+    problems = Problems()
+    for name in sums:
+        if not inside(folder, name).is_file():
+            problems.add(Incomplete, f"{folder / name}: missing; {INTEGRITY} lists it", "Copy the folder again.")
+    problems.raise_if_any()
+    return {(folder / name).relative_to(located.root).as_posix(): value.lower() for name, value in sums.items()}
 
 
 def _config(path: ReadablePath) -> dict[str, object]:

@@ -32,7 +32,7 @@ from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .folders import DistFolder, ShardKey, locate_dist
+from .folders import DistFolder, ShardKey, digests_in, locate_dist
 from .names import Home, Spelling, spelling_of_keys
 from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
 from .optimizer import (
@@ -139,6 +139,7 @@ class _DistReader:
             family=family,
             distrust=self._distrust(),
             unplaced=self._unplaced(),
+            digests=digests_in(self.folder.located),
         )
         if self.optimizer.kind != DISTRIBUTED or not self.args.flag("use_precision_aware_optimizer"):
             return source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.account import Fate, Item, Kind, Reason
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source, bytes_of
@@ -147,3 +148,56 @@ def test_muon_at_another_layout_and_back(name: str, layout: dict[str, int], tmp_
     back = {"tp": old.parallel.tp, "pp": 1, "dp": old.parallel.dp, "padded_vocab_size": rows}
     converted(tmp_path / "there", tmp_path / "back", **back)
     check_every_state(opened(tmp_path / "back"), states_of(GENUINE / name))
+
+
+def with_integrity(root: Path) -> Path:
+    """As ``save_integrity_manifest`` of megatron-core 0.19.2 makes it: last, of every file beside it."""
+    folder = root / "iter_0000006"
+    sums = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir()) if file.is_file()
+    }
+    (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": sums}))
+    return folder
+
+
+def test_a_list_of_sums_is_checked_file_by_file(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(FULLY, root)
+    folder = with_integrity(root)
+    verdict = verify(root, ReadOptions())
+    assert verdict.intact, verdict.problems.describe()
+    assert any("SHA-256 of 6 files" in text for text in verdict.checked)
+    (folder / "metadata.json").write_text((folder / "metadata.json").read_text() + " ")  # which has no other checksum
+    (problem,) = verify(root, ReadOptions()).problems.found
+    assert "iter_0000006/metadata.json: its SHA-256 is" in problem.message
+    (folder / "metadata.json").rename(folder / "elsewhere")
+    shutil.copy(folder / "elsewhere", folder / "metadata.json")
+    (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": {"gone.distcp": "00"}}))
+    with pytest.raises(Incomplete, match=r"gone\.distcp: missing; integrity\.json lists it"):
+        opened(root)
+
+
+def test_a_list_of_sums_is_not_taken_along(tmp_path: Path) -> None:
+    """Its files are others here; a run with ``--verify-integrity`` makes its own."""
+    shutil.copytree(FULLY, tmp_path / "root")
+    with_integrity(tmp_path / "root")
+    job = converted(tmp_path / "root", tmp_path / "target")
+    assert not list((tmp_path / "target").rglob("integrity.json"))
+    assert job.account.entries[Item(Kind.FILE, "integrity.json")].reason is Reason.OF_LAYOUT
+
+
+@pytest.mark.parametrize(("to", "place"), [("megatron-dist", "tokenizer"), ("megatron", "mcore_rlhf/carried")])
+def test_the_tokenizer_goes_along(to: str, place: str, tmp_path: Path) -> None:
+    """What Megatron-LM's main branch leaves in the step's folder."""
+    shutil.copytree(FULLY, tmp_path / "root")
+    tokenizer = tmp_path / "root" / "iter_0000006" / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "tokenizer.model").write_bytes(bytes(range(256)))
+    job = converted(tmp_path / "root", tmp_path / "target", to)
+    assert job.lossless, job.account.lost
+    copied = tmp_path / "target" / "iter_0000006" / place
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == {
+        path.name: path.read_bytes() for path in tokenizer.iterdir()
+    }
+    assert not [item for item in job.account.entries if item.name.startswith("tokenizer/")]
