@@ -83,8 +83,6 @@ def refuse_unsupported(args: Any) -> None:
             Unsupported, "--non-persistent-ckpt-type, --non-persistent-save-interval: not done by the manager",
             "Leave them out, and save more often instead: megatron_lm.install(asynchronous=True).",
         )  # fmt: skip
-    if str(getattr(args, "optimizer", "")).startswith("dist_"):
-        problems.add(Unsupported, f"--optimizer {args.optimizer}: its states lie in files of its own")
     if getattr(args, "load_main_params_from_ckpt", False):
         problems.add(Unsupported, "--load-main-params-from-ckpt: use --no-load-optim alone, or load the optimizer")
     problems.raise_if_any()

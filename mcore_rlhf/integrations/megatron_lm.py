@@ -11,9 +11,9 @@ format that is read. Importing this module does not import Megatron; :func:`inst
 
 What is handed on to Megatron-LM's own functions: releases (``release=True``), saves that name the ranks of a model
 (conversion tools), ``--ckpt-convert-format``, and loading ``torch_dist`` and ``torch_dcp``. What is refused: saving in another
-``--ckpt-format``, non-persistent checkpoints, layer-wise optimizers, ModelOpt's state.
+``--ckpt-format``, non-persistent checkpoints, ModelOpt's state.
 
-Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py``, ``training.py``, ``initialize.py``,
+Source: Megatron-LM core_v0.16.1 and megatron-core 0.19.2, ``megatron/training/checkpointing.py``, ``training.py``, ``initialize.py``,
 ``async_utils.py``.
 """
 

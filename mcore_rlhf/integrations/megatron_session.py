@@ -5,8 +5,10 @@ Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``save
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,7 @@ class Session:
         self._manager: CheckpointManager | None = None
         self._trained: Trained | None = None
         self._further: dict[str, object] = {}
+        self._uncompacted: int | None = None
 
     def open(self, trained: Trained) -> CheckpointManager:
         """The manager of ``--save``, opened for these live objects. Collective where it is not open yet.
@@ -79,13 +82,13 @@ class Session:
     def wait(self) -> None:
         """Wait until the last save is committed."""
         if self._manager is not None:
-            self._manager.wait()
+            self._compacting(self._manager.wait)
 
     def close(self) -> None:
         """Finish the last save, and let the folder go; the next save opens it again."""
         manager, self._manager, self._trained = self._manager, None, None
         if manager is not None:
-            manager.close()
+            self._compacting(manager.close)
 
     def save(self, trained: Trained, call: Call) -> None:
         """``save_checkpoint``.
@@ -100,10 +103,26 @@ class Session:
         iterator = call.get("train_data_iterator")
         training.maybe_save_dataloader_state(iterator, iteration, getattr(args, "dataloader_save", None))
         self._further = self._counters(call, args)
-        manager.save(iteration)
+        self._compacting(partial(manager.save, iteration))  # which waits for the one before
+        self._uncompacted = iteration
+        if not manager.options.asynchronous:
+            self._compacting(lambda: None)
         done = "is being saved" if manager.options.asynchronous else "is saved"
         training.print_rank_0(f"  iteration {iteration:7d} {done} in {manager.root}/global_step_{iteration}")
         training.ft_integration.on_checkpointing_end(is_async_finalization=False)
+
+    def _compacting(self, finish: Callable[[], object]) -> None:
+        """Let ``train_rl.py``'s bank of rollouts forget what the last step was trained with, once that is committed.
+
+        Args:
+            finish: Waits for the commit; if it raises, the bank keeps everything.
+
+        Source: Megatron-LM main at 2a30ffb, ``megatron/training/checkpointing.py`` (``save_checkpoint``, last lines).
+        """
+        iteration, self._uncompacted = self._uncompacted, None
+        finish()
+        if iteration is not None and getattr(self.training.get_args(), "rl_durable_rollout_bank", False):
+            import_module("megatron.rl.rl_utils").maybe_compact_rollout_bank(iteration)
 
     def _counters(self, call: Call, args: Any) -> dict[str, object]:
         """Further top-level values. In the ``torch`` format Megatron's rerun state machine has nothing to save (None)."""

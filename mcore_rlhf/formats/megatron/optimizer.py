@@ -120,6 +120,12 @@ def _kind(shards: Sequence[RankShard], args: Arguments) -> str | None:
                 "Restore the files, or convert the weights alone with --no-optimizer."
             )
         return None
+    if both := [shard for shard in with_file if shard.dealt]:
+        raise Unsupported(
+            f"{both[0].at.folder}: a layer-wise optimizer that deals parameters by layout, and a distributed one beside it "
+            "(distrib_optim.pt): no release of Megatron reads such files; they go on at the layout that was saved\n"
+            "Save with --no-use-layer-wise-param-layout to change the layout, or convert the weights alone with --no-optimizer."
+        )
     if not any(map(_members, shards)):
         raise Incomplete(
             f"{with_file[0].pt.file}: no 'optimizer' with its param groups, but there is a distrib_optim.pt\n"

@@ -213,3 +213,27 @@ def test_arguments_are_read_from_the_newest_step(megatron: FakeMegatron, tmp_pat
     megatron.args = script_args(load=None)
     read(megatron.args)
     assert megatron.calls[-1] == ("megatron reads args", None, None)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_bank_of_rollouts_is_compacted_once_a_step_is_committed(
+    megatron: FakeMegatron, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    root, compacted = tmp_path / "run", list[int]()
+
+    def compact(iteration: int) -> None:
+        assert iteration in [step.step for step in steps.committed(root)]
+        compacted.append(iteration)
+
+    bank: Any = ModuleType("megatron.rl.rl_utils")
+    bank.maybe_compact_rollout_bank = compact
+    for module in (ModuleType("megatron.rl"), bank):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    installed_on(megatron, root, asynchronous=asynchronous)
+    one = script()
+    megatron.args.rl_durable_rollout_bank = True
+    for iteration in (1, 2, 3):
+        save(megatron, iteration, one)
+    assert compacted == ([1, 2] if asynchronous else [1, 2, 3])
+    megatron_lm.uninstall()
+    assert compacted == [1, 2, 3]

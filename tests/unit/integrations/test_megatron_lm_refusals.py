@@ -35,7 +35,6 @@ def test_another_model_is_refused_by_megatrons_own_comparison(megatron: FakeMega
         ({"ckpt_format": "torch_dist"}, "Give --ckpt-format torch"),
         ({"non_persistent_ckpt_type": "global"}, "non-persistent"),
         ({"non_persistent_save_interval": 5}, "non-persistent"),
-        ({"optimizer": "dist_muon"}, "dist_muon"),
         ({"load_main_params_from_ckpt": True}, "load-main-params"),
     ],
 )
