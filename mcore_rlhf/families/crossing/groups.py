@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import FLOAT32
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.families.megatron.groups import Membership
+from mcore_rlhf.families.megatron.groups import Membership, is_matrix
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.relation import Relation
 from mcore_rlhf.models.megatron import is_routed_expert
@@ -25,6 +25,8 @@ _KINDS: dict[str, object] = {
 Source: megatron-core 0.16.1, ``optimizer/__init__.py`` (``_get_param_groups``), ``optimizer/optimizer.py``
 (``param_group_identifier_keys``).
 """
+_Key = tuple[bool, float, bool]
+"""Whether experts are in a group, its weight-decay multiplier, and whether an optimizer of matrices has it, where there is one."""
 
 
 def with_members(
@@ -108,11 +110,13 @@ def as_megatron(source: Source, relation: Relation, membership: Membership, repo
     where = {name: number for number, group in enumerate(groups) for name in group.params}
     if not where:
         raise LayoutMismatch(f"{source.root}: does not say which parameters are in which param group")
-    found: dict[tuple[bool, float], dict[int, str]] = {}
+    found: dict[_Key, dict[int, str]] = {}
     for name, shares in relation.of_megatron().items():
-        wd_mult = membership.wd_mult(name, len(relation.megatron[name]))
+        ndim = len(relation.megatron[name])
+        matrix = membership.args.has_matrix_optimizer and is_matrix(name, ndim)
         for number in {where[share.name]: None for share in shares if share.name in where}:
-            found.setdefault((is_routed_expert(name), wd_mult), {}).setdefault(number, name)
+            key = (is_routed_expert(name), membership.wd_mult(name, ndim), matrix)
+            found.setdefault(key, {}).setdefault(number, name)
     problems = Problems()
     made = {key: _merged(groups, key, numbers, problems) for key, numbers in found.items()}
     problems.raise_if_any()
@@ -122,7 +126,7 @@ def as_megatron(source: Source, relation: Relation, membership: Membership, repo
     return tuple(kept.values())
 
 
-def _without_twins(made: Mapping[tuple[bool, float], ParamGroup]) -> dict[tuple[bool, float], ParamGroup]:
+def _without_twins(made: Mapping[_Key, ParamGroup]) -> dict[_Key, ParamGroup]:
     """Without the experts' groups where all of them are trained as other parameters are; a writer makes them when it deals experts."""
     experts = {key: group for key, group in made.items() if group.expert}
     others = [group.fields for group in made.values() if not group.expert]
@@ -130,11 +134,9 @@ def _without_twins(made: Mapping[tuple[bool, float], ParamGroup]) -> dict[tuple[
     return {key: group for key, group in made.items() if not (twins and group.expert)}
 
 
-def _merged(
-    groups: Sequence[ParamGroup], key: tuple[bool, float], numbers: Mapping[int, str], problems: Problems
-) -> ParamGroup:
+def _merged(groups: Sequence[ParamGroup], key: _Key, numbers: Mapping[int, str], problems: Problems) -> ParamGroup:
     """Megatron's group of a multiplier, of all groups that have parameters in it."""
-    expert, wd_mult = key
+    expert, wd_mult, _ = key
     first, *others = (_plain(groups[number]) for number in numbers)
     for other in others:
         different = sorted(key for key in {*first, *other} if key not in _KINDS and first.get(key) != other.get(key))
@@ -152,9 +154,9 @@ def _merged(
 
 
 def _note_group(
-    groups: Sequence[ParamGroup], key: tuple[bool, float], numbers: Mapping[int, str], made: ParamGroup, report: Report
+    groups: Sequence[ParamGroup], key: _Key, numbers: Mapping[int, str], made: ParamGroup, report: Report
 ) -> None:
-    expert, wd_mult = key
+    expert, wd_mult, _ = key
     had = groups[next(iter(numbers))].fields.get(_WEIGHT_DECAY)
     if had != made.fields.get(_WEIGHT_DECAY):
         report.add(
@@ -174,5 +176,6 @@ def _plain(group: ParamGroup) -> dict[str, object]:
     fields = dict(group.fields)
     if _STEP in fields:
         fields[_STEP] = int(float(fields[_STEP]))  # type: ignore[arg-type]
-    fields.setdefault("bias_correction", True)
+    if "betas" in fields:
+        fields.setdefault("bias_correction", True)
     return fields

@@ -26,6 +26,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
+from mcore_rlhf.families.megatron.groups import of_matrices
 from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
@@ -428,8 +429,9 @@ class _OpenedUniversal:
 
 
 def _alike(trained: list[str], groups: tuple[ParamGroup, ...]) -> list[list[str]]:
-    """Parameters that have the same states: those of DeepSpeed's Muon, and all others."""
-    by_muon = {name for group in groups if group.fields.get(USE_MUON) is True for name in group.params}
+    """Parameters that have the same states: those of a Muon, DeepSpeed's or Megatron's, and all others."""
+    muons = [group.fields.get(USE_MUON) is True or of for group, of in zip(groups, of_matrices(groups), strict=True)]
+    by_muon = {name for group, muon in zip(groups, muons, strict=True) if muon for name in group.params}
     return [[name for name in trained if (name in by_muon) == muon] for muon in (False, True)]
 
 

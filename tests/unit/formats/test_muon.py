@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rlhf.convert import convert
 from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
@@ -22,7 +24,8 @@ from mcore_rlhf.formats.megatron.writer import megatron_target
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.layouts.tensor import Shard
 from mcore_rlhf.models.spec import Rules
-from tests.helpers.conversions import GOLDENS, Conversions
+from tests.helpers.catalog_values import tensor_of
+from tests.helpers.conversions import GOLDENS, Conversions, options
 from tests.helpers.dist_reader import check_every_state, states_of
 from tests.helpers.plain_load import plain_load
 
@@ -141,3 +144,23 @@ def test_a_context_parallel_group_would_overwrite_its_files(tmp_path: Path) -> N
     source = open_checkpoint(GENUINE / "muon_pingpong_dp2_bf16", ReadOptions())
     with pytest.raises(Unsupported, match=r"(?s)CP 2.*--optimizer plain"):
         megatron_target(replace(source, parallel=replace(source.parallel, cp=2)), WriteOptions())
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "universal", "deepspeed"])
+def test_other_formats_keep_it_for_the_way_back(conversions: Conversions, tmp_path: Path, to: str) -> None:
+    """Each state by its name, of the parameters that have it, and each group with what it had."""
+    there = tmp_path / "there"
+    convert(GENUINE / "muon_tp2_bf16", there, replace(options(with_optimizer=to == "hf"), to=to))
+    momenta = {name.param for name in open_checkpoint(there, ReadOptions()).catalog if name.state == MOMENTUM}
+    assert len(momenta) == 4 * 7  # q, k, v, o, gate, up, down
+    back = open_checkpoint(conversions.of(there, tp=2, padded_vocab_size=160), ReadOptions())
+    first = open_checkpoint(GENUINE / "muon_tp2_bf16", ReadOptions())
+    assert set(back.catalog) == set(first.catalog)
+    for name in first.catalog:
+        theirs, ours = (tensor_of(source, name.param, name.state) for source in (first, back))
+        assert torch.equal(ours[:132] if len(ours) == 160 else ours, theirs[:132] if len(ours) == 160 else theirs)
+    key = operator.itemgetter("weight_decay", "wd_mult")
+    fields = [
+        sorted((dict(g.fields) for g in s.state.groups), key=lambda f: (*key(f), "betas" in f)) for s in (first, back)
+    ]
+    assert fields[0] == fields[1]
