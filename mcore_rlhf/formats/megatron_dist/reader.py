@@ -189,7 +189,8 @@ class _DistReader:
     def _order(self, opaque: Iterable[str]) -> list[str]:
         """All names, in registration order; Megatron leaves the output layer's opaque value out, a live model has it."""
         names = {*self.parameters.homes, *opaque}
-        if any(name.endswith(EXTRA) for name in opaque):
+        names |= _left_out(self.parameters.homes, self.args) if not opaque else set()
+        if any(name.endswith(EXTRA) for name in names):
             names.add(f"output_layer.{EXTRA}")
         return registration_order(names)
 
@@ -250,6 +251,18 @@ class _DistReader:
             grad_scaler=self.optimizer.scaler,
             other={key: value for key, value in top.items() if key not in _PLACED},
         )
+
+
+def _left_out(names: Iterable[str], args: Arguments) -> set[str]:
+    """Opaque values that a live model has though none is stored: with ``--ckpt-drop-redundant-extra-state`` they are left out where they
+    say nothing, and other releases insist on them.
+    """
+    modules = {name.rpartition(".")[0] for name in names}
+    kinds = ("linear_", "eh_proj", *(("in_proj", "out_proj") if args.transformer_engine else ()))
+    found = {module for module in modules if module.rpartition(".")[2].startswith(kinds)}
+    if args.transformer_engine:
+        found |= {module for module in modules if module.endswith("norm")}
+    return {f"{module}.{EXTRA}" for module in found}
 
 
 FlatChunks = Callable[[str, str], Iterable[Chunk]]
