@@ -34,6 +34,7 @@ from .option_types import (
     MEGATRON,
     NAME,
     NAMES,
+    PATTERN,
     PIPELINE,
     PYTHON_ONLY,
     READING,
@@ -155,6 +156,14 @@ class WriteOptions:
         group=LAYOUT,
         more="Chunks stand in the order in which a token passes them. Counts that differ only in the first and last stage become "
         "Megatron's first/last options, others a string.",
+        targets=MEGATRON,
+    )
+    hybrid_layer_pattern: str | None = option(
+        PATTERN,
+        "Make a GPTModel a HybridModel of these layers (*-*-), or such a one a GPTModel again (gpt).",
+        group=LAYOUT,
+        more="`|` marks stages. Attention and feed-forward in turn, as the model has them: see "
+        "[hybrid models](formats-megatron.md#hybrid-models).",
         targets=MEGATRON,
     )
     dtype: str | None = option(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Item, Kind, Reason
+from mcore_rlhf.families.megatron.hybrid import GPT, as_gpt, as_hybrid
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -41,9 +42,11 @@ def crossed(source: Source, to: Names, options: WriteOptions) -> Source:
     """
     if ModuleState.of(source):
         refuse_quantized(source, to, options)
-    cross = _CROSSINGS.get((source.family.names, to.family))
+    cross, pattern = _CROSSINGS.get((source.family.names, to.family)), options.hybrid_layer_pattern
     if cross is not None:
-        source = _released(cross(source, options), to)
+        source = _released(cross(as_gpt(source), options), to)
+    if pattern is not None:
+        source = as_gpt(source) if pattern == GPT else as_hybrid(source, pattern)
     module = ModuleState.of(source)
     if module is None or to.family != module.names or to.adapter:
         return source
@@ -73,6 +76,7 @@ def alike(a: Source, b: Source) -> tuple[Source, Source]:
     Raises:
         CheckpointError: Megatron's model has no names in the other family.
     """
+    a, b = _same_model(a, b), _same_model(b, a)
     if (a.family.names, b.family.names) == (MegatronState.names, ModuleState.names):
         a = to_huggingface(a, WriteOptions(vocab_size=_words(b)))
         return a, _unpacked(b, a)
@@ -80,6 +84,16 @@ def alike(a: Source, b: Source) -> tuple[Source, Source]:
         b = to_huggingface(b, WriteOptions(vocab_size=_words(a)))
         return _unpacked(a, b), b
     return _unpacked(a, b), _unpacked(b, a)
+
+
+def _same_model(source: Source, other: Source) -> Source:
+    """A GPTModel as the hybrid model that it is compared with, and a hybrid one as a GPTModel where the other has Hugging Face's names."""
+    mine, theirs = MegatronState.of(source), MegatronState.of(other)
+    if mine is None or theirs is None:
+        return as_gpt(source) if mine is not None and ModuleState.of(other) else source
+    if theirs.args.pattern is not None and mine.args.pattern is None:
+        return as_hybrid(source, str(theirs.args.pattern))
+    return source
 
 
 def _unpacked(source: Source, other: Source) -> Source:

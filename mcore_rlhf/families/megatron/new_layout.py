@@ -13,7 +13,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, model_chunks, split_from_option
 from mcore_rlhf.layouts.tensor import padded_vocab_size, repadded
-from mcore_rlhf.models.hybrid import heads_to_divide
+from mcore_rlhf.models.hybrid import STAGE, heads_to_divide
 from mcore_rlhf.models.spec import ModelSpec
 
 from .arguments import DISTRIBUTED, LAYER_WISE, PATTERNS, PLAIN, Arguments
@@ -90,10 +90,12 @@ def choose_parallel(source: Source, options: WriteOptions, report: Report) -> Pa
 
 
 def _vpp_of_layout(options: WriteOptions, pp: int) -> int | None:
-    """Model chunks per stage that ``--pipeline-layout`` implies, where it says a whole number of them."""
-    if options.pipeline_layout is None:
+    """Model chunks per stage that ``--pipeline-layout`` or the marks of a pattern imply, where it is a whole number of them."""
+    pattern = options.hybrid_layer_pattern or ""
+    if options.pipeline_layout is None and (pp == 1 or STAGE not in pattern):
         return None
-    chunks, rest = divmod(chunks_in_option(options.pipeline_layout), pp)
+    said = pattern.count(STAGE) + 1 if options.pipeline_layout is None else chunks_in_option(options.pipeline_layout)
+    chunks, rest = divmod(said, pp)
     return None if rest else chunks
 
 
@@ -119,8 +121,10 @@ def _choose_split(
         return said if args.pattern is None else _hybrid_split(args, source, parallel, said, report)
     old = args.pipeline_split
     same = (parallel.pp, parallel.vpp) == (source.parallel.pp, source.parallel.vpp)
-    if args.pattern is not None and not same:
-        return _hybrid_split(args, source, parallel, PipelineSplit(), report)
+    if args.pattern is not None:
+        marked = args.pattern.counts
+        fits = same and parallel.vpp == 1 if marked is None else len(marked) == parallel.pp * parallel.vpp
+        return old if fits else _hybrid_split(args, source, parallel, PipelineSplit(), report)
     if same or old.even:
         return old
     if parallel.pp == 1:

@@ -27,7 +27,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
-from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT
+from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, registration_order
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
@@ -44,7 +44,7 @@ from .optimizer import (
     read_optimizer,
     trained_states,
 )
-from .parameters import Parameters, SpecFinder, registration_order
+from .parameters import Parameters, SpecFinder
 
 _FAULT = (
     "Megatron-core (seen with 0.16.1; every release up to 0.19.2 has it) does that to a fully_reshardable save of a run with overlapping "

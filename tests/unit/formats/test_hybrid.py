@@ -6,15 +6,18 @@ the offset that follows from the order in which Megatron registers it.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import CheckpointError, Lossy
@@ -290,3 +293,110 @@ def test_a_block_that_is_missing_or_of_another_size_is_said(tmp_path: Path) -> N
         tree["args"].mamba_state_dim = 8
     with pytest.raises(CheckpointError, match=r"are not z 64 .*; found .*in_proj.weight.z 64, .*weight.dt 8"):
         open_checkpoint(local_path(tmp_path / "dist"), ReadOptions())
+
+
+GPT = GOLDENS / "tp2pp2_bf16_do"
+NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def hybrid_name(name: str) -> str:
+    """What Megatron's migration reads into: layer i's attention is layer 2·i, its feed-forward 2·i + 1."""
+    parts = name.split(".", 3)
+    if parts[:2] != ["decoder", "layers"]:
+        return name.replace("final_layernorm", "final_norm")
+    inside = NORMS.get(parts[3], parts[3])
+    return f"decoder.layers.{2 * int(parts[2]) + (not inside.startswith('self_attention'))}.{inside}"
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_a_gptmodel_becomes_a_hybrid_one_and_again_a_gptmodel(tmp_path: Path, to: str) -> None:
+    source = read(GPT)
+    pattern = "*-*-*-|*-"
+    job = convert(GPT, tmp_path / "there", replace(options(hybrid_layer_pattern=pattern), to=to))
+    assert job.lossless
+    if to == "megatron":
+        there = read(tmp_path / "there")
+        renamed = {(hybrid_name(name), state): tensor for (name, state), tensor in source.tensors.items()}
+        assert differences(Reading(source.args, 6, source.ranks, renamed), there) == []
+        assert (there.args.hybrid_layer_pattern, there.args.num_layers) == (pattern, 8)
+        golden = read(GOLDENS / ATTENTION).args
+        assert (there.args.spec, there.args.transformer_impl) == (golden.spec, golden.transformer_impl)
+        inside = [n.split(".", 3)[3] for n in there.ranks[0].model["model"] if n.startswith("decoder.layers.0.")]
+        assert inside == [
+            n.split(".", 3)[3] for n in read(GOLDENS / ATTENTION).ranks[0].model["model"] if ".layers.0." in n
+        ]
+    else:
+        assert "decoder.layers.7.mlp.linear_fc1._extra_state/shard_0_1" in read_whole(tmp_path / "there").objects
+    convert(tmp_path / "there", tmp_path / "back", options(hybrid_layer_pattern="gpt"))
+    back = read(tmp_path / "back")
+    spelled = {
+        name: hybrid_name(name).split(".", 3)[-1] for name in source.names if "norm" in name and ".layers." in name
+    }
+    expected = {
+        (".".join([*name.split(".", 3)[:3], spelled[name]]) if name in spelled else name, state): tensor
+        for (name, state), tensor in source.tensors.items()
+    }
+    assert differences(Reading(source.args, 6, source.ranks, expected), back) == []
+    assert (back.args.hybrid_layer_pattern, back.args.num_layers, back.args.spec) == (None, 4, None)
+
+
+def test_experts_become_grouped_ones(tmp_path: Path) -> None:
+    """HybridModel has no others: every expert's matrices are those that it had."""
+    golden = GOLDENS / "ep2_moe_bf16_do"
+    source = read(golden)
+    convert(golden, tmp_path / "there", options(hybrid_layer_pattern="*E*E*E*E"))
+    there = read(tmp_path / "there")
+    name = "decoder.layers.{}.mlp.experts.{}"
+    for (layer, expert), state in product(product(range(4), range(4)), ("param", "master", "exp_avg", "exp_avg_sq")):
+        old = source.tensors[name.format(layer, f"local_experts.{expert}.linear_fc1.weight"), state]
+        new = there.tensors[name.format(2 * layer + 1, f"linear_fc1.weight{expert}"), state]
+        assert torch.equal(old, new)
+    assert there.args.moe_grouped_gemm
+    assert any(name.endswith("pre_mlp_layernorm.weight") for name in there.names)
+
+
+@pytest.mark.parametrize(
+    ("source", "pattern", "words"),
+    [
+        (GPT, "M*-*-*-*-", "M is a Mamba layer, for which a GPTModel has no weights"),
+        (GPT, "**--*-*-", r"the 4 layers of this GPTModel are \*-\*-\*-\*-"),
+        (GPT, "*-*-*E*-", r"the 4 layers of this GPTModel are \*-\*-\*-\*-"),
+        (GPT, "*-*-*-*-/*-", "multi-token prediction"),
+        (GOLDENS / MAMBA, "gpt", "are not attention and feed-forward in turn"),
+        (GOLDENS / ATTENTION, "*-*-", "is a hybrid model already"),
+    ],
+)
+def test_models_that_are_not_the_same_are_refused(tmp_path: Path, source: Path, pattern: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        convert(source, tmp_path / "there", options(hybrid_layer_pattern=pattern))
+
+
+@pytest.mark.parametrize(
+    ("write", "marked"),
+    [
+        ({}, "*-*-|*-*-"),
+        ({"pp": 3}, "*-*-*|-*|-"),
+        ({"pp": 2, "pipeline_layout": "2,6"}, "*-|*-*-*-"),
+        ({"pp": 1}, "*-*-*-*-"),
+    ],
+)
+def test_marks_that_do_not_fit_the_stages_are_made_anew(tmp_path: Path, write: dict[str, Any], marked: str) -> None:
+    convert(GPT, tmp_path / "there", options(hybrid_layer_pattern="*-*-*|-*|-", **write))
+    assert read(tmp_path / "there").args.hybrid_layer_pattern == marked
+
+
+def test_a_hybrid_model_goes_by_gpts_names_to_hugging_face(tmp_path: Path) -> None:
+    convert(GOLDENS / ATTENTION, tmp_path / "hf", replace(options(vocab_size=132), to="hf"))
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 2)
+    source = read(GOLDENS / ATTENTION).tensors
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
+        down = file.get_tensor("model.layers.1.mlp.down_proj.weight")
+        norm = file.get_tensor("model.layers.1.post_attention_layernorm.weight")
+    assert torch.equal(down, source["decoder.layers.3.mlp.linear_fc2.weight", "param"])
+    assert torch.equal(norm, source["decoder.layers.3.mlp.linear_fc1.layer_norm_weight", "param"])
+    with pytest.raises(CheckpointError, match="are not attention and feed-forward in turn"):
+        convert(GOLDENS / MAMBA, tmp_path / "mamba", replace(options(vocab_size=132), to="hf"))

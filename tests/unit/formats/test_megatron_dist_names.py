@@ -22,8 +22,8 @@ from mcore_rlhf.formats.megatron_dist.names import (
     spelling_of_names,
     stacked_axes,
 )
-from mcore_rlhf.formats.megatron_dist.parameters import registration_order
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.models.megatron import registration_order
 from tests.helpers.conversions import GOLDENS, NAMES
 
 LOCAL = Spelling(True, Experts.SEQUENTIAL, True)

@@ -1,0 +1,77 @@
+"""Real megatron-core 0.19 loads hybrid models that we reshaped, trains on, and holds what it makes of its own ``torch_dist`` itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.families.options import WriteOptions
+
+PROJECT = Path(__file__).parents[2]
+GOLDENS = PROJECT / "tests" / "goldens" / "megatron_0_19"
+_CORE = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+_NEW = _CORE is not None and (Path(str(_CORE.origin)).parent / "ssm" / "gated_delta_net" / "gdn.py").is_file()
+pytestmark = [pytest.mark.reference, pytest.mark.skipif(not _NEW, reason="needs megatron-core 0.19")]
+
+
+def run(folder: Path, name: str, **job: Any) -> list[dict[str, Any]]:
+    """What every process of a job saw."""
+    job |= {"store": str(folder / f"{name}.store"), "out": str(folder / name)}
+    (folder / f"{name}.json").write_text(json.dumps(job))
+    worker = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name("hybrid_worker.py")),
+        str(folder / f"{name}.json"),
+    ]
+    path = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        worker, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(job["tp"] * job["pp"])]
+
+
+@pytest.mark.parametrize("kind", ["attn_mlp", "mamba", "gdn"])
+def test_megatron_finds_what_it_would_have_made_itself(tmp_path: Path, kind: str) -> None:
+    """At TP 1, and at TP 1 with two stages: every parameter and state, bit for bit; and its losses go on."""
+    golden = GOLDENS / f"hybrid_{kind}_tp2_bf16_do"
+    for name, to, write in (
+        ("tp1", "megatron", {"tp": 1, "dp": 1}),
+        ("pp2", "megatron", {"tp": 1, "pp": 2}),
+        ("dist", "megatron-dist", {}),
+    ):
+        convert(
+            golden, tmp_path / name, ConvertOptions(to, write=WriteOptions(**write, padded_vocab_size=160), fsync=False)
+        )
+    step = "iter_0000006"
+    megatrons, ours = str(tmp_path / "megatron" / step), str(tmp_path / "dist" / step)
+    (first, _) = run(tmp_path, "saving", tp=2, pp=1, legacy=str(golden / step), save=megatrons)
+    (whole,) = run(tmp_path, "whole", tp=1, pp=1, legacy=str(tmp_path / "tp1" / step), dist=[megatrons, ours])
+    stages = run(tmp_path, "stages", tp=1, pp=2, legacy=str(tmp_path / "pp2" / step), dist=[megatrons, ours])
+    for seen in (whole, *stages):
+        assert seen["compared"] > 20
+        assert (seen[megatrons], seen[ours]) == ([], [])
+    assert whole["losses"] == pytest.approx(first["losses"], rel=2e-3)  # bf16, summed in another order
+    assert whole["losses"][-1] < whole["losses"][0] - 1
+
+
+def test_a_gptmodel_becomes_what_megatrons_own_migration_makes_of_it(tmp_path: Path) -> None:
+    """Megatron maps layers as it loads, from torch_dist; we write a legacy file of the same run: all states are equal, bit for bit."""
+    write = WriteOptions(tp=1, pp=2, hybrid_layer_pattern="*-*|-*-*-", padded_vocab_size=160)
+    convert(GOLDENS / "tp2pp2_bf16_do", tmp_path / "hybrid", ConvertOptions("megatron", write=write, fsync=False))
+    legacy, gpt = (
+        f"{root}/iter_0000006" for root in (tmp_path / "hybrid", GOLDENS / "dist_tp2pp2_bf16_do_fullyreshardable")
+    )
+    for seen in run(tmp_path, "migrated", tp=1, pp=2, legacy=legacy, gpt=[gpt]):
+        assert seen["compared"] >= 40
+        assert seen[gpt] == []
