@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import DType, dtype_of
-from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
@@ -52,6 +52,7 @@ def choose(source: Source, args: Arguments, options: WriteOptions, report: Repor
     split = _choose_split(source, args, options, parallel, report)
     parallel = replace(parallel, pipeline_layout=split.layout)
     _check_heads(args, parallel)
+    _check_blocks(args, source.parallel, parallel)
     rng = options.rng or ("keep" if same_coordinates(source.parallel, parallel) else "derive")
     if rng == "keep" and not same_coordinates(source.parallel, parallel):
         raise UsageError(
@@ -188,6 +189,21 @@ def _check_heads(args: Arguments, parallel: ParallelConfig) -> None:
         if count % parallel.tp:
             text = f"--tp {parallel.tp}: {count} {what} cannot be divided equally"
             problems.add(LayoutMismatch, text, "Choose a --tp that divides the heads and groups of all layers.")
+    problems.raise_if_any()
+
+
+def _check_blocks(args: Arguments, old: ParallelConfig, new: ParallelConfig) -> None:
+    """Gate and up that lie in turn, some rows of each, are not two halves that are cut one by one.
+
+    Source: megatron-core 0.19.2, ``transformer/moe/experts.py`` (``_remove_glu_interleaving``), ``shared_experts.py``; Megatron's own
+    torch_dist cuts such matrices in halves all the same (``apply_swiglu_sharded_factory``).
+    """
+    problems = Problems()
+    for option, before, after in (("etp", old.etp, new.etp), ("tp", old.tp, new.tp)):
+        name = "moe_mlp_glu_interleave_size" if option == "etp" else "moe_shared_expert_glu_interleave_size"
+        if args.optional(name) and before != after:
+            text = f"args: {name} is {args.optional(name)}: gate and up of experts lie in turn, and are not cut anew"
+            problems.add(Unsupported, f"{text} for {option} {before} → {after}", f"Keep --{option} {before}.")
     problems.raise_if_any()
 
 

@@ -22,7 +22,13 @@ come first, since Llama's rows are all but a subset of the others', and Mistral'
 _ZERO_CENTRED = "its norms multiply by 1 + weight, and its embeddings by the root of the hidden size"
 _FOUR_NORMS = "its layers have four norms, after attention and feed-forward as well, for which Megatron has no place"
 
+_DELTA_NETS = (
+    "its attention has an output gate, and most of its layers are gated delta nets, whose last norm counts from 1 where Megatron's, with "
+    "--apply-layernorm-1p as all its others need, counts from 0: that takes arithmetic, and not copies alone"
+)
+
 REFUSED: dict[str, str] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
     "gemma": f"{_ZERO_CENTRED}, which Megatron's GPT does with options of its own that were not tried",
     "gemma2": _FOUR_NORMS,
     "gemma3": _FOUR_NORMS,
@@ -36,6 +42,6 @@ REFUSED: dict[str, str] = {
 """Architectures that Megatron-core's plain GPT cannot express, by ``model_type``, with the reason. Between formats under Hugging
 Face's names they convert as any other model does.
 
-Sources: transformers 5.23.0, ``models/*/modeling_*.py``; megatron-core 0.16.1, ``models/gpt``; NVIDIA-NeMo/Megatron-Bridge
-``src/megatron/bridge/models``; THUDM/slime ``slime/backends/megatron_utils/megatron_to_hf/glm4.py``.
+Sources: transformers 5.23.0, ``models/*/modeling_*.py``; megatron-core 0.16.1, ``models/gpt``, ``ssm/gated_delta_net.py``;
+NVIDIA-NeMo/Megatron-Bridge ``src/megatron/bridge/models``; THUDM/slime ``slime/backends/megatron_utils/megatron_to_hf/glm4.py``.
 """
