@@ -31,6 +31,10 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 SHARED = "common_state"
 """The object that takes the place of ``common.pt`` since 0.19."""
+_OF_FSDP = b"rng_state.("
+"""What ``.metadata`` names in a checkpoint of Megatron-FSDP: random states by ``(pp, tp)``. From the code, not run: it needs a GPU.
+
+Source: megatron-core 0.19.2, ``training/checkpointing.py`` (``get_rng_state``)."""
 INTEGRITY = "integrity.json"
 _INTEGRITY_ADVICE = (
     "Copy the file again from where it was written. Without it the folder is read and its sums are not checked."
@@ -55,7 +59,8 @@ def is_dist_folder(path: ReadablePath) -> bool:
     if "sharded_backend" in _config(path):
         return True
     if path.name.startswith(("iter_", "release")) and (path / METADATA_FILE).is_file():
-        return (path / COMMON).is_file() or f"{SHARED}/shard_".encode() in reading.read_bytes(path / METADATA_FILE)
+        named = reading.read_bytes(path / METADATA_FILE)
+        return (path / COMMON).is_file() or f"{SHARED}/shard_".encode() in named or _OF_FSDP in named
     return (path / COMMON).is_file() and ((path / METADATA_FILE).is_file() or any(path.glob("__*_*.distcp")))
 
 
@@ -72,6 +77,11 @@ def locate_dist(path: ReadablePath, step: int | None) -> Located:
     located = locate(path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}")
     folder = located.folder
     config = _config(folder)
+    if not config and (folder / METADATA_FILE).is_file() and _OF_FSDP in reading.read_bytes(folder / METADATA_FILE):
+        raise Unsupported(
+            f"{folder}: is of Megatron-FSDP (--ckpt-format fsdp_dtensor), which is not read: its gated layers, experts and mixers are "
+            "split in a way of their own\nLoad it with the Megatron that wrote it, and save it with --ckpt-format torch_dist."
+        )
     if not config:
         raise Incomplete(
             f"{folder / CONFIG}: missing or empty; Megatron writes it last: the save was not finished\n"
