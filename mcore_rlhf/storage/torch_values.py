@@ -26,6 +26,9 @@ _DEVICE = re.compile(
 """Source of both: torch 2.13.0, ``c10/core/ScalarType.h`` and ``c10/core/DeviceType.cpp``."""
 
 
+_CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "uint8": "<B", "bool": "<?"}
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SmallTensor:
     """A tensor that was read into memory since it is no weight: a step, a generator's state, a scale.
@@ -97,6 +100,9 @@ class SmallTensor:
 
     def item(self) -> Any:
         """The one element that it has, as a number."""
+        code = _CODES.get(self.dtype.name)
+        if code is not None and self.numel() == 1:  # a step: no reason to import numpy
+            return struct.unpack_from(code, self.data)[0]
         return self.numpy().item()
 
     def tolist(self) -> Any:
@@ -114,7 +120,9 @@ class SmallTensor:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SmallTensor):
-            return self.shape == other.shape and bool((self.numpy() == other.numpy()).all())
+            if self.shape != other.shape or self.numel() == 1:
+                return self.shape == other.shape and bool(self.item() == other.item())
+            return bool((self.numpy() == other.numpy()).all())
         return isinstance(other, int | float) and self.numel() == 1 and bool(self.item() == other)
 
     __hash__ = None  # type: ignore[assignment]  # no key of a dictionary

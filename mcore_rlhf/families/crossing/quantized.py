@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from mcore_rlhf.core.account import Fate, Reason
 from mcore_rlhf.core.catalog import (
@@ -27,13 +28,15 @@ from mcore_rlhf.core.catalog import (
     TensorName,
     dtype_of,
 )
-from mcore_rlhf.core.computed import Scaled
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Computed, Names, Source
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.leftovers import Carried
+
+if TYPE_CHECKING:
+    from mcore_rlhf.core.computed import Scaled
 
 Config = Mapping[str, object]
 
@@ -186,6 +189,8 @@ class _Dequantizing:
         self.problems.raise_if_any()
 
     def _scaled(self, weight: ParamSpec, scale: ParamSpec) -> Scaled | None:
+        from mcore_rlhf.core.computed import Scaled  # needs numpy, which looking at a folder does not
+
         entries = [self.source.catalog.get(TensorName(self.source.role, spec.name, PARAM)) for spec in (weight, scale)]
         block = _block(weight.global_shape, scale.global_shape, self.family.config)
         if block is None or scale.dtype.name.startswith(("int", "uint")):

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from mcore_rlhf.core.account import same
-from mcore_rlhf.core.cast import convert
 from mcore_rlhf.core.catalog import FLOATING, MASTER, DType, Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.module import USE_MUON
@@ -183,6 +180,10 @@ def _by_value(
     pt: PtFile, slots: Sequence[Sequence[NumberedState]], module: StoredModule
 ) -> tuple[list[list[Hashable]], Callable[[_Item], Hashable]]:
     """Keys with values: a master, rounded, is its parameter bit for bit."""
+    import numpy as np  # only stage 0 asks for values
+
+    from mcore_rlhf.core.cast import convert
+
     dtypes = {tensor.dtype for name, tensor in module.tensors.items() if name not in module.buffers}
 
     def key(stored: StoredTensor, dtype: DType) -> Hashable:

@@ -101,6 +101,8 @@ HEAVY = ("torch", "numpy", "ml_dtypes", "rich", "yaml", "pydantic", "omegaconf",
     ("arguments", "loaded", "shown"),
     [
         (["convert", "--help"], [], "--pipeline-layout"),
+        (["inspect", "tests/goldens/huggingface/llama_tied_bf16_sharded"], [], "parameters"),
+        (["inspect", "tests/goldens/deepspeed/z2_bf16_ac_dp2"], [], "parameters"),
         # The state of numpy's generator is an array.
         (["inspect", "tests/goldens/megatron/tp1_bf16_do"], ["numpy"], "param groups"),
     ],
