@@ -13,6 +13,7 @@ import click
 
 from mcore_rlhf.core.catalog import TensorName
 from mcore_rlhf.errors import CheckpointError, headline
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_without_manifest
@@ -80,7 +81,7 @@ def model_facts(source: Source, path: ReadablePath) -> Facts:
     args = source.state.args
     return {
         **source_facts(source),
-        "model": _spec_facts(source.model),
+        "model": {**_spec_facts(source.model), "hybrid_layer_pattern": _pattern(source)},
         "optimizer": _optimizer_facts(source),
         "unread": source.unread or None,
         "scheduler": source.state.scheduler,
@@ -90,6 +91,13 @@ def model_facts(source: Source, path: ReadablePath) -> Facts:
         "notes": source.notes.as_json(),
         "manifest": _manifest_facts(path, source.root),
     }
+
+
+def _pattern(source: Source) -> str | None:
+    """What every layer of a hybrid model is, and where its stages end."""
+    family = MegatronState.of(source)
+    pattern = None if family is None else family.args.pattern
+    return None if pattern is None else str(pattern)
 
 
 def _spec_facts(model: ModelSpec) -> Facts:
@@ -206,6 +214,7 @@ def _print_model(facts: Facts) -> None:
 
 def _model(model: Facts) -> str:
     parts = [count(model["num_layers"], "layer")]
+    parts += [f"hybrid {model['hybrid_layer_pattern']}"] if model["hybrid_layer_pattern"] else []
     parts += [f"{model['mtp_layers']} for multi-token prediction"] if model["mtp_layers"] else []
     parts += [f"{model['num_experts']} experts per mixture layer"] if model["num_experts"] else []
     parts += ["embedding and output tied" if model["tied"] else "embedding and output not tied"]
