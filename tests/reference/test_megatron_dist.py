@@ -80,6 +80,7 @@ CASES = [
     Case("plain", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), PLAIN),
     Case("experts", MOE, EP2, (EP2, Parallel())),
     Case("experts_buckets", MOE, EP2, (EP2,), sharding=DP_RESHARDABLE, slow=True),
+    Case("sinks", replace(MOE, gpt_oss=True, add_bias_linear=True), EP2, (Parallel(tp=2, ep=2, etp=1, sequence_parallel=True),)),
     Case("mixed_layers", MIXED, Parallel(pp=2, ep=2, dp=2), (EP2,), slow=True),
     Case("packed", PACKED, EP2, (Parallel(ep=4, dp=4),), slow=True),
     Case("packed_tp2", PACKED, TP2_MOE, (EP2,), slow=True),
