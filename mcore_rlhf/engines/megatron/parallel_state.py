@@ -40,12 +40,14 @@ class ParallelRank:
         """This rank as one whose coordinates name files."""
         dense = self.at.dp_rank == 0 and self.at.cp_rank == 0
         at = self.at
-        return FileRank(self.folder, at.tp_rank, at.pp_rank, at.ep_rank, at.etp_rank, self.rank, dense)
+        return FileRank(
+            self.folder, at.tp_rank, at.pp_rank, at.ep_rank, at.etp_rank, self.rank, dense, at.expert_dp_rank == 0
+        )
 
     @property
     def writes_model(self) -> bool:
         """Whether this rank writes its folder's model file."""
-        return self.at.expert_dp_rank == 0
+        return any(writer.rank == self.rank for writer in file_ranks(self.parallel))
 
     @property
     def layer_wise_file(self) -> str:

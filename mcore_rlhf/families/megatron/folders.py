@@ -36,6 +36,7 @@ class FileRank:
         rank: Its global rank.
         holds_dense_optimizer: Whether it is the first data-parallel rank of the dense parameters, which writes their
             gathered optimizer state. Other expert-parallel ranks write that of their experts only.
+        holds_expert_optimizer: Whether it is the first of the experts' own data-parallel ranks, which writes that of its experts.
     """
 
     folder: str
@@ -45,6 +46,7 @@ class FileRank:
     etp_rank: int
     rank: int
     holds_dense_optimizer: bool
+    holds_expert_optimizer: bool = True
 
     def split(self, parallel: ParallelConfig, expert: bool) -> Shard:
         """Its place on the axis that cuts a tensor."""
@@ -56,34 +58,32 @@ class FileRank:
 
 
 def file_ranks(parallel: ParallelConfig) -> tuple[FileRank, ...]:
-    """The ranks that write a file, in order of their global rank: those with expert-data-parallel rank 0.
+    """The ranks that write a file: those with expert-data-parallel rank 0, and those with data-parallel rank 0, which are others where
+    dense parameters are cut into more parts than experts are; in order of their global rank.
 
     Raises:
-        Unsupported: Two such ranks share a folder, or some tensor-parallel rank has none: Megatron itself loses shards
-            in such a layout.
+        Unsupported: Two ranks with other experts share a folder: Megatron itself loses shards in such a layout.
     """
-    if parallel.pp * parallel.etp * parallel.ep > _MOST_RANKS:
+    if parallel.pp * max(parallel.etp * parallel.ep, parallel.tp) > _MOST_RANKS:
         raise Unsupported(f"{parallel}: more than {_MOST_RANKS} rank folders; are the degrees right?")
     found: dict[str, FileRank] = {}
-    covered = {pp_rank: set[int]() for pp_rank in range(parallel.pp)}
     for pp_rank in range(parallel.pp):
-        for place in range(parallel.etp * parallel.ep):
-            at = parallel.coordinates(pp_rank * parallel.stage_size + place)
+        for place in range(max(parallel.etp * parallel.ep, parallel.tp)):
+            rank = pp_rank * parallel.stage_size + place
+            at, of_experts = parallel.coordinates(rank), place < parallel.etp * parallel.ep
             folder = folder_name(at.tp_rank, pp_rank, at.ep_rank, parallel)
             if folder in found:
                 raise Unsupported(_cannot_write(parallel, f"two ranks would write {folder}"))
-            covered[pp_rank].add(at.tp_rank)
-            rank = pp_rank * parallel.stage_size + place
-            found[folder] = FileRank(folder, at.tp_rank, pp_rank, at.ep_rank, at.etp_rank, rank, place < parallel.tp)
-    if any(len(ranks) != parallel.tp for ranks in covered.values()):
-        raise Unsupported(_cannot_write(parallel, "some tensor-parallel ranks would write no file"))
+            found[folder] = FileRank(
+                folder, at.tp_rank, pp_rank, at.ep_rank, at.etp_rank, rank, place < parallel.tp, of_experts
+            )
     return tuple(found.values())
 
 
 def _cannot_write(parallel: ParallelConfig, why: str) -> str:
     return (
         f"Megatron's torch format cannot hold TP {parallel.tp}, ETP {parallel.etp}, EP {parallel.ep}: {why}\n"
-        "Choose --etp equal to --tp, or an --ep at which --etp × --ep is a multiple of --tp."
+        "Choose --etp equal to --tp, or one that divides it."
     )
 
 

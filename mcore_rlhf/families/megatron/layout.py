@@ -343,7 +343,7 @@ class RankLayout:
 
     def holds_member(self, member: ChainedOptimizer) -> bool:
         """Whether this rank's ``distrib_optim.pt`` has the state of a chained optimizer."""
-        return bool(member.expert) or self.at.holds_dense_optimizer
+        return self.at.holds_expert_optimizer if member.expert else self.at.holds_dense_optimizer
 
     def _items(self) -> Iterator[LocalItem]:
         problems = Problems()

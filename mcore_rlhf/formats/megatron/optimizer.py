@@ -180,7 +180,7 @@ def _read_flat(
     for member, content in zip(chained, contents, strict=True):
         owned = [param for param in params if member.owns(param, run.parallel.ep)]
         if content is None:
-            if owned and (member.expert or shard.at.holds_dense_optimizer):
+            if owned and (shard.at.holds_expert_optimizer if member.expert else shard.at.holds_dense_optimizer):
                 raise Incomplete(
                     f"{shard.distrib.file}: the state of {'expert' if member.expert else 'dense'} parameters is missing"
                 )

@@ -126,6 +126,7 @@ def _same_shape(value: StoredTensor, param: LocalParam, file: str, state: str) -
     if value.shape != param.shape:
         raise Unsupported(
             f"{file}: {state} of {param.name} has shape {value.shape}, its parameter {param.shape}; only states shaped like "
-            "their parameter can be reshaped\nIf the parameter is in another param group, say so with --rules (wd_mult)."
+            "their parameter can be reshaped\nIf the parameter is in another param group, say so with --rules (wd_mult); "
+            "--no-optimizer converts the weights alone."
         )
     return value
