@@ -382,6 +382,9 @@ def import_megatron(force: bool = False) -> None:
         warnings.filterwarnings("ignore", module=r"megatron\.")  # it complains of every optional package
         for name in _MODULES:
             importlib.import_module(name)
+    warnings.filterwarnings(
+        "ignore", ".* is experimental and still under active development"
+    )  # 0.19, of what it imports late
     if stand_in and not _done["finish"]:
         stand_in_for_tracker_states()
         cpu_kernels.finish()

@@ -76,7 +76,7 @@ def emerging_optimizers() -> None:
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
         return x
 
-    if find_spec("emerging_optimizers") is not None and megatron() >= (0, 18):
+    if megatron() >= (0, 18) and find_spec("emerging_optimizers") is not None:
         return
     package, inner = ModuleType("emerging_optimizers"), ModuleType("emerging_optimizers.orthogonalized_optimizers")
     utils = ModuleType("emerging_optimizers.orthogonalized_optimizers.muon_utils")

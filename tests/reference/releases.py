@@ -64,7 +64,17 @@ ROWS = {
 }  # fmt: skip
 """By the name of the file, every test that runs Megatron."""
 
-CASES = {"packed": ((OLDEST,), "experts in two tensors (`GroupedMLP`) without Transformer Engine went with 0.17")}
+_FULL_QUERY = (
+    ALL[:-1],
+    "0.19 wants Transformer Engine for latent attention with norms and a query projection of full rank",
+)
+CASES = {
+    "packed": ((OLDEST,), "experts in two tensors (`GroupedMLP`) without Transformer Engine went with 0.17"),
+    "deepseek_v3_full_q": _FULL_QUERY,
+    "further_tokens_are_the_layer_after_the_last": _FULL_QUERY,
+    "DeepSeek-V2-Lite": _FULL_QUERY,
+    "Moonlight-16B-A3B": _FULL_QUERY,
+}
 """By a part of their names, single cases that not all releases can run: on which they can, and why no others."""
 
 
