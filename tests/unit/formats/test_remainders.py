@@ -12,6 +12,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.cast import differing_after_rounding
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
     FLOAT32,
@@ -134,3 +135,16 @@ def test_verifying_finds_a_step_with_remainders_intact_and_a_damaged_one_damaged
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert not verify(tmp_path / "copy", ReadOptions(), Depth.FULL).intact
+
+
+def test_half_way_either_neighbour_is_the_master_rounded() -> None:
+    """What is written of remainders is verified as any masters are: Transformer Engine rounds halves away from 0, torch to even."""
+    masters = np.array([0x3F808000, 0x3F818000, 0x3F808000, 0x3F808001, 0x3F808000], np.uint32)
+    params = np.array([0x3F81, 0x3F82, 0x3F80, 0x3F80, 0x3F82], np.uint16)
+    assert [differing_after_rounding(masters[i : i + 1], params[i : i + 1], FLOAT32, BFLOAT16) for i in range(5)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]
