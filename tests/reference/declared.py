@@ -27,6 +27,9 @@ REGENERATE = "python -m tests.reference.declared --write"
 
 def megatron_core() -> dict[str, Any]:
     """``TransformerConfig`` and ``MLATransformerConfig``."""
+    from mcore_rlhf.demo.cpu_megatron import import_megatron
+
+    import_megatron()
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     classes = {kind.__name__: fields_of(kind) for kind in (TransformerConfig, MLATransformerConfig)}
@@ -34,10 +37,10 @@ def megatron_core() -> dict[str, Any]:
 
 
 def installed_megatron() -> str:
-    """The version that is imported."""
+    """The version that is imported, without the commit of the checkout that it is run in, which it takes for its own."""
     from megatron.core import package_info
 
-    return str(package_info.__version__)
+    return str(package_info.__version__).partition("+")[0]
 
 
 def transformers() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
 from tests.helpers.conversions import Conversions
 from tests.helpers.damage import copied, edit_args
 from tests.unit.formats.refusal import refused
@@ -67,7 +67,6 @@ def test_contradictions_are_listed_together(tmp_path: Path) -> None:
         (ONE, {"ep": 2}, UsageError, ["--ep", "no"]),
         (EXPERTS, {"ep": 3}, LayoutMismatch, ["--ep 3", "4 experts"]),
         (EXPERTS, {"ep": 4, "dp": 3}, LayoutMismatch, ["EP 4", "multiple of 4"]),
-        (EXPERTS, {"ep": 1, "tp": 2, "etp": 1}, Unsupported, ["ETP 1", "--etp equal to --tp"]),
         (ONE, {"padded_vocab_size": 100}, UsageError, ["100", "132"]),
         (ONE, {"padded_vocab_size": 145, "tp": 2}, UsageError, ["145 rows", "2 tensor-parallel"]),
         (ONE, {"vocab_size": 200}, UsageError, ["200 words", "144 rows"]),
