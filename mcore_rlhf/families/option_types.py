@@ -179,6 +179,18 @@ def _ids(value: Any) -> object:
     return tuple(number(0).read(int(part)) for part in texts)
 
 
+def _limits(value: Any) -> object:
+    """``1e-5,0`` and ``[1e-5, 0]`` are the highest and the lowest learning rate."""
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        highest, lowest = (float(part) for part in parts)
+    except (TypeError, ValueError):
+        raise ValueError(f"should be two numbers such as 1e-5,0, found {value!r}") from None
+    if not 0 <= lowest <= highest < float("inf"):
+        raise ValueError(f"should be the highest and the lowest learning rate, found {value!r}")
+    return highest, lowest
+
+
 def _rules(value: Any) -> object:
     return value if isinstance(value, Rules) else read_rules(Path(str(_path(value))).expanduser())
 
@@ -198,6 +210,7 @@ DTYPE = OptionType(_dtype, metavar="bf16|fp16|fp32")
 PIPELINE = OptionType(_layout, metavar="S")
 PATTERN = OptionType(_text, metavar="PATTERN")
 WORD = OptionType(_word)
+LIMITS = OptionType(_limits, metavar="MAX,MIN")
 IDS = OptionType(_ids, metavar="N,N")
 COUNT = number()
 

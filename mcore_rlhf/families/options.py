@@ -1,9 +1,8 @@
 """The table of options: one row for each thing that a conversion, or the opening of a checkpoint, can be told.
 
 The rows are the fields of :class:`ReadOptions`, :class:`WriteOptions` and :class:`ConvertOptions`. The command line, the YAML
-jobs, the Python API and the tables of ``docs/reference/cli.md`` are made of them: which options a command has, with their help
-and its headings; what a value must be; and for which target formats an option means something, so that for all others it is
-refused and not passed over.
+jobs, the Python API and the tables of ``docs/reference/cli.md`` are made of them: which options a command has, with help and
+headings; what a value must be; for which target formats an option means something, so that for others it is refused.
 
 **To add an option**, add a field with its row, and use it. Nothing else: ``--some-name`` and the job's key ``some_name`` exist
 with the row; ``python -m tests.helpers.option_tables`` writes the page's tables.
@@ -31,6 +30,7 @@ from .option_types import (
     HUGGING_FACE,
     IDS,
     LAYOUT,
+    LIMITS,
     MEGATRON,
     NAME,
     NAMES,
@@ -210,14 +210,20 @@ class WriteOptions:
         FOLDER,
         "The model's Hugging Face folder, or its config.json.",
         group=LAYOUT,
-        more="What [another family's](../how-to/convert-between-megatron-and-deepspeed.md) target needs to know. For an adapter: its "
-        "`adapter_config.json`, or a folder with it.",
+        more="What [another family](../how-to/convert-between-megatron-and-deepspeed.md) needs; an adapter's `adapter_config.json`.",
     )
     transformer_impl: str | None = option(
         one_of("local", "transformer_engine"),
         "Whose parameter names a Megatron target made of Hugging Face's has.",
         group=LAYOUT,
         more="Without it: as before, otherwise Transformer Engine's.",
+        targets=MEGATRON,
+    )
+    lr_limits: tuple[float, float] | None = option(
+        LIMITS,
+        "max_lr and min_lr of param groups that have none.",
+        group=CONTENT,
+        more="Megatron-core 0.19 finds a group by them: the `--lr` and `--min-lr` of the run that goes on.",
         targets=MEGATRON,
     )
     max_shard_size: int | None = option(

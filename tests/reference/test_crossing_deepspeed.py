@@ -173,7 +173,7 @@ def test_megatron_goes_on_as_qwen3_does(deepspeed: WorkerPool, pool: WorkerPool,
     )
     megatron = converted(
         Path(ds), tmp_path / "mcore", "megatron", tp=2, pp=2, padded_vocab_size=model.vocab_size,
-        reference_config=described(tmp_path, tuning), transformer_impl="local",
+        reference_config=described(tmp_path, tuning), transformer_impl="local", lr_limits=(training.lr, training.min_lr),
     )  # fmt: skip
     losses = pool.run(
         deepspeed_from_megatron.load_and_train, model, Parallel(tp=2, pp=2), training, str(megatron), 2, world_size=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import FLOAT32
@@ -14,6 +15,7 @@ from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.torch_values import SmallTensor
 
+LR_LIMITS = ("max_lr", "min_lr")
 _EXPERT = "is_expert_parallel"
 _STEP = "step"
 _WEIGHT_DECAY = "weight_decay"
@@ -91,7 +93,13 @@ def _with_step(group: ParamGroup, names: Sequence[str], scalars: Mapping[str, ob
     return ParamGroup(fields, params=tuple(names), scalars=kept)
 
 
-def as_megatron(source: Source, relation: Relation, membership: Membership, report: Report) -> tuple[ParamGroup, ...]:
+def as_megatron(
+    source: Source,
+    relation: Relation,
+    membership: Membership,
+    report: Report,
+    lr_limits: tuple[float, float] | None = None,
+) -> tuple[ParamGroup, ...]:
     """Groups of Hugging Face's names as Megatron makes them: one for each weight-decay multiplier.
 
     Args:
@@ -99,6 +107,7 @@ def as_megatron(source: Source, relation: Relation, membership: Membership, repo
         relation: Its tensors under both names.
         membership: The multiplier that Megatron, or the user's rules, give a parameter.
         report: Told what changes.
+        lr_limits: ``max_lr`` and ``min_lr`` of groups that have none.
 
     Raises:
         LayoutMismatch: The members of a group are not known.
@@ -123,7 +132,24 @@ def as_megatron(source: Source, relation: Relation, membership: Membership, repo
     kept = _without_twins(made)
     for key, group in kept.items():
         _note_group(groups, key, found[key], group, report)
-    return tuple(kept.values())
+    return tuple(_with_limits(group, lr_limits, report) for group in kept.values())
+
+
+def _with_limits(group: ParamGroup, limits: tuple[float, float] | None, report: Report) -> ParamGroup:
+    """The group with the learning rates between which its schedule runs: only the run that goes on knows them.
+
+    Source: megatron-core 0.19.2, ``optimizer/optimizer.py`` (``param_group_identifier_keys``): a group is looked for by both; before,
+    one that lacks them had those of the run.
+    """
+    missing = [key for key in LR_LIMITS if group.fields.get(key) is None]
+    if not missing:
+        return group
+    if limits is None:
+        text = f"param groups have no {' and '.join(missing)}, by which megatron-core 0.19 finds them"
+        report.add(Fate.NOTE, f"{text}: --lr-limits MAX,MIN writes those of the run that goes on")
+        return group
+    given = dict(zip(LR_LIMITS, limits, strict=True))
+    return replace(group, fields={**group.fields, **{key: given[key] for key in missing}})
 
 
 def _without_twins(made: Mapping[_Key, ParamGroup]) -> dict[_Key, ParamGroup]:

@@ -83,7 +83,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
         notes.add(Fate.LOST, doubt)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
     catalog = Rows(Recut(source.catalog, source.role, relation.of_megatron(), relation.megatron), rows)
-    groups = as_megatron(source, relation, Membership(args, options.rules), notes)
+    groups = as_megatron(source, relation, Membership(args, options.rules), notes, options.lr_limits)
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
         state=_state(source, origin, args, groups, notes), notes=notes,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rlhf import ConvertOptions, ReadOptions, WriteOptions, open_checkpoint, prepare_conversion
+from mcore_rlhf.demo.cpu_megatron import import_megatron
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager.run import steps
 from tests.helpers.catalog_values import tensor_of
@@ -78,6 +79,7 @@ def _with_factors(state: object) -> None:
 
 
 def _factored_megatron(folder: Path) -> None:
+    import_megatron()  # the pickles name its classes
     shutil.copytree(GOLDENS / "tp2pp2dp2_bf16_nodo", folder)
     for path in folder.rglob("model_optim_rng.pt"):
         path.chmod(0o644)

@@ -24,7 +24,7 @@ INTERNAL = {"read.optimizer", "run.read", "run.write"}
 """Fields that follow from others."""
 SAMPLES: dict[str, Any] = {
     "to": "hf", "dtype": "bf16", "optimizer": "plain", "rng": "drop", "transformer_impl": "local", "pipeline_layout": "3,5",
-    "eos_token_ids": (1, 2), "stub": ("a.B",), "ignore_field": ("a",), "max_memory": 1 << 20, "rules": None,
+    "eos_token_ids": (1, 2), "lr_limits": (1e-5, 0.0), "stub": ("a.B",), "ignore_field": ("a",), "max_memory": 1 << 20, "rules": None,
 }  # fmt: skip
 
 
