@@ -112,7 +112,7 @@ def _kind(shards: Sequence[RankShard], args: Arguments) -> str | None:
         members = [member for shard in shards for member in _members(shard)]
         if any(shard.dealt for shard in shards) or (members and args.layer_wise):
             return LAYER_WISE
-        if any(map(has_plain_state, members)) or (members and args.values.get("use_distributed_optimizer") is False):
+        if any(map(has_plain_state, members)) or (members and _keeps_no_state(shards[0], args)):
             return PLAIN
         if any(inner_state(member).get("param_groups") for member in members):
             raise Incomplete(
@@ -139,6 +139,15 @@ def _kind(shards: Sequence[RankShard], args: Arguments) -> str | None:
             "Restore the file, or convert the weights alone with --no-optimizer."
         )
     return DISTRIBUTED
+
+
+def _keeps_no_state(shard: RankShard, args: Arguments) -> bool:
+    """Whether a plain optimizer has nothing but its groups: SGD without momentum, or one that has not stepped yet."""
+    if args.values.get("use_distributed_optimizer") is not False:
+        return False
+    return (args.values.get("optimizer") == "sgd" and not args.values.get("sgd_momentum")) or not shard.top.get(
+        "iteration"
+    )
 
 
 def _members(shard: RankShard) -> list[Mapping[str, object]]:
@@ -208,6 +217,11 @@ def _read_whole(
     groups = [groups_of(member, pt) for member in stored]
     dealt = deal(Dealing(chained, groups, Membership(run.args, run.rules), run.parallel.ep))
     for member, inside in zip(stored, dealt, strict=True):
+        if any(inside) and not has_plain_state(member) and not _keeps_no_state(shard, run.args):
+            raise Incomplete(
+                f"{pt.file}: a chained optimizer has {sum(map(len, inside))} parameters and no state of any\n"
+                "Restore the file, or convert the weights alone with --no-optimizer."
+            )
         places, scalars = plain_states(member, pt, inside)
         reading.places.update(((shard.at.folder, *key), states) for key, states in places.items() if states)
         reading.scalars.update(scalars)

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mcore_rlhf.core.catalog import FLOAT32, MASTER
-from mcore_rlhf.errors import Lossy, Unsupported
+from mcore_rlhf.errors import Incomplete, Lossy, Unsupported
 from mcore_rlhf.families.megatron.groups import LocalParam, inner_state
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
 States = dict[str, StoredTensor]
 Scalars = dict[str, object]
+_LEFT = "Restore the file, or convert the weights alone with --no-optimizer."
 
 
 def masters_of(member: Mapping[str, object]) -> Sequence[Sequence[StoredTensor]] | None:
@@ -80,6 +81,7 @@ def plain_states(
 
     Raises:
         Unsupported: Groups, states and parameters do not fit together as they do in the optimizers that are known.
+        Incomplete: A parameter lacks states or a master that others have.
     """
     file, inner = pt.file, inner_state(member)
     states = inner.get("state")
@@ -98,13 +100,35 @@ def plain_states(
             )
         for index, param in zip(indices, inside, strict=True):
             found[param.vpp_rank, param.name] = _tensors(states.get(index, {}), scalars, param, pt)
-    for number, (inside, masters) in enumerate(zip(dealt, masters_of(member) or [], strict=False)):
+    _require_alike(found, file)
+    copies = masters_of(member) or [[] for _ in dealt]
+    if len(copies) != len(dealt):
+        raise Incomplete(f"{file}: fp32 masters of {len(copies)} param groups, but there are {len(dealt)}\n{_LEFT}")
+    for number, (inside, masters) in enumerate(zip(dealt, copies, strict=True)):
         half = [param for param in inside if param.dtype != FLOAT32]
         if len(half) != len(masters):
-            raise Unsupported(f"{file}: param group {number} has {len(masters)} fp32 masters, {len(half)} expected")
+            raise Incomplete(
+                f"{file}: param group {number} has {len(masters)} fp32 masters, {len(half)} expected\n{_LEFT}"
+            )
         for param, master in zip(half, masters, strict=True):
             found[param.vpp_rank, param.name][MASTER] = _same_shape(master, param, file, MASTER)
     return found, scalars
+
+
+def _require_alike(found: Mapping[tuple[int, str], States], file: str) -> None:
+    """One optimizer keeps the same states of each of its parameters: where one lacks some, they are lost.
+
+    Raises:
+        Incomplete: A parameter lacks states that others have.
+    """
+    names = {name for states in found.values() for name in states}
+    lacking = [(param, sorted(names - states.keys())) for (_, param), states in found.items() if names - states.keys()]
+    if lacking:
+        param, missing = lacking[0]
+        more = f", and of {len(lacking) - 1} more parameters" if len(lacking) > 1 else ""
+        raise Incomplete(
+            f"{file}: {', '.join(missing)} of {param}{more} is missing, which other parameters have\n{_LEFT}"
+        )
 
 
 def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, pt: PtFile) -> States:
