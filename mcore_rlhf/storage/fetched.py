@@ -13,11 +13,12 @@ import tempfile
 import threading
 import weakref
 from abc import abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from mcore_rlhf.core.execute import Range
@@ -47,6 +48,9 @@ _GRID_NBYTES = 1 << 20
 _PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, man 2 fallocate
 
 
+_start = attrgetter("start")
+
+
 @dataclass(frozen=True, slots=True)
 class _Extent:
     """A range of a file that was fetched, or is being fetched."""
@@ -65,14 +69,13 @@ class _Kept:
 
     def within(self, start: int, stop: int) -> list[_Extent]:
         """Those that have a byte of a range."""
-        at = max(0, bisect_right(self.extents, start, key=lambda extent: extent.start) - 1)
-        found = []
-        for extent in self.extents[at:]:
-            if extent.start >= stop:
-                break
-            if extent.stop > start:
-                found.append(extent)
-        return found
+        first = max(0, bisect_right(self.extents, start, key=_start) - 1)
+        found = self.extents[first : bisect_left(self.extents, stop, lo=first, key=_start)]
+        return found if not found or found[0].stop > start else found[1:]
+
+    def forget(self, start: int) -> None:
+        """Drop the extent that begins there."""
+        del self.extents[bisect_left(self.extents, start, key=_start)]
 
     def missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """What of a range is in none."""
@@ -160,7 +163,7 @@ class Fetched:
             for at in range(first, last, PIECE_NBYTES):
                 end = min(at + PIECE_NBYTES, last)
                 extent = _Extent(at, end, self._pool.submit(self._bring, file, kept.base, at, end))
-                kept.extents.insert(bisect_right(kept.extents, at, key=lambda one: one.start), extent)
+                kept.extents.insert(bisect_right(kept.extents, at, key=_start), extent)
                 self._order[file, at] = extent
                 self._nbytes += end - at
 
@@ -188,7 +191,7 @@ class Fetched:
 
     def _forget(self, file: str, start: int) -> None:
         extent = self._order.pop((file, start))
-        self._files[file].extents.remove(extent)
+        self._files[file].forget(start)
         self._nbytes -= extent.stop - extent.start
 
 
