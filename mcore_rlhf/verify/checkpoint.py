@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
 from mcore_rlhf.families.options import ReadOptions
@@ -104,7 +104,10 @@ def verify(
         verdict.problems.add_error(error)
         return verdict
     understood = "arguments, but not what the optimizer holds" if source.unread else "arguments and optimizer layout"
-    verdict.checked.append(f"directories and headers of the files, {understood}")
+    headers = "directories and headers of the files"
+    if not isinstance(path, Path):
+        headers = "directories of the files (headers in front of tensors were worked out and not fetched where torch.save laid them out)"
+    verdict.checked.append(f"{headers}, {understood}")
     if depth is not Depth.QUICK:
         _check_bytes(verdict, path, depth, workers, progress)
     return verdict

@@ -137,6 +137,20 @@ def test_verifying_finds_a_step_with_remainders_intact_and_a_damaged_one_damaged
     assert not verify(tmp_path / "copy", ReadOptions(), Depth.FULL).intact
 
 
+def test_one_value_that_is_no_remainder_is_not_overlooked(tmp_path: Path) -> None:
+    """Its kind is told by the first parameters; verify looks at all of them."""
+    shutil.copytree(GOLDEN, tmp_path / "run")
+    (path,) = (tmp_path / "run").rglob("distrib_optim.pt")
+    path.chmod(0o644)
+    tree = torch.load(path, weights_only=False)
+    buckets = [bucket for buffer in tree.values() if isinstance(buffer, dict) for bucket in buffer.values()]
+    (last,) = (bucket for bucket in buckets if isinstance(bucket, dict) and "param" in bucket)
+    last["param"][int(torch.nonzero(last["param"])[-1])] = 0.5
+    torch.save(tree, path)
+    problems = verify(tmp_path / "run", ReadOptions(), Depth.DEEP).problems
+    assert "no remainders of 16 bits" in str(problems.found[0].message)
+
+
 def test_half_way_either_neighbour_is_the_master_rounded() -> None:
     """What is written of remainders is verified as any masters are: Transformer Engine rounds halves away from 0, torch to even."""
     masters = np.array([0x3F808000, 0x3F818000, 0x3F808000, 0x3F808001, 0x3F808000], np.uint32)
