@@ -52,6 +52,7 @@ class WholeOptimizer:
         pt: The file that holds them.
         chain: The live members, without stubs.
         names: Chunk and local name of every live parameter.
+        weights: Where each stored parameter lies, by the same.
         files: All that are read.
         loads: How each is given back.
         masters: Where each live master lies in the file.
@@ -63,6 +64,7 @@ class WholeOptimizer:
     pt: PtFile
     chain: tuple[ChainMember, ...]
     names: Mapping[torch.nn.Parameter, tuple[int, str]]
+    weights: Mapping[tuple[int, str], StoredTensor]
     files: list[ReadablePath] = field(default_factory=list)
     loads: list[OptimizerLoad] = field(default_factory=list)
     masters: list[Pair] = field(default_factory=list)
@@ -102,7 +104,9 @@ class WholeOptimizer:
             problems.add(LayoutMismatch, text, _ADVICE)
             return None
         names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
-        found = cls(own, place, pt, tuple(filter(None, chain)), names, [pt.root / pt.file])
+        parts = own.shards[0].parts
+        weights = {(part.vpp_rank, name): one for part in parts for name, one in part.tensors.items()}
+        found = cls(own, place, pt, tuple(filter(None, chain)), names, weights, [pt.root / pt.file])
         for member, content in zip(chain, members, strict=True):
             if member is not None:
                 found._add(member, content, problems)
@@ -177,9 +181,7 @@ class WholeOptimizer:
         self, pt: PtFile, place: StoredTensor, param: torch.nn.Parameter, start: int = 0, stop: int | None = None
     ) -> bool:
         """Whether a stored master, or a part of one, rounds to the stored parameter; one that does not is another's."""
-        own = self.own.shards[0]
-        weights = {(part.vpp_rank, name): one for part in own.parts for name, one in part.tensors.items()}
-        weight = torch_values(own.pt.load(weights[self.names[param]])).flatten()[start:stop]
+        weight = torch_values(self.own.shards[0].pt.load(self.weights[self.names[param]])).flatten()[start:stop]
         return torch.equal(torch_values(pt.load(place)).flatten().to(weight.dtype), weight)
 
     def install(self, undo: Undo) -> Sequence[Pair]:
