@@ -194,7 +194,7 @@ def _fields(resolver: Resolver, stub: Stub) -> dict[str, Any]:
     state = resolver.resolve(stub.stub_state)
     if state is None:
         return {}
-    if type(state) is not dict or any(type(key) is not str for key in state):
+    if type(state) is not dict or not {str}.issuperset(map(type, state)):
         raise Unfit(Corrupt, f"a {type(stub).stub_name} whose state is no dictionary of names")
     return state
 
