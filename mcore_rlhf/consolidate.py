@@ -45,11 +45,12 @@ from mcore_rlhf.formats.hf.files import (
     shards_of,
 )
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.destination import Destination
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import inside, local_path
 from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap
-from mcore_rlhf.storage.record_file import Raw, RecordFile
+from mcore_rlhf.storage.publish import LocalPublication, refuse_overlap
+from mcore_rlhf.storage.record_file import Layout, Raw, RecordFile
 from mcore_rlhf.storage.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
 def copy_into(
     wanted: Fp32StateDict,
     files: tuple[TargetFile, ...],
-    folder: Path,
+    to: Destination,
     options: ConvertOptions,
     texts: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -149,7 +150,7 @@ def copy_into(
         report=source.notes,
     )
     how = replace(options, write=WriteOptions(no_optimizer=True))  # masters are not compared with what nobody reads
-    return write_target(Job(narrowed, target, nbytes), folder, how, progress)
+    return write_target(Job(narrowed, target, nbytes), to, how, progress)
 
 
 def load_fp32_state_dict(
@@ -172,12 +173,14 @@ def load_fp32_state_dict(
 
     source = open_tag(Path(path), tag, ())
     wanted = fp32_state_dict(source, exclude_frozen_parameters)
-    memory: dict[str, _MemoryFile] = {}
-    files = tuple(TargetFile(part.names[0], partial(_memory_layout, part, memory)) for part in wanted.tensors)
-    copy_into(wanted, files, Path(), ConvertOptions(fsync=False))
+    memory = _Memory()
+    files = tuple(TargetFile(part.names[0], partial(_memory_layout, part)) for part in wanted.tensors)
+    copy_into(wanted, files, memory, ConvertOptions(fsync=False))
     found: dict[str, torch.Tensor] = {}
     for part in wanted.tensors:
-        filled = torch.from_numpy(memory[part.names[0]].data).view(getattr(torch, part.dtype.name)).reshape(part.shape)
+        filled = (
+            torch.from_numpy(memory.files[part.names[0]].data).view(getattr(torch, part.dtype.name)).reshape(part.shape)
+        )
         found.update(dict.fromkeys(part.names, filled))
     return OrderedDict((name, found[name]) for name in wanted.order)
 
@@ -185,9 +188,9 @@ def load_fp32_state_dict(
 class _MemoryFile(RecordFile):
     """The bytes of a tensor, filled as if they were a file."""
 
-    def __init__(self, record: Record) -> None:
-        self.data = np.zeros(record.nbytes, np.uint8)
-        super().__init__(Path(record.file), Raw([record]).layout(record.file))
+    def __init__(self, file: str, layout: Layout) -> None:
+        self.data = np.zeros(layout.nbytes, np.uint8)
+        super().__init__(Path(file), layout)
 
     def _create(self) -> None:
         """Nothing on a disk."""
@@ -203,25 +206,25 @@ class _MemoryFile(RecordFile):
 
 
 @dataclass(frozen=True, slots=True)
-class _InMemory(Raw):
-    """Makes tensors in memory.
+class _Memory(Destination):
+    """Files in memory.
 
     Args:
-        made: Told of each, by the file's name.
+        files: Those that were begun, by path.
     """
 
-    made: dict[str, _MemoryFile] = field(default_factory=dict)
+    files: dict[str, _MemoryFile] = field(default_factory=dict)
 
-    def create_below(self, root: Path, file: str) -> RecordFile:
-        (record,) = self.records
-        self.made[file] = _MemoryFile(record)
-        return self.made[file]
+    def writer(self, file: str, layout: Layout) -> RecordFile:
+        """See :meth:`Destination.writer`."""
+        self.files[file] = made = _MemoryFile(file, layout)
+        return made
 
 
-def _memory_layout(part: WrittenTensor, memory: dict[str, _MemoryFile]) -> FileLayout:
+def _memory_layout(part: WrittenTensor) -> FileLayout:
     name = part.names[0]
     record = Record(name, name, part.dtype, prod(part.shape), 0)
-    return FileLayout([part.placed(record)], [record], _InMemory([record], made=memory))
+    return FileLayout([part.placed(record)], [record], Raw([record]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,17 +271,17 @@ def consolidate(
     source = open_tag(path, tag, options.stubs)
     for folder in {file.path.partition("/")[0] for file in source.files}:
         refuse_overlap(source.root / folder, target)  # beside it, in the run's own folder, is where people want it
-    publication = Publication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
+    publication = LocalPublication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:
         wanted = fp32_state_dict(source, options.exclude_frozen)
         safe = options.safe_serialization
         ending = SAFETENSORS if safe else BIN
         shards = shards_of(wanted.tensors, MODEL_STEM[ending], options.max_shard_size, ending, copies=safe)
-        check_space(target.parent, sum(shard.nbytes for shard in shards))
+        publication.check_space(sum(shard.nbytes for shard in shards))
         how = ConvertOptions(workers=options.workers, fsync=options.fsync)
         files = tuple(_target(shard, safe) for shard in shards)
         texts = index_of(shards, MODEL_STEM[ending], ending)
-        written = copy_into(wanted, files, publication.staging, how, texts, progress)
+        written = copy_into(wanted, files, publication, how, texts, progress)
         part = {"role": source.role, "format": "fp32", "parallel": str(source.parallel)}
         publication.commit(Manifest(written, step=source.state.iteration, parts=(part,), provenance=provenance()))
     return [*(file.path for file in files), *texts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
@@ -33,10 +32,10 @@ from .formats.merging import merged
 from .formats.peft import FORMAT as PEFT
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
-from .storage.leftovers import carry
+from .storage.destination import Destination, Moved, Publication
 from .storage.manifest import FileEntry, Manifest, provenance
 from .storage.paths import ReadablePath, local_path, real_path
-from .storage.publish import MANIFEST_NAME, Publication, check_space, refuse_overlap, replace_text
+from .storage.publish import MANIFEST_NAME, LocalPublication, refuse_overlap, replace_text
 from .storage.urls import checkpoint_path
 from .verify.audit import Audit, Ledger, read_checksums
 
@@ -274,43 +273,38 @@ def _is_run(root: Path) -> bool:
 
 
 def _publication(folder: Path, options: ConvertOptions) -> Publication:
-    return Publication(folder, options.overwrite, options.fsync, replaceable=is_checkpoint)
+    return LocalPublication(folder, options.overwrite, options.fsync, replaceable=is_checkpoint)
 
 
 def _publish(
     job: Job, publication: Publication, options: ConvertOptions, progress: Progress | None, *, tag: str = ""
 ) -> None:
     """Write a target and publish it; of one with a tag, what is below the tag's folder, and no tracker."""
-    check_space(publication.target.parent, job.space)
-    target = replace(job.target, texts={}) if tag else job.target
-    files = write_target(replace(job, target=target), publication.staging, options, progress)
-    if tag:
-        staging = publication.staging
-        for child in (staging / tag).iterdir():
-            os.rename(child, staging / child.name)
-        (staging / tag).rmdir()
-        files = {path.removeprefix(f"{tag}/"): entry for path, entry in files.items()}
-    job.published = publication.commit(job.manifest(files))
+    publication.check_space(job.space)
+    target, below = replace(job.target, texts={}) if tag else job.target, f"{tag}/" if tag else ""
+    to = Moved(publication, lambda path: path.removeprefix(below))
+    files = write_target(replace(job, target=target), to, options, progress)
+    job.published = publication.commit(job.manifest({to.path(path): entry for path, entry in files.items()}))
 
 
 def write_target(
-    job: Job, folder: Path, options: ConvertOptions, progress: Progress | None = None
+    job: Job, to: Destination, options: ConvertOptions, progress: Progress | None = None
 ) -> dict[str, FileEntry]:
-    """Carry out a planned job in a folder that nobody else sees yet; every byte of the source is checked on the way.
+    """Write the files of a planned job where nobody else sees them yet; every byte of the source is checked on the way.
 
     Args:
         job: The job.
-        folder: Becomes what the target's framework would be given to load.
+        to: Becomes what the target's framework would be given to load.
         options: Those that the job was planned with.
         progress: Is told how far it is.
 
     Returns:
-        What was written, by path relative to the folder.
+        What was written, by path.
 
     Raises:
         CheckpointError: The source is damaged, or the target cannot be written.
     """
-    return _Conversion(job, folder, options, progress or Progress()).run()
+    return _Conversion(job, to, options, progress or Progress()).run()
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -321,7 +315,7 @@ def is_checkpoint(path: Path) -> bool:
 @dataclass(slots=True)
 class _Conversion:
     job: Job
-    staging: Path
+    to: Destination
     options: ConvertOptions
     progress: Progress
     stopped: Event = field(default_factory=Event)
@@ -342,16 +336,14 @@ class _Conversion:
             self.progress.stage("checking", 0)
             self._all(pool, ledger.tasks(source, problems, self._advance))
         problems.raise_if_any()
-        for name, text in job.target.texts.items():
-            files[name] = _write_text(self.staging / name, text)
-        for name, path in job.target.carried.items():
-            files[name] = carry(path, self.staging / name)
+        for name, content in chain(job.target.texts.items(), job.target.carried.items()):
+            files[name] = self.to.put(name, content)
         return files
 
     def _write(self, file: TargetFile, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
         layout = file.layout()
         plan = plan_file(file.path, layout.holds, self.job.target.source)
-        with layout.container.create_below(self.staging, file.path) as writer:
+        with self.to.writer(file.path, layout.container.layout(file.path)) as writer:
             run = FileRun(plan, layout.records, source, writer, ledger, self._window(), self._advance, writer.offset)
             files[file.path] = writer.finish(run.run(), fsync=self.options.fsync)
 
@@ -396,12 +388,3 @@ class _Conversion:
 
 class _Stopped(Exception):
     """Another worker failed first."""
-
-
-def _write_text(path: Path, text: str | bytes) -> FileEntry:
-    from .storage.checksum import crc32
-
-    data = text.encode() if isinstance(text, str) else text
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return FileEntry(len(data), crc32(data))

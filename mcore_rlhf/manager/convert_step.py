@@ -9,9 +9,9 @@ from pathlib import Path
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, prepare, write_target
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
-from mcore_rlhf.storage.leftovers import carry
+from mcore_rlhf.storage.destination import Destination, Moved
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
-from mcore_rlhf.storage.publish import Publication, check_space, refuse_overlap, replace_text
+from mcore_rlhf.storage.publish import LocalPublication, refuse_overlap, replace_text
 
 from .run import steps
 from .run.checks import check_values
@@ -135,11 +135,11 @@ def convert_step(source: Subject, target: Path, options: ConvertOptions, progres
             f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
         )
     refuse_overlap(source.folder, folder)
-    publication = Publication(folder, options.overwrite, options.fsync, _is_step, steps.MANIFEST)
+    publication = LocalPublication(folder, options.overwrite, options.fsync, _is_step, steps.MANIFEST)
     with publication:
         job = prepare_step(source, options)
-        check_space(folder.parent, job.nbytes)
-        publication.commit(_written(job, publication.staging, options, progress or Progress()))
+        publication.check_space(job.nbytes)
+        publication.commit(_written(job, publication, options, progress or Progress()))
     job.published = folder
     newest = steps.newest(folder.parent)
     if folder.parent == target and (newest is None or newest.step <= source.step):
@@ -151,16 +151,17 @@ def _is_step(folder: Path) -> bool:
     return (folder / steps.MANIFEST).is_file()
 
 
-def _written(job: StepJob, staging: Path, options: ConvertOptions, progress: Progress) -> Manifest:
+def _written(job: StepJob, to: Destination, options: ConvertOptions, progress: Progress) -> Manifest:
     files: dict[str, FileEntry] = {}
     parts, lines, accounts = [], {"step": job.report.as_json()}, {"step": job.account.as_json()}
     for role, planned in job.jobs.items():
-        written = write_target(planned, staging / role, options, progress)
-        files.update((f"{role}/{name}", entry) for name, entry in written.items())
+        below = Moved(to, f"{role}/".__add__)
+        written = write_target(planned, below, options, progress)
+        files.update((below.path(name), entry) for name, entry in written.items())
         parts.append({**planned.part, "role": role})
         lines[role], accounts[role] = planned.report.as_json(), planned.account.as_json()
     for name in job.carried:
-        files[name] = _carry(job.source, name, staging)
+        files[name] = _carry(job.source, name, to)
     carried = [dict(part) for part in job.source.manifest.parts] if job.source.manifest else []
     parts += [part for part in carried if part["role"] not in job.jobs]
     old = dict(job.source.manifest.report) if job.source.manifest else {}
@@ -170,10 +171,10 @@ def _written(job: StepJob, staging: Path, options: ConvertOptions, progress: Pro
     )
 
 
-def _carry(source: Subject, name: str, staging: Path) -> FileEntry:
+def _carry(source: Subject, name: str, to: Destination) -> FileEntry:
     """Take a file over, and see that it is what the source's manifest says."""
     here = source.folder / name
-    entry = carry(here, staging / name)
+    entry = to.put(name, here)
     listed = source.manifest.files[name] if source.manifest is not None else entry
     if entry != listed:
         raise Corrupt(f"{here}: is damaged: CRC-32 {entry.crc32:08x}, the manifest says {listed.crc32:08x}")

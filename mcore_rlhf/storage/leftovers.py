@@ -14,15 +14,11 @@ from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Reason
 
-from .checksum import crc32
-from .manifest import FileEntry
-from .paths import ReadablePath, storage_error
+from .paths import ReadablePath
 from .publish import MANIFEST_NAME
-from .reading import open_bytes
 
 MAX_CARRIED = 64 << 20
 """Bytes of the largest file that is carried: tokenizers have up to 35 MB, weights seldom less than this."""
-_PIECE_NBYTES = 1 << 20
 MAX_FILES = 10_000
 """Files that are carried at most: a folder with more is no checkpoint's, but somebody's home."""
 
@@ -166,28 +162,3 @@ def _of_folder(path: ReadablePath) -> Reason:
 def _is_plain(path: str) -> bool:
     """Whether it can be written anywhere, and stand in a manifest and a message."""
     return path.isprintable() and "\\" not in path  # bytes that are no UTF-8 are not printable, either
-
-
-def carry(file: ReadablePath, target: Path) -> FileEntry:
-    """Copy a file, with the folders above it.
-
-    Args:
-        file: A regular file, or a link to one.
-        target: What it becomes; must not exist.
-
-    Returns:
-        What was written.
-
-    Raises:
-        StorageError: It cannot be read, is no regular file any more, or cannot be written.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        nbytes, crc = 0, 0
-        with open_bytes(file) as there, target.open("xb") as here:
-            for piece in there.pieces(_PIECE_NBYTES):
-                here.write(piece)
-                nbytes, crc = nbytes + len(piece), crc32(piece, crc)
-        return FileEntry(nbytes, crc)
-    except OSError as error:
-        raise storage_error(error, target, f"copy {file} to it") from error

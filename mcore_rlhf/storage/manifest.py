@@ -49,7 +49,7 @@ class Manifest:
     Args:
         files: By path relative to the folder, with ``/``. The manifest itself is not among them.
         step: The training step, where there is one.
-        transaction: Identity of the commit that published it; :class:`~.publish.Publication` fills it in.
+        transaction: Identity of the commit that published it; :class:`~.destination.Publication` fills it in.
         parts: Roles and ranks that make up the folder: ``{"role", "format", "parallel"}``.
         lossless: Whether everything that the source had is there bit for bit; None where that has no meaning.
         provenance: Versions and whatever else says where it comes from.

@@ -1,7 +1,7 @@
 """Publishing a folder: written aside, checked, renamed once. Either all of it is there, or nothing.
 
 Replacing an existing folder takes two renames (the old one aside, the new one in place). A crash between the
-two leaves neither at the target; the next :class:`Publication` or :func:`recover` of the same
+two leaves neither at the target; the next :class:`LocalPublication` or :func:`recover` of the same
 target puts the old one back.
 
 For a target ``out`` a transaction uses, all in the same parent, so that a rename suffices:
@@ -27,8 +27,10 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import CheckpointError, StorageError, UsageError
+from .destination import LocalFolder, Publication
 from .manifest import Manifest
 from .paths import ReadablePath, human, local_path, real_path, storage_error
+from .record_file import Layout, RecordFile
 
 MANIFEST_NAME = "mcore_rlhf.json"
 _PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
@@ -246,11 +248,8 @@ def _never(_path: Path) -> bool:
 
 
 @dataclass(slots=True)
-class Publication:
-    """A folder that appears at its target as a whole or not at all. Use it in a ``with`` block.
-
-    Left without :meth:`commit`, by an exception or an interrupt, everything written is removed and the target
-    is as before.
+class LocalPublication(Publication):
+    """See :class:`Publication`; of the file system: written into a hidden folder beside the target, and renamed.
 
     Args:
         target: The folder to publish. An empty folder there counts as none.
@@ -283,12 +282,8 @@ class Publication:
     def _places(self) -> Places:
         return Places(self.target, self.transaction)
 
-    def __enter__(self) -> Publication:
-        """Clean up after dead processes, check the target, make the staging folder.
-
-        Raises:
-            StorageError: The target exists and may not be replaced, or the folder cannot be made.
-        """
+    def __enter__(self) -> LocalPublication:
+        """See :meth:`Publication.__enter__`; makes the staging folder."""
         try:
             self._made = tuple(path for path in self.target.parents if not path.exists())
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -308,18 +303,16 @@ class Publication:
     ) -> None:
         self._clean_up()
 
+    def writer(self, file: str, layout: Layout) -> RecordFile:
+        """See :meth:`.destination.Destination.writer`."""
+        return LocalFolder(self.staging).writer(file, layout)
+
+    def check_space(self, nbytes: int) -> None:
+        """See :meth:`Publication.check_space`."""
+        check_space(self.target.parent, nbytes)
+
     def commit(self, manifest: Manifest) -> Path:
-        """Write the manifest as the last file, and publish.
-
-        Args:
-            manifest: What the folder holds; the transaction's id is filled in.
-
-        Returns:
-            The target.
-
-        Raises:
-            StorageError: It could not be published; the target is as before.
-        """
+        """See :meth:`Publication.commit`."""
         try:
             text = replace(manifest, transaction=self.transaction).to_json()
             (self.staging / self.manifest_name).write_text(text, encoding="utf-8")

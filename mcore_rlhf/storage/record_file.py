@@ -126,20 +126,6 @@ class Container(ABC):
         """
         return RecordFile(path, self.layout(path.name if file is None else file))
 
-    def create_below(self, root: Path, file: str) -> RecordFile:
-        """See :meth:`create`; with the folders above it.
-
-        Args:
-            root: The target's root.
-            file: The file's path, relative to it.
-        """
-        path = root / file
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error(error, path.parent, "create") from error
-        return self.create(path, file)
-
 
 class RecordFile:
     """A file being written. Use it in a ``with`` block: left without :meth:`finish`, the file is removed.

@@ -10,6 +10,7 @@ from mcore_rlhf.engines.base import LiveFile, LiveState
 from mcore_rlhf.engines.save import Counted, account_of, compare
 from mcore_rlhf.errors import Problems
 from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.destination import LocalFolder
 from mcore_rlhf.storage.record_file import RecordFile
 
 
@@ -63,7 +64,7 @@ def _check_writers(state: LiveState) -> None:
 
 def _create(file: LiveFile, root: Path) -> RecordFile:
     assert file.container is not None
-    return file.container.create_below(root, file.path)
+    return LocalFolder(root).writer(file.path, file.container.layout(file.path))
 
 
 def _offsets(file: LiveFile, writer: RecordFile) -> dict[str, int]:

@@ -24,7 +24,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageErro
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import Places, Publication, new_transaction, replace_text, write_new
+from mcore_rlhf.storage.publish import LocalPublication, Places, new_transaction, replace_text, write_new
 
 from .steps import MANIFEST, step_folder
 
@@ -245,7 +245,7 @@ class Transaction:
     part: str
     timeout: float
     fsync: bool = True
-    _publication: Publication | None = None
+    _publication: LocalPublication | None = None
 
     @property
     def target(self) -> Path:
@@ -288,7 +288,7 @@ class Transaction:
         """
         for old in self.root.glob(f"{_WORD}*"):
             old.unlink(missing_ok=True)
-        publication = Publication(self.target, True, self.fsync, replaceable, MANIFEST, self.id)
+        publication = LocalPublication(self.target, True, self.fsync, replaceable, MANIFEST, self.id)
         publication.__enter__()
         self._publication = publication
         try:

@@ -19,6 +19,7 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import FormerFamily
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
+from mcore_rlhf.storage.destination import LocalFolder
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.independent_reader import read
@@ -116,7 +117,7 @@ def test_experts_with_a_rate_of_their_own_keep_their_group(tmp_path: Path) -> No
     ]  # fmt: skip
     with pytest.raises(Lossy, match="lr"):
         [
-            file.layout().container.create_below(tmp_path, file.path)
+            LocalFolder(tmp_path).writer(file.path, file.layout().container.layout(file.path))
             for file in format_named("megatron").target(back, WriteOptions()).files
         ]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import StorageError
-from mcore_rlhf.storage.leftovers import MAX_CARRIED, Reason, carry, leftovers
+from mcore_rlhf.storage.destination import LocalFolder
+from mcore_rlhf.storage.leftovers import MAX_CARRIED, Reason, leftovers
 from mcore_rlhf.storage.manifest import crc_of_file
 
 CARRIED = (
@@ -106,7 +107,7 @@ def test_a_home_folder_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_carrying_is_byte_for_byte(folder: Path, tmp_path: Path) -> None:
     content = os.urandom(3 << 20)
     (folder / "tokenizer.json").write_bytes(content)
-    entry = carry(folder / "tokenizer.json", tmp_path / "out" / "deep" / "tokenizer.json")
+    entry = LocalFolder(tmp_path / "out").put("deep/tokenizer.json", folder / "tokenizer.json")
     written = tmp_path / "out" / "deep" / "tokenizer.json"
     assert written.read_bytes() == content
     assert (entry.nbytes, entry.crc32) == (len(content), crc_of_file(written))
@@ -115,6 +116,6 @@ def test_carrying_is_byte_for_byte(folder: Path, tmp_path: Path) -> None:
 def test_a_file_that_became_a_pipe_does_not_hang(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(StorageError, match="a regular file was expected"):
-        carry(folder / "pipe", tmp_path / "out" / "pipe")
+        LocalFolder(tmp_path / "out").put("pipe", folder / "pipe")
     with pytest.raises(StorageError, match=r"missing.*cannot copy|cannot copy.*missing"):
-        carry(folder / "missing", tmp_path / "out" / "missing")
+        LocalFolder(tmp_path / "out").put("missing", folder / "missing")

@@ -16,9 +16,9 @@ from mcore_rlhf.storage import publish as publish_module
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.publish import (
     MANIFEST_NAME,
+    LocalPublication,
     Lock,
     Places,
-    Publication,
     check_space,
     recover,
     refuse_overlap,
@@ -28,8 +28,8 @@ from mcore_rlhf.storage.publish import (
 MANIFEST = Manifest({"a": FileEntry(3, 0)})
 
 
-def publish(target: Path, content: str = "new", **options: Any) -> Publication:
-    with Publication(target, **options) as publication:
+def publish(target: Path, content: str = "new", **options: Any) -> LocalPublication:
+    with LocalPublication(target, **options) as publication:
         (publication.staging / "sub").mkdir()
         (publication.staging / "sub" / "a").write_text(content)
         publication.commit(MANIFEST)
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("fsync", [True, False])
 def test_a_folder_appears_as_a_whole(tmp_path: Path, fsync: bool) -> None:
     target = tmp_path / "deep" / "out"
-    with Publication(target, fsync=fsync) as publication:
+    with LocalPublication(target, fsync=fsync) as publication:
         (publication.staging / "a").write_text("abc")
         assert not target.exists()
         assert publication.staging.parent == target.parent
@@ -56,7 +56,7 @@ def test_a_folder_appears_as_a_whole(tmp_path: Path, fsync: bool) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_without_commit_nothing_is_left(tmp_path: Path, error: type[BaseException]) -> None:
     def interrupted() -> None:
-        with Publication(tmp_path / "made" / "for it" / "out") as publication:
+        with LocalPublication(tmp_path / "made" / "for it" / "out") as publication:
             (publication.staging / "a").write_text("abc")
             raise error
 
@@ -100,7 +100,7 @@ def test_files_and_links_are_never_replaced(tmp_path: Path) -> None:
 
 def test_a_target_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with Publication(target) as publication:
+    with LocalPublication(target) as publication:
         target.mkdir()
         (target / "theirs").touch()
         with pytest.raises(StorageError, match="exists already"):
@@ -143,7 +143,7 @@ CRASH = """
 import os, signal, sys
 from pathlib import Path
 from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.publish import Publication
+from mcore_rlhf.storage.publish import LocalPublication
 target, where = Path(sys.argv[1]), int(sys.argv[2])
 rename, count = os.rename, 0
 def counting(a, b):
@@ -153,7 +153,7 @@ def counting(a, b):
     rename(a, b)
     if count == where and where == 2: os.kill(os.getpid(), signal.SIGKILL)
 os.rename = counting
-with Publication(target, overwrite=True, replaceable=lambda _: True) as publication:
+with LocalPublication(target, overwrite=True, replaceable=lambda _: True) as publication:
     (publication.staging / "sub").mkdir()
     (publication.staging / "sub" / "a").write_text("new")
     publication.commit(Manifest({}))
@@ -178,7 +178,7 @@ def test_a_kill_at_any_rename_is_recovered(tmp_path: Path, where: int, expected:
 
 def test_leftovers_of_the_living_are_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with Publication(target) as living:
+    with LocalPublication(target) as living:
         assert recover(target) == []
         publish(target)
         assert living.staging.is_dir()
@@ -222,7 +222,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         raise PermissionError(errno.EACCES, "denied")
 
     monkeypatch.setattr(Path, "mkdir", denied)
-    with pytest.raises(StorageError, match="cannot create: Permission denied"), Publication(tmp_path / "out"):
+    with pytest.raises(StorageError, match="cannot create: Permission denied"), LocalPublication(tmp_path / "out"):
         pass
     assert names(tmp_path) == []
 

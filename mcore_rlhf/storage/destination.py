@@ -1,0 +1,157 @@
+"""Where what is written goes: file by file, by writers of their layouts, whatever lies behind; and, of a publication, all at once.
+
+Who makes a checkpoint asks a :class:`Publication` for writers and commits a manifest; no path of a half-written file is known to it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..core.catalog import UINT8, Record
+from .checksum import crc32
+from .manifest import FileEntry, Manifest
+from .paths import ReadablePath, storage_error
+from .reading import open_bytes
+from .record_file import Layout, Raw, RecordFile
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PIECE_NBYTES = 1 << 20
+
+
+class Destination(ABC):
+    """Takes files, each under its path. For several threads."""
+
+    @abstractmethod
+    def writer(self, file: str, layout: Layout) -> RecordFile:
+        """Begin a file, with the folders above it.
+
+        Args:
+            file: Its path, with ``/``; it must not be there.
+            layout: What will lie where.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+
+    def put(self, file: str, content: str | bytes | ReadablePath) -> FileEntry:
+        """Write a file whose content is known.
+
+        Args:
+            file: Its path, with ``/``; it must not be there.
+            content: A text (stored as UTF-8), bytes, or another file, which is copied byte for byte.
+
+        Returns:
+            What was written.
+
+        Raises:
+            StorageError: It cannot be written; or the other one cannot be read, or is no regular file any more.
+        """
+        if isinstance(content, str | bytes):
+            head = content.encode() if isinstance(content, str) else content
+            with self.writer(file, Raw(head=head).layout(file)) as writer:
+                return writer.finish({})
+        try:
+            with open_bytes(content) as there:
+                layout = Raw([Record(file, "all", UINT8, there.nbytes, 0)]).layout(file)
+                with self.writer(file, layout) as writer:
+                    at, crc = 0, 0
+                    for piece in there.pieces(_PIECE_NBYTES):
+                        writer.write("all", at, piece)
+                        at, crc = at + len(piece), crc32(piece, crc)
+                    return writer.finish({"all": crc})
+        except OSError as error:
+            raise storage_error(error, content, "copy") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFolder(Destination):
+    """A folder of the file system.
+
+    Args:
+        root: It.
+    """
+
+    root: Path
+
+    def writer(self, file: str, layout: Layout) -> RecordFile:
+        """See :meth:`Destination.writer`."""
+        path = self.root / file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(error, path.parent, "create") from error
+        return RecordFile(path, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Destination):
+    """Another destination under other paths.
+
+    Args:
+        to: It.
+        path: What a file's path becomes there.
+    """
+
+    to: Destination
+    path: Callable[[str], str]
+
+    def writer(self, file: str, layout: Layout) -> RecordFile:
+        """See :meth:`Destination.writer`."""
+        return self.to.writer(self.path(file), layout)
+
+
+class Publication(Destination):
+    """A folder that appears at its target as a whole or not at all. Use it in a ``with`` block.
+
+    Left without :meth:`commit`, by an exception or an interrupt, everything written is removed and the target
+    is as before.
+
+    Attributes:
+        transaction: Its id, by which the manifest is known again.
+        recovered: What was cleaned up of dead processes when it began, one line each.
+    """
+
+    transaction: str
+    recovered: list[str]
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Clean up after dead processes, check the target, and begin.
+
+        Raises:
+            StorageError: The target exists and may not be replaced, or nothing can be written there.
+        """
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def check_space(self, nbytes: int) -> None:
+        """Refuse early what cannot fit.
+
+        Raises:
+            StorageError: Less is free.
+        """
+
+    @abstractmethod
+    def commit(self, manifest: Manifest) -> Path:
+        """Write the manifest as the last file, and publish.
+
+        Args:
+            manifest: What the folder holds; the transaction's id is filled in.
+
+        Returns:
+            The target.
+
+        Raises:
+            StorageError: It could not be published; the target is as before.
+        """
