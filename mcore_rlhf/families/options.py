@@ -18,6 +18,7 @@ from mcore_rlhf.errors import Problems, UsageError, shown
 from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
+from .dist_options import DistOptions
 from .option_types import (
     ADAPTERS,
     CONTENT,
@@ -108,12 +109,8 @@ class ReadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """What a target is to be; None keeps what the source has.
-
-    Raises:
-        UsageError: A folder is a URL.
-    """
+class WriteOptions(DistOptions):
+    """What a target is to be; None keeps what the source has. A folder that is a URL is a UsageError."""
 
     tp: int | None = option(
         COUNT,

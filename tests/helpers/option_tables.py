@@ -48,10 +48,16 @@ def _of_targets(rows: list[Option]) -> str:
         groups.setdefault(row.targets, []).append(f"`{row.flag}`")
     head = " | ".join(["option", *(", ".join(f"`{name}`" for name in names) for names in _COLUMNS)])
     lines = [
-        f"| {', '.join(flags)} |{''.join(' ✓ |' if names[0] in targets else ' |' for names in _COLUMNS)}"
+        f"| {', '.join(flags)} |{''.join(_mark(names, targets) for names in _COLUMNS)}"
         for targets, flags in groups.items()
     ]
     return "\n".join([f"| {head} |", "|---|" + "---|" * len(_COLUMNS), *lines, ""])
+
+
+def _mark(names: tuple[str, ...], targets: tuple[str, ...]) -> str:
+    """A tick where an option is for all targets of a column, and their names where it is for some."""
+    meant = [name for name in names if name in targets]
+    return " ✓ |" if len(meant) == len(names) else "".join([" ", *(f"`{name}` " for name in meant), "|"])
 
 
 if __name__ == "__main__":

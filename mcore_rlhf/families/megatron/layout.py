@@ -87,11 +87,21 @@ def buffers(
     return result
 
 
-def _rules(args: Arguments, parallel: ParallelConfig, expert: bool, numel: int, bucketed: bool) -> BufferRules:
+def sharing_ranks(args: Arguments, parallel: ParallelConfig, expert: bool) -> int:
+    """How many data-parallel ranks a buffer is cut for."""
     instances = args.integer("num_distributed_optimizer_instances", 1) or 1
+    return max(1, (parallel.expert_dp if expert else parallel.dp * parallel.cp) // instances)
+
+
+def grad_dtype(args: Arguments, param_dtype: DType) -> DType:
+    """Gradients are reduced in fp32 where ``--accumulate-allreduce-grads-in-fp32`` says so."""
+    return FLOAT32 if args.flag("accumulate_allreduce_grads_in_fp32", default=True) else param_dtype
+
+
+def _rules(args: Arguments, parallel: ParallelConfig, expert: bool, numel: int, bucketed: bool) -> BufferRules:
     overlapped = args.flag("overlap_grad_reduce") and not args.flag("overlap_param_gather_with_optimizer_step")
     return bucket_rules(
-        data_parallel=max(1, (parallel.expert_dp if expert else parallel.dp * parallel.cp) // instances),
+        data_parallel=sharing_ranks(args, parallel, expert),
         high_nccl_busbw=args.flag("ddp_pad_buckets_for_high_nccl_busbw"),
         bucketed=bucketed and overlapped,
         bucket_size=args.optional("ddp_bucket_size"),

@@ -25,7 +25,7 @@ from .new_layout import NewLayout, choose, same_coordinates
 from .state import OF_RANKS, PER_RANK_KEYS, MegatronState, RankValues, RngMaker, saved_rng
 
 _FULLY = "dist_ckpt_optim_fully_reshardable"
-"""How Megatron-core's ``torch_dist`` stores the distributed optimizer; what we write loads at any layout."""
+"""How Megatron-core's ``torch_dist`` stores the distributed optimizer: what we write loads at any layout, unless the user wants another."""
 RngStates = Sequence[Mapping[str, object]]
 
 
@@ -124,7 +124,7 @@ class NewRun:
             ckpt_format=self.ckpt_format,
         )  # fmt: skip
         if self.ckpt_format == "torch_dist" and self.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and _FULLY in new:
-            new[_FULLY] = True
+            new[_FULLY] = self.options.optimizer_sharding != "dp_reshardable"
         if self.options.no_optimizer:
             new["no_save_optim"] = True  # what a run says that saved no optimizer
         if dtype is not None:

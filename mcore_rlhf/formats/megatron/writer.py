@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FLOAT32, MASTER, DType
+from mcore_rlhf.core.catalog import FLOAT32, MASTER
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import LocalParam, Membership, groups_by_member
-from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, RankLayout, Records
+from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, RankLayout, Records, grad_dtype
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import COUNTER, PER_RANK_KEYS, RankValues
 from mcore_rlhf.families.options import WriteOptions
@@ -294,14 +294,10 @@ class TreeMaker:
                     for name, place in self.rank.buffer_states[number, index].items()
                 }
                 states["numel_unpadded"] = buffer.flat.numel_unpadded
-                tree[index] = {(torch_dtype(buffer.dtype), self._grad_dtype(buffer.dtype)): states}
+                grads = torch_dtype(grad_dtype(self.rank.blueprint.args, buffer.dtype))
+                tree[index] = {(torch_dtype(buffer.dtype), grads): states}
             members.append(tree)
         return members if len(members) > 1 else members[0]
-
-    def _grad_dtype(self, param_dtype: DType) -> object:
-        """Gradients are reduced in fp32 where ``--accumulate-allreduce-grads-in-fp32`` says so."""
-        fp32 = self.args.get("accumulate_allreduce_grads_in_fp32", True)
-        return torch_dtype(FLOAT32 if fp32 else param_dtype)
 
 
 def needs_distrib_file(rank: RankLayout) -> bool:

@@ -32,6 +32,7 @@ from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
 
+from .buckets import FlatStates
 from .folders import DistFolder, ShardKey, digests_in, locate_dist
 from .names import Home, Spelling, spelling_of_keys
 from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
@@ -39,7 +40,6 @@ from .optimizer import (
     CONTENT,
     DP_RESHARDABLE,
     FULLY_RESHARDABLE,
-    FlatStates,
     OptimizerValues,
     read_optimizer,
     trained_states,

@@ -1,4 +1,5 @@
-"""Describing a new ``torch_dist`` checkpoint from an opened source: fully reshardable, so that it loads on any layout.
+"""Describing a new ``torch_dist`` checkpoint from an opened source: fully reshardable, so that it loads on any layout, unless the flat
+buckets of ``dp_reshardable`` are asked for, which load on one.
 
 Its ``.distcp`` files hold every state of every parameter, cut as the new layout's ranks would store it: any cut loads on any layout,
 this one lets a rank of the new layout read whole pieces. ``common.pt`` is what all ranks share, built as Megatron-LM builds it.
@@ -29,14 +30,16 @@ from mcore_rlhf.core.catalog import (
     TensorName,
     row_major,
 )
-from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import groups_by_member, is_matrix, members
+from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
@@ -45,10 +48,11 @@ from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, 
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import Namespace
 
+from .buckets import BucketContents, dealt
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, MASTERS
 from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
 from .objects import DistState, Objects, rng_ranks
-from .optimizer import CONTENT, CONTENT_SHARDING, FULLY_RESHARDABLE, SHARDING
+from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, SHARDING
 
 
 def dist_target(source: Source, options: WriteOptions) -> Target:
@@ -71,13 +75,21 @@ class _DistWriter:
     run: NewRun
     spelling: Spelling
     num_layers: int
-    contents: Contents = field(init=False)
+    sharding: str = field(init=False)
+    contents: list[Contents | BucketContents] = field(init=False)
     objects: list[ObjectItem] = field(init=False)
 
     def __post_init__(self) -> None:
         objects = Objects(self.run, self.spelling, self.num_layers)
-        self.contents = Contents(self.run, self.spelling, self.num_layers)
+        self.sharding = _sharding(self.run)
+        self.contents = [Contents(self.run, self.spelling, self.num_layers, self.sharding == DP_RESHARDABLE)]
         self.objects = list(objects.items())
+        if self.sharding == DP_RESHARDABLE:
+            buckets = BucketContents(
+                _blueprint(self.run), self.run.moments, [tree for _, tree in _optimizers(self.run)]
+            )
+            self.contents.append(buckets)
+            self.objects += buckets.objects
         self.run.note()
         objects.note()
         self._note_sharding()
@@ -89,10 +101,15 @@ class _DistWriter:
 
     def target(self) -> Target:
         """The described checkpoint."""
-        numbers = range(1 + len(self.contents.files))
+        held = [None, *((part, number) for part in self.contents for number in range(len(part.files)))]
+        names = [f"__{number}_0.distcp" for number in range(len(held))]
         files = [TargetFile(f"{self.folder}/{COMMON}", self._common)]
-        files += [TargetFile(f"{self.folder}/{_name(number)}", partial(self._file, number)) for number in numbers]
-        metadata = dcp_metadata(self.contents.shapes(), {_name(number): self._items(number) for number in numbers})
+        files += [
+            TargetFile(f"{self.folder}/{name}", partial(self._file, name, at))
+            for name, at in zip(names, held, strict=True)
+        ]
+        shapes = {fqn: shape for part in self.contents for fqn, shape in part.shapes().items()}
+        metadata = dcp_metadata(shapes, {name: self._items(at) for name, at in zip(names, held, strict=True)})
         texts: dict[str, str | bytes] = {
             f"{self.folder}/{METADATA_FILE}": metadata,
             f"{self.folder}/{CONFIG}": CONFIG_TEXT,
@@ -108,14 +125,14 @@ class _DistWriter:
             holds=self.run.holds(),
         )
 
-    def _items(self, number: int) -> list[Item]:
+    def _items(self, at: _At) -> list[Item]:
         """What a file holds: the first the objects, the others tensors."""
-        return [*self.contents.items(number - 1)] if number else [*self.objects]
+        return [*self.objects] if at is None else [*at[0].items(at[1])]
 
-    def _file(self, number: int) -> FileLayout:
-        items = self._items(number)
-        found = records(f"{self.folder}/{_name(number)}", items)
-        entries = self.contents.entries(number - 1, found) if number else []
+    def _file(self, name: str, at: _At) -> FileLayout:
+        items = self._items(at)
+        found = records(f"{self.folder}/{name}", items)
+        entries = [] if at is None else at[0].entries(at[1], found)
         return FileLayout(entries, found, Distcp(items))
 
     def _common(self) -> FileLayout:
@@ -123,17 +140,42 @@ class _DistWriter:
         return FileLayout((), (), Pt(lambda: common_tree(self.run, first)))
 
     def _note_sharding(self) -> None:
-        """Say what the optimizer's states become where the source had them otherwise."""
-        family = DistState.of(self.run.source)
+        """Say what the optimizer's states become where the source had them otherwise, or where they load on one layout alone."""
+        family, parallel = DistState.of(self.run.source), self.run.choices.parallel
         old = family.sharding if family else None
-        if self.run.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and old not in (None, FULLY_RESHARDABLE):
+        if self.sharding == DP_RESHARDABLE:
+            changed = "" if old in (None, DP_RESHARDABLE) else f"{old} → "
+            text = f"which Megatron loads at {parallel} and with other data-parallel ranks alone"
+            self.run.report.add(
+                Fate.CHANGED if changed else Fate.NOTE, f"optimizer states: {changed}{DP_RESHARDABLE}, {text}"
+            )
+        elif self.run.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and old not in (None, FULLY_RESHARDABLE):
             self.run.report.add(
                 Fate.CHANGED, f"optimizer states: {old} → {FULLY_RESHARDABLE}, which loads on any layout"
             )
 
 
-def _name(number: int) -> str:
-    return f"__{number}_0.distcp"
+def _sharding(run: NewRun) -> str:
+    """How a distributed optimizer's states are to be stored.
+
+    Raises:
+        UsageError: In flat buckets, of an optimizer that has none.
+    """
+    wanted, kind = run.options.optimizer_sharding or FULLY_RESHARDABLE, run.choices.optimizer
+    if wanted == DP_RESHARDABLE and kind != DISTRIBUTED:
+        raise UsageError(
+            f"--optimizer-sharding {wanted}: it is for a distributed optimizer's flat buffers, and the target's optimizer is {kind}\n"
+            "Leave it out: such states are stored parameter by parameter, and load on any layout."
+        )
+    return wanted
+
+
+def _blueprint(run: NewRun) -> Blueprint:
+    """The ranks of the new layout, whose buffers are to be laid out."""
+    model, parallel = run.source.model, run.choices.parallel
+    chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, run.choices.split, model.mtp_layers)
+    args = Arguments(run.arguments(None))
+    return Blueprint(run.source.role, model, args, run.choices, chunks, run.family.order, (), run.state_dtypes)
 
 
 Tree = dict[object, object]
@@ -153,7 +195,7 @@ def common_tree(run: NewRun, first: FileRank) -> Tree:
     tree["checkpoint_version"] = state.other.get("checkpoint_version", 3.0)
     tree["iteration"] = state.iteration
     if run.choices.optimizer is not None:
-        tree["optimizer"] = _optimizer(run, Arguments(args))
+        tree["optimizer"] = _optimizer(run)
     if state.scheduler is not None:
         tree["opt_param_scheduler"] = state.scheduler
     tree.update((key, value) for key, value in state.other.items() if key not in tree)
@@ -165,20 +207,34 @@ def _content(run: NewRun) -> dict[str, object]:
     """By which Megatron builds its state dictionary when it loads."""
     sharding: dict[str, object] = {}
     if run.choices.optimizer in (DISTRIBUTED, LAYER_WISE):
-        sharding = {CONTENT_SHARDING: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False}
+        sharding = {CONTENT_SHARDING: _sharding(run)}
+    if sharding.get(CONTENT_SHARDING) == FULLY_RESHARDABLE:
+        sharding["distrib_optim_fully_reshardable_mem_efficient"] = False
     return {**sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
-def _optimizer(run: NewRun, args: Arguments) -> Tree:
-    """One dictionary, or one by number for every chained optimizer."""
-    parallel, model = run.choices.parallel, run.source.model
-    chained = members(args, parallel)
-    groups = groups_by_member(chained, run.source.state.groups, parallel.ep, model.params, run.membership)
-    built = [
-        _member(run, own, distributed=is_distributed(run, matrices=bool(member.matrices)))
-        for member, own in zip(chained, groups, strict=True)
-    ]
+def _optimizer(run: NewRun) -> Tree:
+    """One dictionary, or one by number for every chained optimizer; beside flat buckets lies what else it has."""
+    if _sharding(run) == DP_RESHARDABLE:
+        built: list[Tree] = [{SHARDING: DP_RESHARDABLE} for _ in _optimizers(run)]
+    else:
+        built = [
+            {**tree, SHARDING: FULLY_RESHARDABLE} if is_distributed(run, matrices=matrices) else tree
+            for matrices, tree in _optimizers(run)
+        ]
     return dict(enumerate(built)) if len(built) > 1 else built[0]
+
+
+def _optimizers(run: NewRun) -> list[tuple[bool, Tree]]:
+    """What each chained optimizer has besides tensors, and whether it is for matrices."""
+    parallel, model = run.choices.parallel, run.source.model
+    chained = members(Arguments(run.arguments(None)), parallel)
+    groups = groups_by_member(chained, run.source.state.groups, parallel.ep, model.params, run.membership)
+    kinds = [bool(member.matrices) for member in chained]
+    return [
+        (matrices, _member(run, own, distributed=is_distributed(run, matrices=matrices)))
+        for matrices, own in zip(kinds, groups, strict=True)
+    ]
 
 
 def is_distributed(run: NewRun, *, matrices: bool) -> bool:
@@ -205,8 +261,6 @@ def _member(run: NewRun, groups: Sequence[ParamGroup], *, distributed: bool) -> 
     tree: Tree = {"optimizer": inner}
     if run.source.state.grad_scaler is not None:
         tree["grad_scaler"] = run.source.state.grad_scaler
-    if distributed:
-        tree[SHARDING] = FULLY_RESHARDABLE
     return tree
 
 
@@ -217,14 +271,6 @@ def _mixed_precision(run: NewRun) -> bool:
     return any(spec.dtype != FLOAT32 for spec in run.source.model.params if spec.trainable)
 
 
-_MOST_BYTES = 2 << 30
-_LEAST_BYTES = 64 << 10
-_ZIP_BYTES = 1300
-"""Every chunk is a zip of its own."""
-_FILES = 8
-"""So many files at least, where there is anything to divide: as many workers can write at once."""
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some of the boxes of one state of one parameter.
@@ -232,12 +278,28 @@ class Part:
     Args:
         spec: The parameter, with the target's shape and dtype.
         state: ``param``, ``master``, …
+        dtype: Element type of the state.
         boxes: In the parameter's own coordinates.
     """
 
     spec: ParamSpec
     state: str
+    dtype: DType
     boxes: tuple[Box, ...]
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks there are."""
+        return len(self.boxes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return sum(box.numel for box in self.boxes) * self.dtype.itemsize
+
+    def divided(self) -> Iterator[Part]:
+        """Chunk by chunk."""
+        return (replace(self, boxes=(box,)) for box in self.boxes)
 
 
 @dataclass(slots=True)
@@ -248,18 +310,20 @@ class Contents:
         run: The checkpoint that is to be written.
         spelling: Which keys its parameters have.
         num_layers: Decoder layers.
+        in_buckets: Whether the optimizer's states lie in flat buckets, and not here.
     """
 
     run: NewRun
     spelling: Spelling
     num_layers: int
-    files: list[list[Part]] = field(default_factory=list)
+    in_buckets: bool
+    files: list[list[Part]] = field(init=False)
     _boxes: dict[object, tuple[Box, ...]] = field(default_factory=dict)
     _fqns: dict[tuple[str, str], str] = field(default_factory=dict)
     _kinds: dict[bool, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._deal(list(self._parts()))
+        self.files = dealt(list(self._parts()))
 
     def specs(self) -> Iterator[ParamSpec]:
         """The parameters that are stored, with the target's shape and dtype; ties are stored once."""
@@ -274,15 +338,14 @@ class Contents:
     def states(self, spec: ParamSpec) -> Iterator[str]:
         """The states of a parameter that the target has."""
         yield PARAM
-        if self.run.choices.optimizer is None or not spec.trainable:
+        if self.run.choices.optimizer is None or not spec.trainable or self.in_buckets:
             return
         if self._distributed(spec) or spec.dtype != FLOAT32:
             yield MASTER
         yield from self.run.states_of.get(spec.name, ())
 
-    def dtype(self, part: Part) -> DType:
-        """Element type of a state."""
-        return part.spec.dtype if part.state == PARAM else self.run.state_dtypes.get(part.state, FLOAT32)
+    def _dtype(self, spec: ParamSpec, state: str) -> DType:
+        return spec.dtype if state == PARAM else self.run.state_dtypes.get(state, FLOAT32)
 
     def shapes(self) -> dict[str, Shape]:
         """Whole shapes of all tensors, by their key in the checkpoint."""
@@ -337,20 +400,20 @@ class Contents:
         by_key = {record.key: record for record in records}
         return [
             TensorEntry(
-                TensorName(self.run.source.role, part.spec.name, part.state), part.spec.global_shape, self.dtype(part),
+                TensorName(self.run.source.role, part.spec.name, part.state), part.spec.global_shape, part.dtype,
                 tuple(self._chunks(part, by_key)),
             )
             for part in self.files[number]
         ]  # fmt: skip
 
     def _items(self, part: Part) -> Iterator[TensorItem]:
-        dtype, homes = self.dtype(part), self._homes(part.spec)
+        homes = self._homes(part.spec)
         for box in part.boxes:
             home, start, _ = next(h for h in reversed(homes) if len(homes) == 1 or h[1] <= box.offset[0])
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
             ones = (1,) * len(home.index)
             where = (*home.index, *home.turned(offset)), (*ones, *home.turned(box.shape))
-            yield TensorItem(self.fqn(home, part), dtype, *where)
+            yield TensorItem(self.fqn(home, part), part.dtype, *where)
 
     def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
         home = home_of(part.spec.name, self.spelling)
@@ -371,7 +434,7 @@ class Contents:
                 problems.add(type(error), f"{spec.name}: {error}")
                 continue
             for state in self.states(spec):
-                yield Part(spec, state, boxes)
+                yield Part(spec, state, self._dtype(spec, state), boxes)
         problems.raise_if_any()
 
     def _boxes_of(self, spec: ParamSpec) -> tuple[Box, ...]:
@@ -390,26 +453,6 @@ class Contents:
             self._boxes[key] = tuple(piece.box for layout in layouts for piece in layout.pieces)
         return self._boxes[key]
 
-    def _deal(self, parts: Sequence[Part]) -> None:
-        """Fill one file after another, up to an even share of all bytes."""
-        total = sum(self._nbytes(part.boxes, part) for part in parts)
-        limit = min(_MOST_BYTES, max(_LEAST_BYTES, -(-total // _FILES)))
-        filled = limit
-        for part in parts:
-            for boxes in self._portions(part, limit):
-                nbytes = self._nbytes(boxes, part)
-                if filled + nbytes > limit and filled:
-                    self.files.append([])
-                    filled = 0
-                self.files[-1].append(Part(part.spec, part.state, boxes))
-                filled += nbytes
 
-    def _portions(self, part: Part, limit: int) -> Iterator[tuple[Box, ...]]:
-        """The boxes of a part, all at once where they fit into one file."""
-        if self._nbytes(part.boxes, part) <= limit:
-            yield part.boxes
-        else:
-            yield from ((box,) for box in part.boxes)
-
-    def _nbytes(self, boxes: Sequence[Box], part: Part) -> int:
-        return sum(box.numel for box in boxes) * self.dtype(part).itemsize + _ZIP_BYTES * len(boxes)
+_At = tuple[Contents | BucketContents, int] | None
+"""Whose file of what number; None for that of the objects."""

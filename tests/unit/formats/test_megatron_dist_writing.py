@@ -74,6 +74,47 @@ def test_it_is_what_megatron_itself_wrote_of_the_same_run(source: Path, tmp_path
     assert wrong <= {"ckpt_fully_parallel_save"}, {key: (args.get(key), theirs[key]) for key in wrong}
 
 
+@pytest.mark.parametrize("source", [FULLY, BUCKETS, LEGACY], ids=["fully", "buckets", "legacy"])
+def test_its_flat_buckets_are_what_megatron_itself_wrote(source: Path, tmp_path: Path) -> None:
+    """Key by key and to the last gap, with what each data-parallel group keeps beside them."""
+    job = converted(source, tmp_path / "target", optimizer_sharding="dp_reshardable")
+    assert job.lossless
+    ours, expected = read_whole(tmp_path / "target"), genuine(BUCKETS)
+    assert_equal(ours, expected)
+    assert ours.common["content_metadata"] == expected.common["content_metadata"]
+    assert vars(ours.common["args"])["dist_ckpt_optim_fully_reshardable"] is False
+    said = [text for _, text in job.report.lines if "dp_reshardable" in text]
+    assert ("fully_reshardable → dp_reshardable" in said[0]) == (source == FULLY)
+
+
+def test_the_flat_buckets_of_experts_are_chained(tmp_path: Path) -> None:
+    converted(DIST / "experts_ep2", tmp_path / "target", optimizer_sharding="dp_reshardable")
+    ours, expected = read_whole(tmp_path / "target"), genuine(DIST / "experts_ep2")
+    assert ours.tensors.keys() == expected.tensors.keys()
+    experts = [
+        key for key in expected.tensors if key.startswith("chained_1")
+    ]  # the dense ones have gaps that were never filled
+    assert len(experts) == 6
+    assert [key for key in experts if not same(ours.tensors[key], expected.tensors[key])] == []
+    assert [key for key in expected.objects if not same(ours.objects[key], expected.objects[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "text"),
+    [
+        ({"optimizer": "plain"}, UsageError, "the target's optimizer is plain"),
+        ({"no_optimizer": True}, UsageError, "the target's optimizer is None"),
+        ({"tp": 1, "pp": 4, "dp": 512}, LayoutMismatch, r"512 ranks share it, and \d+ of them would hold no parameter"),
+    ],
+)
+def test_flat_buckets_that_megatron_would_not_take(
+    write: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=text):
+        converted(LEGACY, tmp_path / "target", optimizer_sharding="dp_reshardable", **write)
+    assert not (tmp_path / "target").exists()
+
+
 @pytest.mark.parametrize("name", ["plain_tp2", "experts_ep2"])
 def test_other_kinds_of_optimizer(name: str, tmp_path: Path) -> None:
     converted(DIST / name, tmp_path / "target")

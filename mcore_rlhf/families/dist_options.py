@@ -1,0 +1,23 @@
+"""The rows of :mod:`.options` that are about Megatron-core's ``torch_dist`` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .option_types import CONTENT, one_of, option
+
+_TARGETS = ("megatron-dist",)
+
+
+@dataclass(frozen=True, slots=True)
+class DistOptions:
+    """What such a checkpoint is to be."""
+
+    optimizer_sharding: str | None = option(
+        one_of("fully_reshardable", "dp_reshardable"),
+        "How a distributed optimizer's states are stored.",
+        group=CONTENT,
+        more="Megatron loads `fully_reshardable` on any layout, and `dp_reshardable`, its own default, at the same TP, PP and EP alone.",
+        targets=_TARGETS,
+        default="fully_reshardable",
+    )
