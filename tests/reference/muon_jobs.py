@@ -201,7 +201,8 @@ def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
     said = {"optimizer": f"dist_{optimizer}" if layer_wise and megatron() < (0, 18) else optimizer}
     if optimizer not in ("adam", "sgd"):
         said |= {"use_distributed_optimizer": False}
-        said |= {"use_layer_wise_distributed_optimizer": layer_wise} if megatron() >= (0, 18) else {}
+        newer = {"use_layer_wise_distributed_optimizer": layer_wise, "use_layer_wise_param_layout": "by layout" in kind}
+        said |= newer if megatron() >= (0, 18) else {}
     said |= {"use_precision_aware_optimizer": kind == PRECISE}
 
     def args() -> Any:
@@ -307,20 +308,35 @@ def load(session: Session, root: str, kind: str, optimizer: bool = True) -> Seen
     return seen
 
 
-def load_with_megatron(session: Session, root: str, kind: str) -> Seen:
-    """As Megatron-LM's ``load_checkpoint`` does with a layer-wise optimizer: its own method, and its own file of every rank."""
+def go_on_with_megatron(session: Session, root: str, kind: str) -> Seen:
+    """As Megatron-LM's ``load_checkpoint`` does with a layer-wise optimizer, and then train to the end.
+
+    The format is the folder's: its own method and its own file of every rank, or ``torch_dist``.
+    """
     import torch
-    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from mcore_rlhf.demo import megatron_checkpoint
+    from tests.reference import dist_jobs
 
     seen = Seen()
     with with_optimizer(kind):
         trainer, _ = new_trainer(session)
-    folder = Path(root) / f"global_step_{LOOK}" / "actor" / f"iter_{LOOK:07d}" / "mp_rank_00"
-    model = torch.load(folder / "model_optim_rng.pt", weights_only=False)
-    trainer.chunks[0].module.load_state_dict(model["model"])
+    folder = Path(root) / f"iter_{LOOK:07d}"
     assert trainer.optimizer is not None
-    trainer.optimizer.load_state_dict_from_file(str(folder / f"layer_wise_optimizer_{dist.get_rank()}.pt"))
-    seen.states[LOOK] = states_of(trainer)
+    assert trainer.scheduler is not None
+    if (folder / "metadata.json").exists():
+        dist_jobs.load(trainer, Path(root), rng=False)
+    else:
+        folder /= megatron_checkpoint.rank_folder()
+        model = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        megatron_checkpoint._load_model(trainer, model)
+        megatron_checkpoint._load_progress(trainer, model, release=False)
+        trainer.scheduler.load_state_dict(model["opt_param_scheduler"])
+        own = folder / f"layer_wise_optimizer_{parallel_state.get_data_parallel_rank()}.pt"
+        trainer.optimizer.load_state_dict_from_file(str(own))
+    seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
+    train_on(trainer, seen, END)
     return seen
 
 

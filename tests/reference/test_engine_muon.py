@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
-from mcore_rlhf.demo.configs import Parallel
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.demo.configs import Parallel, TinyGPT
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference import muon_jobs
-from tests.reference.engine_lab import ADAM, GPT, PLAIN
+from tests.reference.cases import LOSS_TOLERANCE
+from tests.reference.engine_lab import ADAM, PLAIN, SAME_ROWS
 from tests.reference.lab import TIMEOUT, Lab
 from tests.reference.merge import bits_equal, differences, merged
 from tests.reference.muon_jobs import LAYER_WISE, PRECISE, Seen
 from tests.reference.observing import END, LOOK, Session
 
-MODEL = replace(GPT, dropout=0.0, num_layers=2)
+MODEL = replace(SAME_ROWS, dropout=0.0, num_layers=2)
 TWO = Parallel(dp=2)
 
 
@@ -28,8 +32,10 @@ SINCE_018 = [
 ]  # fmt: skip
 
 
-def run(lab: Lab, job: Any, parallel: Parallel, root: Path, kind: str, **options: Any) -> list[Seen]:
-    session = Session(MODEL, parallel, ADAM if kind == PRECISE else PLAIN)
+def run(
+    lab: Lab, job: Any, parallel: Parallel, root: Path, kind: str, *, model: TinyGPT = MODEL, **options: Any
+) -> list[Seen]:
+    session = Session(model, parallel, ADAM if kind == PRECISE else PLAIN)
     world = parallel.world_size
     return lab.pool.run(job, session, str(root), kind, world_size=world, timeout=TIMEOUT, **options)
 
@@ -82,11 +88,48 @@ def test_the_manifest_has_every_state_of_every_rank(saved: tuple[Path, list[Seen
         assert live[state] == [len(held), sum(t.numel() * t.element_size() for t in held)]
 
 
+def actor(root: Path) -> Path:
+    return root / f"global_step_{LOOK}" / "actor"
+
+
+@pytest.mark.parametrize("kind", [PING_PONG], indirect=True)
 def test_megatrons_own_loader_takes_it(lab: Lab, saved: tuple[Path, list[Seen]], kind: str) -> None:
-    if kind != PING_PONG:
-        pytest.skip("a plain chain lies in the model file, as every plain optimizer does")
-    for rank, again in zip(saved[1], run(lab, muon_jobs.load_with_megatron, TWO, saved[0], kind), strict=True):
-        assert same(rank, again, LOOK)
+    again = run(lab, muon_jobs.go_on_with_megatron, TWO, actor(saved[0]), kind)
+    for rank, resumed in zip(saved[1], again, strict=True):
+        assert same(rank, resumed, LOOK)
+        assert resumed.losses == {step: rank.losses[step] for step in (3, 4)}
+
+
+CONVERTED = [
+    pytest.param(None, None, TWO, PING_PONG, id="as-it-is"),
+    pytest.param("megatron", WriteOptions(tp=2, dp=1), Parallel(tp=2), PING_PONG, id="tp2"),
+    pytest.param("megatron-dist", WriteOptions(tp=2, dp=1), Parallel(tp=2), LAID_OUT, id="torch-dist"),
+]
+
+
+@pytest.mark.skipif(not NEWER, reason="parameters are dealt by layout since 0.18")
+@pytest.mark.parametrize("kind", [LAID_OUT], indirect=True)
+@pytest.mark.parametrize(("to", "write", "other", "runs"), CONVERTED)
+def test_what_was_dealt_by_layout_goes_on_in_megatron(
+    lab: Lab,
+    saved: tuple[Path, list[Seen]],
+    to: str | None,
+    write: WriteOptions | None,
+    other: Parallel,
+    runs: str,
+) -> None:
+    """Megatron itself cannot write such a step in the torch format; what it loads of ours is the run that was saved."""
+    source, ranks = actor(saved[0]), saved[1]
+    assert verify(source, ReadOptions(), Depth.DEEP).intact
+    root = source if to is None else lab.new_root()
+    if to is not None and write is not None:
+        job = convert(source, root, ConvertOptions(to, write=write, fsync=False))
+        assert not [item for item in job.account.lost if "optim" in str(item)]
+    again = run(lab, muon_jobs.go_on_with_megatron, other, root, runs)
+    before, after = (merged([one.look for one in some if one.look], LOOK, MODEL) for some in (ranks, again))
+    assert differences(before, after) == []
+    expected = {step: ranks[0].losses[step] for step in (3, 4)}
+    assert again[0].losses == pytest.approx(expected, rel=LOSS_TOLERANCE["bf16"])
 
 
 UNEQUAL = {"soap": " L of ", LAYER_WISE + "soap": " L of ", "normuon": "moment2_buffer of "}
@@ -101,7 +144,7 @@ def test_another_layout_is_loaded_through_a_plan(
     root, _ = saved
     ranks = run(lab, muon_jobs.load, other, root, kind)
     whole = kind in UNEQUAL and (other != Parallel() or kind.startswith(LAYER_WISE))
-    if whole or kind.startswith(LAID_OUT):
+    if whole:
         for rank in ranks:
             assert rank.told[0] in ("Unsupported", "Lossy", "Incomplete")
             assert UNEQUAL.get(kind, "") in rank.told[1]
@@ -123,3 +166,25 @@ def test_a_step_that_lacks_half_of_it_is_not_committed(lab: Lab) -> None:
         assert "rank 1 holds" in text
         assert "momentum_buffer of model.decoder" in text.partition("only rank 1 has")[2]
         assert rank.report == [], number
+
+
+EXPERTS = replace(MODEL, num_experts=4)
+
+
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(one, marks=pytest.mark.slow) for one in (MUON, PING_PONG)), *([LAID_OUT] if NEWER else [])]
+)
+def test_experts_that_are_dealt_too(lab: Lab, kind: str) -> None:
+    """At EP 2 bit for bit, and at EP 1, where the experts' own data-parallel ranks are others."""
+    root, both = lab.new_root(), Parallel(dp=2, ep=2)
+    ranks = run(lab, muon_jobs.save, both, root, kind, model=EXPERTS)
+    assert verify(actor(root), ReadOptions(), Depth.DEEP).intact
+    for rank, again in zip(ranks, run(lab, muon_jobs.load, both, root, kind, model=EXPERTS), strict=True):
+        assert again.told == ("", "")
+        assert same(rank, again, LOOK)
+        assert again.losses.items() <= rank.losses.items()
+    others = run(lab, muon_jobs.load, TWO, root, kind, model=EXPERTS)
+    assert [rank.told for rank in others] == [("", "")] * 2
+    before, after = (merged([one.look for one in some if one.look], LOOK, EXPERTS) for some in (ranks, others))
+    assert any(".experts." in name for state, name in before if state == "momentum_buffer")
+    assert differences(before, after) == []

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
+from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED
 from mcore_rlhf.models.meaning.arguments import ROWS
 
 from .model import LiveModel
-from .optimizers import ChainMember, kind_of
+from .optimizers import ChainMember, is_laid_out, kind_of
 from .parallel_state import ParallelRank
 
 _OF_THE_RUN = (
@@ -162,6 +162,7 @@ def _optimizer(chain: Sequence[ChainMember | None]) -> dict[str, object]:
     ):  # 0.16.1 says so
         found["optimizer"] = "dist_muon" if first.layer_wise else "muon"
     found["use_layer_wise_distributed_optimizer"] = any(one.layer_wise for one in chain if one is not None)
+    found[BY_LAYOUT] = is_laid_out(chain)
     return {**found, "use_distributed_optimizer": kind_of(chain) == DISTRIBUTED}
 
 

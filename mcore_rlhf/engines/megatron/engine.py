@@ -28,13 +28,14 @@ from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
 from ..load import Load
 from ..save import Memory
 from .arguments import described
+from .by_size import BySize
 from .files import Counting, LiveFiles
 from .load import LocalPart, MegatronHooks, MegatronMatching, MegatronStored
 from .model import LiveModel
 from .optimizers import ChainMember, is_whole, members
 from .own_files import OwnFiles
 from .parallel_state import ParallelRank, current_rank
-from .whole import WholeOptimizer, fits
+from .whole import WholeOptimizer, fits, lies_by_size
 
 Arguments = argparse.Namespace | Mapping[str, object]
 Further = Mapping[str, object]
@@ -102,7 +103,8 @@ class MegatronEngine:
             step: The iteration.
         """
         self.model.gather_parameters()
-        files = LiveFiles(self.place, self.model, self.chain, step)
+        by_size = BySize.of(self.place, self.model, self.chain)
+        files = LiveFiles(self.place, self.model, self.chain, step, by_size)
         found: list[LiveFile] = []
         if self.place.writes_model:
             args = self._current_args()
@@ -189,6 +191,10 @@ class MegatronEngine:
                 f"saved; this run is {self.place.parallel}\n"
                 "Go on at that layout, or load the weights alone: load(optimizer=False)."
             )
+        if own is not None and lies_by_size(own, self.place):
+            dealt = OwnFiles.find(own.located, self.place, self.model, optimizer=True)
+            assert dealt is not None  # as it was without the optimizer's files
+            return (*dealt.load(self.model, self.chain), None)
         return (*self._through_a_plan(request, self.chain), None)
 
     def rng_states(self) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from ..base import LiveFile, Segment, StateTensor
 from ..optimizers import STEP
 from ..save import Alive, LiveTree, Memory, given_otherwise, of_module, of_optimizer, torch_optimizers
+from .by_size import BySize
 from .model import LiveModel
 from .optimizers import PARAM_KEY, ChainMember, Owned, rank_by_rank
 from .parallel_state import ParallelRank
@@ -43,12 +44,14 @@ class LiveFiles:
         model: Its model.
         chain: Its optimizers.
         step: The iteration.
+        by_size: What the chain writes, where it deals by layout.
     """
 
     place: ParallelRank
     model: LiveModel
     chain: Sequence[ChainMember | None]
     step: int
+    by_size: BySize | None = None
     trees: list[LiveTree] = field(default_factory=list)
     """Of the files that were described."""
     converted: list[torch.Tensor] = field(default_factory=list)
@@ -66,7 +69,7 @@ class LiveFiles:
         tree: dict[str, object] = {**before, "checkpoint_version": CHECKPOINT_VERSION, "iteration": self.step}
         tree.update((self.model.key(chunk), chunk.state()) for chunk in self.model.chunks)
         if any(self.chain):
-            tree["optimizer"] = self._optimizer_state()
+            tree["optimizer"] = self._optimizer_state() if self.by_size is None else self.by_size.groups_alone()
         placed = live.placed({**tree, **after})
         self.trees.append(live)
         return LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed))
@@ -74,7 +77,7 @@ class LiveFiles:
     def optimizer_files(self) -> list[LiveFile]:
         """The ``distrib_optim.pt`` files to which this rank contributes: its dense and its expert shards may go to two."""
         found: dict[int, list[ChainMember]] = {}
-        for member in self._flat():
+        for member in self._flat() if self.by_size is None else ():
             first = dist.get_process_group_ranks(member.optimizer.data_parallel_group)[0]
             found.setdefault(first, []).append(member)
         return [self._optimizer_file(first, present) for first, present in found.items()]
@@ -82,9 +85,14 @@ class LiveFiles:
     def layer_wise_files(self) -> list[LiveFile]:
         """Where whole parameters are dealt out, every rank's own states, as Megatron's ``save_state_dict_to_file`` writes them.
 
-        Megatron 0.19.2 cannot where a distributed optimizer is chained to a layer-wise one (the layout of 0.18 and later): then
-        this file has the layer-wise part, and ``distrib_optim.pt`` the rest.
+        Megatron 0.19.2 cannot where a distributed optimizer is chained to a layer-wise one (the layout of 0.18 and later): see
+        :mod:`.by_size`. States that cannot lie with another rank are in this file all the same, and the rest in ``distrib_optim.pt``.
         """
+        if self.by_size is not None:
+            described = list(self.by_size.files(self.step))
+            self.converted.extend(self.by_size.converted)
+            self.trees.extend(live for _, live in described if live is not None)
+            return [file for file, _ in described]
         if not rank_by_rank(self.chain):
             return []
         path = self._path(self.place.folder, self.place.layer_wise_file)

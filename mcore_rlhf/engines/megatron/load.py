@@ -122,6 +122,24 @@ def slots_of(
     return slots.found
 
 
+def states_apart(
+    chain: Sequence[ChainMember | None], states: Sequence[str], is_stored: Callable[[torch.nn.Parameter, str], bool]
+) -> dict[int, tuple[str, ...]]:
+    """By member the states that are stored of its parameters, where optimizers of several kinds train one model.
+
+    Args:
+        chain: The live optimizers.
+        states: All stored states.
+        is_stored: Whether one is stored of a parameter.
+    """
+    if not is_whole(chain):
+        return {}
+    return {
+        member.number: tuple(s for s in states if any(is_stored(owned.param, s) for owned in member.owned()))
+        for member in filter(None, chain)
+    }
+
+
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -176,8 +194,9 @@ class MegatronMatching:
         """Plan the load; what does not fit is noted in the plan's problems."""
         source, own = self.source, MegatronState.of(self.source)
         states = tuple(state for state in source.states if state != MASTER)
-        apart = self._apart(states) if source.optimizer is not None and is_whole(self.chain) else {}
-        found = slots_of(self.model, self.chain if source.optimizer is not None else (), states, apart)
+        trained = self.chain if source.optimizer is not None else ()
+        apart = states_apart(trained, states, self._is_stored())
+        found = slots_of(self.model, trained, states, apart)
         self.report.extend(source.notes.lines)
         known: set[str] = set()
         for chunk in self.model.chunks:
@@ -200,23 +219,16 @@ class MegatronMatching:
         stored = MegatronStored(torch_values(source.state), states, source.optimizer, scalars, apart=apart)
         return Load.of(source, found, plan, self.report), stored
 
-    def _apart(self, states: Sequence[str]) -> dict[int, tuple[str, ...]]:
-        """Which states the parameters of each member have in the source, where several optimizers train one model."""
+    def _is_stored(self) -> Callable[[torch.nn.Parameter, str], bool]:
+        """Whether the source has a state of a live parameter."""
         at, ep = self.place.at, self.place.parallel.ep
         names = {
             param: self._stored_as(self.model.global_name(chunk, local, at.ep_rank, ep))
             for chunk in self.model.chunks
             for local, param in chunk.parameters().items()
         }
-        found = {}
-        for member in filter(None, self.chain):
-            own = {names[owned.param] for owned in member.owned()}
-            found[member.number] = tuple(
-                state
-                for state in states
-                if any(self.source.catalog.get(TensorName(self.source.role, name, state)) is not None for name in own)
-            )
-        return found
+        catalog, role = self.source.catalog, self.source.role
+        return lambda param, state: catalog.get(TensorName(role, names[param], state)) is not None
 
     def _holds(self, slot: Slot[LocalPart]) -> Iterator[TensorEntry]:
         named, stop = self._named.get((slot.owner.vpp_rank, slot.owner.name)), slot.start + slot.record.numel

@@ -126,7 +126,7 @@ class ChainMember:
 
     def tensors(self, owned: Owned) -> dict[str, torch.Tensor]:
         """Master and states of a part, by our names; those that the optimizer has not made yet are missing."""
-        if self.kind == DISTRIBUTED and not self._stepped:
+        if self.kind == DISTRIBUTED and not self.stepped:
             # asking Megatron would leave empty states behind, which confuse its load
             held = self.main_param(owned).detach()
             return {MASTER: torch.zeros_like(held) if self.keeps_remainders else held}
@@ -146,7 +146,7 @@ class ChainMember:
     def kept_as(self, owned: Owned, state: str) -> list[torch.Tensor]:
         """The optimizer's own memory of a state that :meth:`tensors` gives, or of its count of steps; none where it has none."""
         held = self.main_param(owned)
-        values = self.inner.state.get(held, {}) if self._stepped else {}
+        values = self.inner.state.get(held, {}) if self.stepped else {}
         found = values.get(state, values.get(_MASTER_STATE) if state == MASTER else None)
         return [found] if isinstance(found, torch.Tensor) else []
 
@@ -163,12 +163,12 @@ class ChainMember:
         """Whether stored states can be its own: those that it keeps, or would if it is known; else Adam's and more."""
         if self.kind == PLAIN:
             return states >= self._needed() and (self.is_adam or EXP_AVG_SQ not in states)
-        decided = self._stepped or is_known(self.inner)
+        decided = self.stepped or is_known(self.inner)
         return states == set(self.states()) if decided else states >= set(self.states())
 
     def _needed(self) -> set[str]:
         """The elementwise states that a plain optimizer has, or will have; empty where that is not known."""
-        if self._stepped:
+        if self.stepped:
             held = next(iter(self.inner.state))
             return {
                 k for k, v in self.inner.state[held].items() if is_elementwise(k, getattr(v, "shape", None), held.shape)
@@ -192,9 +192,9 @@ class ChainMember:
 
     def state_dict(self) -> dict[str, Any]:
         """What the model file holds of it, as Megatron gives it; before the first step too, when Megatron cannot always."""
-        if self.kind == PLAIN or self._stepped or not counts_per_parameter(self.inner):
+        if self.kind == PLAIN or self.stepped or not counts_per_parameter(self.inner):
             state: dict[str, Any] = self.optimizer.state_dict()
-            return state if self.opaque or self._stepped or self.kind == DISTRIBUTED else with_zeros(state, self.inner)
+            return state if self.opaque or self.stepped or self.kind == DISTRIBUTED else with_zeros(state, self.inner)
         groups = [{**{k: v for k, v in group.items() if k != "params"}, "step": 0} for group in self.groups]
         scaler = self.optimizer.grad_scaler
         return {"optimizer": {"param_groups": groups}, **({"grad_scaler": scaler.state_dict()} if scaler else {})}
@@ -218,7 +218,7 @@ class ChainMember:
         """
         steps = {"step": 0} if any("step" in group for group in self.groups) else {}
         groups = [{**live, **steps, **new} for live, new in zip(self.groups, fields, strict=True)]
-        if not self._stepped:
+        if not self.stepped:
             self.inner.state.clear()  # empty ones of parameters that somebody asked for
         if self.kind == DISTRIBUTED:
             stored = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -261,7 +261,8 @@ class ChainMember:
                 group["step"] = 0
 
     @property
-    def _stepped(self) -> bool:
+    def stepped(self) -> bool:
+        """Whether it has made states."""
         return any(self.inner.state.values())
 
     def _shards(self) -> Iterator[Owned]:
@@ -367,6 +368,12 @@ def is_whole(chain: Sequence[ChainMember | None]) -> bool:
 def rank_by_rank(chain: Sequence[ChainMember | None]) -> bool:
     """Whether every rank has states of its own that no file of the distributed optimizer takes."""
     return any(member.layer_wise or member.opaque for member in chain if member is not None)
+
+
+def is_laid_out(chain: Sequence[ChainMember | None]) -> bool:
+    """Whether some parameters are dealt out whole and the others are cut, as a layer-wise optimizer does by layout."""
+    present = [member for member in chain if member is not None]
+    return any(member.layer_wise for member in present) and any(member.kind == DISTRIBUTED for member in present)
 
 
 def remainders(master: torch.Tensor, owned: Owned) -> torch.Tensor:

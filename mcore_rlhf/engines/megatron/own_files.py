@@ -25,7 +25,7 @@ from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.pt import StoredTensor
 
 from ..load import Load, Slot, planned_locally
-from .load import LocalPart, MegatronStored, slots_of
+from .load import LocalPart, MegatronStored, slots_of, states_apart
 from .model import LiveModel
 from .optimizers import ChainMember
 from .parallel_state import ParallelRank
@@ -79,17 +79,19 @@ class OwnFiles:
         if chain:
             reading = read_optimizer(self.shards, self.chunks, self.args, self.parallel, Rules())
         states = tuple(state for state in reading.states if state != MASTER)
-        found, stored = (
-            slots_of(model, chain if reading.kind is not None else (), states, own=True),
-            self._stored(reading),
-        )
+        trained, stored = chain if reading.kind is not None else (), self._stored(reading)
+        names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
+        apart = states_apart(trained, states, lambda param, state: (*names[param], state) in stored)
+        found = slots_of(model, trained, states, apart, own=True)
         plan = planned_locally(
             found, lambda one: stored.get((one.owner.vpp_rank, one.owner.name, one.state)), self._missing
         )
         state = training_state(self.shards, self.located, reading.groups, report)
         report.add(Fate.KEPT, "parameters: this rank's own, bit for bit")
         opaque = {part.vpp_rank: torch_values(own.pt.materialize(part.opaque)) for part in own.parts}
-        besides = MegatronStored(torch_values(state), states, reading.kind, torch_values(reading.scalars), opaque)
+        besides = MegatronStored(
+            torch_values(state), states, reading.kind, torch_values(reading.scalars), opaque, apart
+        )
         return Load(self.located.root, found, plan, report, [self.located.root / own.pt.file], self._rng()), besides
 
     def _missing(self, slot: Slot[LocalPart]) -> Problem:

@@ -52,7 +52,11 @@ class ParallelRank:
     @property
     def layer_wise_file(self) -> str:
         """The file of a layer-wise optimizer's states that this rank has. Megatron's name has no context coordinate."""
-        at = self.at
+        return self.layer_wise_file_of(self.rank)
+
+    def layer_wise_file_of(self, rank: int) -> str:
+        """That of another rank."""
+        at = self.parallel.coordinates(rank)
         return f"layer_wise_optimizer_{at.dp_rank}{f'_cp{at.cp_rank}' if self.parallel.cp > 1 else ''}.pt"
 
     def folder_of(self, rank: int) -> str:

@@ -34,7 +34,7 @@ from ..stateful import Undo
 from .files import shard_places
 from .groups import alike, describe
 from .model import LiveModel
-from .optimizers import PARAM_KEY, ChainMember, Owned, rank_by_rank
+from .optimizers import PARAM_KEY, ChainMember, Owned, is_laid_out, rank_by_rank
 from .own_files import OwnFiles
 from .parallel_state import ParallelRank
 
@@ -263,8 +263,25 @@ def fits(own: OwnFiles, place: ParallelRank, chain: Sequence[ChainMember | None]
         return True
     if not rank_by_rank(chain):
         return not own.args.layer_wise
+    if _has_flat_part(own) != is_laid_out(chain):
+        return False
     same = (own.parallel.dp, own.parallel.cp) == (place.parallel.dp, place.parallel.cp)
     return same and (own.located.folder / place.folder / place.layer_wise_file).is_file()
+
+
+def lies_by_size(own: OwnFiles, place: ParallelRank) -> bool:
+    """Whether whole parameters were dealt by size, and the files of all that this rank trains lie in its own folder.
+
+    Args:
+        own: This rank's files, of the same layout but for the data-parallel size.
+        place: This rank.
+    """
+    return own.args.layer_wise and place.parallel.ep == 1 and not _has_flat_part(own)
+
+
+def _has_flat_part(own: OwnFiles) -> bool:
+    """Whether a part of a layer-wise optimizer's chain was cut, as by :func:`.optimizers.is_laid_out`."""
+    return any((folder / OPTIMIZER_FILE).is_file() for folder in own.located.folder.iterdir())
 
 
 def _read(own: OwnFiles, folder: str, name: str) -> PtFile:

@@ -7,7 +7,7 @@ Sources: megatron-core 0.16.1 and 0.19.2, ``optimizer/layer_wise_optimizer.py`` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -74,15 +74,35 @@ class Dealing:
         whole = self.whole(params)
         if dense.degree == 1:
             return whole
+        kinds = [[group.expert for group in groups] for groups in self.groups]
         own: Dealt = [[[] for _ in groups] for groups in self.groups]
-        turns = {False: _there_and_back(dense.degree), True: _there_and_back(expert.degree)}
-        ranks = {False: dense.rank, True: expert.rank}
-        listed = [(m, g, p) for m, groups in enumerate(whole) for g, inside in enumerate(groups) for p in inside]
-        for member, group, param in sorted(listed, key=lambda one: one[2].numel):
-            kind = self.groups[member][group].expert
-            if next(turns[kind]) == ranks[kind]:
+        for member, group, param, rank in dealt_out(whole, kinds, dense.degree, expert.degree):
+            if rank == (expert if kinds[member][group] else dense).rank:
                 own[member][group].append(param)
         return own
+
+
+def dealt_out(
+    whole: Dealt, experts: Sequence[Sequence[bool]], dense_ranks: int, expert_ranks: int
+) -> Iterator[tuple[int, int, LocalParam, int]]:
+    """Who has which of the parameters that are dealt by size, forwards and backwards in turn.
+
+    Args:
+        whole: All of them, each group's in registration order.
+        experts: Of every group whether experts are in it, which are dealt among data-parallel ranks of their own.
+        dense_ranks: How many data-parallel ranks there are; one alone has all in registration order.
+        expert_ranks: How many of the experts.
+
+    Yields:
+        Chained optimizer, group, parameter and the rank among those it is dealt to, in the order of every rank's groups.
+    """
+    listed = [(m, g, p) for m, groups in enumerate(whole) for g, inside in enumerate(groups) for p in inside]
+    if dense_ranks == 1:
+        yield from ((*one, 0) for one in listed)
+        return
+    turns = {False: _there_and_back(dense_ranks), True: _there_and_back(expert_ranks)}
+    for member, group, param in sorted(listed, key=lambda one: one[2].numel):
+        yield member, group, param, next(turns[experts[member][group]])
 
 
 def _there_and_back(ranks: int) -> cycle[int]:

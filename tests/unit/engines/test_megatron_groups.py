@@ -72,6 +72,15 @@ def test_groups_that_would_be_joined_must_be_equal() -> None:
         problems.raise_if_any()
 
 
+def test_experts_of_two_optimizers_join_the_dense_groups_of_each() -> None:
+    """Muon's groups name no optimizer; since 0.18 Adam's do, and before it they have betas."""
+    for adam in ({"optimizer": "adam", "betas": (0.9, 0.95)}, {"betas": (0.9, 0.95)}):
+        both = [stored(momentum=0.95), stored(step=7, **adam), stored(expert=True, momentum=0.95)]
+        fields, problems = found([live(momentum=0.95), live(**adam)], [*both, stored(expert=True, step=7, **adam)])
+        problems.raise_if_any()
+        assert ["betas" in one for one in fields] == [False, True]
+
+
 def test_groups_that_differ_in_their_rates_alone() -> None:
     """``--decoupled-lr`` in megatron-core 0.16.1: the embedding's group has another ``max_lr``, and nothing else."""
     embedding, others = {"max_lr": 5.0, "min_lr": 0.1}, {"max_lr": 1.0, "min_lr": 0.1}
