@@ -24,6 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--megatron", metavar="VERSION", help="run on the megatron-core that lies beside the installed one"
     )
+    parser.addoption(
+        "--megatron-lm",
+        metavar="FOLDER",
+        help="a checkout of Megatron-LM of the release that runs, whose scripts are run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

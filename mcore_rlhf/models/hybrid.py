@@ -82,7 +82,7 @@ class Fused:
     """A first dimension that is made of blocks of unequal size, each of which tensor parallelism cuts on its own.
 
     Args:
-        mixer: Whose it is: ``mamba`` or ``linear``, as its arguments begin.
+        mixer: Whose it is: ``mamba`` or ``linear``, as its arguments begin, or ``latent``.
         blocks: Their names, which are also those of torch_dist's keys.
     """
 
@@ -102,6 +102,7 @@ class Fused:
 MAMBA_IN, MAMBA_CONV = Fused("mamba", ("z", "x", "B", "C", "dt")), Fused("mamba", ("x", "B", "C"))
 DELTA_IN = Fused("linear", ("query", "key", "value", "z", "beta", "alpha"))
 DELTA_CONV = Fused("linear", ("query", "key", "value"))
+LATENT_DOWN = Fused("latent", ("queries", "keys and values"))
 
 
 def _mamba(args: Mapping[str, object]) -> dict[str, int]:
@@ -127,6 +128,15 @@ def _linear(args: Mapping[str, object]) -> dict[str, int]:
     return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
 
+def _latent(args: Mapping[str, object]) -> dict[str, int]:
+    """Elements of latent attention's down-projections, where one matrix holds both.
+
+    Source: megatron-core 0.19.2, ``transformer/multi_latent_attention.py`` (``FusedMLASelfAttention._qkv_down_projection``).
+    """
+    keys = _size(args, "kv_lora_rank") + _size(args, "qk_pos_emb_head_dim")
+    return {"queries": _size(args, "q_lora_rank"), "keys and values": keys}
+
+
 def has_conv_parameters(args: Mapping[str, object]) -> bool:
     """Whether Mamba's convolution is ``mixer.conv1d_weight``, as since 0.19, and no module ``mixer.conv1d``.
 
@@ -136,7 +146,7 @@ def has_conv_parameters(args: Mapping[str, object]) -> bool:
     return "mamba_training_ssm_states_dtype" in args
 
 
-_MIXERS = {"mamba": _mamba, "linear": _linear}
+_MIXERS = {"mamba": _mamba, "linear": _linear, "latent": _latent}
 
 
 def _size(args: Mapping[str, object], name: str) -> int:

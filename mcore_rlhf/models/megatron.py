@@ -15,7 +15,7 @@ from functools import cache
 
 from mcore_rlhf.errors import LayoutMismatch
 
-from .hybrid import DELTA_CONV, DELTA_IN, MAMBA_CONV, MAMBA_IN, Fused
+from .hybrid import DELTA_CONV, DELTA_IN, LATENT_DOWN, MAMBA_CONV, MAMBA_IN, Fused
 from .spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -67,6 +67,7 @@ TABLE: tuple[_Row, ...] = (
     (r"core_attention\.softmax_offset", COLUMN),  # one per head
     # multi-latent attention
     (r"linear_(q|kv)_down_proj\.weight", _LATENT),
+    (r"linear_qkv_down_proj\.weight", LATENT_DOWN),  # --mla-down-proj-fusion, with Transformer Engine (read, not run)
     (r"linear_q_proj\.(weight|bias)", COLUMN),
     (r"linear_(q|kv)_up_proj\.(weight|bias)", COLUMN),
     (r"\.indexer\.linear_\w+\.weight", REPLICATED),  # sparse attention's (read, not run)
@@ -208,7 +209,7 @@ _PARTS = (
     "conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D", "in_proj", "conv1d", "norm", "out_norm", "out_proj",
     # attention
     "core_attention", "softmax_offset", "linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj",
-    "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm",
+    "linear_qkv_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm",
     "pre_cross_attn_layernorm", "cross_attention", "linear_q", "linear_kv", "pre_mlp_layernorm", "mlp",
     # feed-forward and experts; a module's own parameters come before those of the modules in it
     "router", "gate_weight", "gate_bias", "weight1", "weight2", "experts", "local_experts", "linear_fc1", "linear_fc2",

@@ -192,3 +192,38 @@ def take_random_states(root: str, source: str) -> None:
     for path in Path(root).glob("iter_*/mp_rank_*/model_optim_rng.pt"):
         tree = torch.load(path, weights_only=False)
         torch.save({**tree, "rng_state": states}, path)
+
+
+def norm_before_queries(q_lora_rank: int | None) -> str:
+    """What megatron-core 0.19 projects queries with, where latent attention has norms: asked of its own resolver.
+
+    Transformer Engine's classes are mere names here; which of them is chosen is Megatron's decision.
+
+    Args:
+        q_lora_rank: As in the arguments; None for a full projection.
+    """
+    from types import SimpleNamespace
+
+    from megatron.core.transformer import mla_qk_norm_config as module
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+
+    plain, fused = type("TEColumnParallelLinear", (), {}), type("TELayerNormColumnParallelLinear", (), {})
+    engine = SimpleNamespace(
+        layer_norm=lambda **_: type("TENorm", (), {}), column_parallel_linear=lambda: plain,
+        column_parallel_layer_norm_linear=lambda: fused,
+    )  # fmt: skip
+    submodules = MLASelfAttentionSubmodules(
+        q_layernorm=IdentityOp, kv_layernorm=IdentityOp, linear_proj=plain, core_attention=plain, linear_q_proj=plain,
+        linear_q_up_proj=fused, linear_kv_up_proj=fused,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        q_lora_rank=q_lora_rank, experimental_attention_variant=None, transformer_impl="transformer_engine",
+        normalization="RMSNorm", qk_l2_norm=False, qk_layernorm=True,
+    )  # fmt: skip
+    real, module.get_backend = module.get_backend, lambda _: engine
+    try:
+        found = module.QKNormConfigResolver(config, submodules).resolve()
+    finally:
+        module.get_backend = real
+    return str(found["linear_q_proj" if q_lora_rank is None else "linear_q_up_proj"].__name__)

@@ -55,6 +55,7 @@ ROWS = {
     "test_megatron_dist": Row("`torch_dist`, both ways", ("tied", "cube")),
     "test_megatron_dist_muon": Row("Muon in `torch_dist`", (), ALL[2:], "Muon of this kind came with 0.18"),
     "test_negative_control": Row("broken conversions are noticed"),
+    "test_pretrain": Row("Megatron-LM's own scripts, killed and resumed", (), (OLDEST, NEWEST), "0.16.1 needs `--megatron-lm`"),
     "test_public_configs": Row("public models without any option"),
     "test_refusing_role": Row("a role that refuses leaves everything as it was"),
     "test_releases": Row("files of 0.16.1 in the newest, and back", (), (NEWEST,), "it runs two releases at a time"),
@@ -68,7 +69,7 @@ ROWS = {
 
 _FULL_QUERY = (
     ALL[:-1],
-    "0.19 wants Transformer Engine for latent attention with norms and a query projection of full rank",
+    "0.19 puts a norm before a full query projection of latent attention, which these models do not have",
 )
 CASES = {
     "packed": ((OLDEST,), "experts in two tensors (`GroupedMLP`) without Transformer Engine went with 0.17"),
@@ -98,7 +99,7 @@ def mark(item: pytest.Item, release: str) -> None:
 
 def page() -> str:
     """``docs/reference/megatron-versions.md``."""
-    return "\n".join([*_INTRODUCTION, *map(_line, ROWS), *_AFTER, *map(_case, CASES), ""])
+    return "\n".join([*_INTRODUCTION, *map(_line, ROWS), *_AFTER, *map(_case, CASES), *_SCRIPTS, ""])
 
 
 _INTRODUCTION = [
@@ -119,6 +120,22 @@ _INTRODUCTION = [
 ]
 
 _AFTER = ["", "Cases that not all releases can run:", "", "| cases named | run on | because |", "|---|---|---|"]
+
+_SCRIPTS = [
+    "",
+    "## Megatron-LM's own scripts",
+    "`tests/reference/test_pretrain.py` runs them on two ranks on the CPU; losses and gradient norms are compared to the last bit.",
+    "Without `--megatron-lm FOLDER`, a checkout of Megatron-LM of the release that runs, a script of ours stands in for",
+    "`pretrain_gpt.py`: the package has `pretrain`, and no script that calls it.",
+    "",
+    "* `pretrain_gpt.py` on 0.16.1 and 0.19.2: killed; resumed with the drop-in, by Megatron alone from our step, and with the drop-in",
+    "  from Megatron's folder.",
+    "* `train_rl.py` on 0.19.2: GRPO, killed and resumed with the drop-in. The inference engine is a stand-in, which samples with the",
+    "  model that is trained: Megatron's needs a GPU. Plain attention takes its packed sequences, for which Megatron wants Transformer",
+    "  Engine. Scripts and `megatron.rl` were those of core_v0.19.0, all else 0.19.2's.",
+    "* `--rl-durable-rollout-bank`: not run. 0.19.2 has no such option; it is on Megatron-LM's main branch (2a30ffb), and the drop-in",
+    "  calls its compaction behind a commit.",
+]
 
 
 def _line(name: str) -> str:

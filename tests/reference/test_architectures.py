@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import WriteOptions
@@ -25,7 +26,7 @@ from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of
 from mcore_rlhf.models.huggingface.packing import from_files, from_modules
 from mcore_rlhf.models.huggingface.relation import from_huggingface
 from mcore_rlhf.models.huggingface.table import Spelling
-from tests.reference.architectures_jobs import Answer, answer, forget_where_it_came_from
+from tests.reference.architectures_jobs import Answer, answer, forget_where_it_came_from, norm_before_queries
 
 TOLERANCE = 2e-5
 WORDS, LENGTH = 61, 17
@@ -169,6 +170,16 @@ def test_the_table_has_what_transformers_has(name: str) -> None:
     modules = from_files(relation.huggingface, known.packed).modules
     assert {key: modules[key] for key in modules if key not in buffers} == real
     assert [key for key in modules if key not in buffers] == list(real)
+
+
+@pytest.mark.skipif(versions.MEGATRON < (0, 19), reason="0.16 to 0.18 have no such norm, which the logits above show")
+def test_full_queries_of_latent_attention_have_a_norm_of_their_own_since_0_19(pool: WorkerPool, tmp_path: Path) -> None:
+    """So a model without ``q_lora_rank`` that 0.19 trained is none of transformers', and one of transformers' is none of 0.19's."""
+    found = {rank: pool.run(norm_before_queries, rank, world_size=1, timeout=100)[0] for rank in (None, 8)}
+    assert found == {None: "TELayerNormColumnParallelLinear", 8: "TELayerNormColumnParallelLinear"}
+    CASES["deepseek_v3_full_q"].save(tmp_path / "hf")
+    job = to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel())
+    assert any("0.19 has a norm before linear_q_proj" in text for _, text in job.report.lines)
 
 
 def test_gate_and_up_are_not_interchangeable(pool: WorkerPool, tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
 from mcore_rlhf.core.views import Recut
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
@@ -26,6 +26,7 @@ from mcore_rlhf.models.huggingface.config import (
     sizes_of_args,
     sizes_of_config,
 )
+from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY_NORM
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import Architecture, Sizes
 from mcore_rlhf.models.megatron import is_buffer
@@ -52,6 +53,7 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
     sizes = _sizes(source, family, reference or travelled, options.vocab_size)
     among = _among(source.state.args, travelled, options) if reference is None else architecture_of(reference)
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
+    _refuse_query_norm(source, shapes)
     relation = from_megatron(shapes, sizes, among)
     build = build_of(relation, model.tied)
     described = Described(source.state.args, sizes, relation.architecture, build, options, notes)
@@ -75,6 +77,17 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
         ), moved={**_waiting(source), **arguments_to_config(source.state.args, relation.architecture, config, notes)},
         origin=origin_of_megatron(source, config, relation.spelling),
     )  # fmt: skip
+
+
+def _refuse_query_norm(source: Source, names: Iterable[str]) -> None:
+    """Refuse what no architecture of Hugging Face's computes."""
+    found = [name for name in names if name.endswith(FULL_QUERY_NORM)]
+    if found:
+        raise Unsupported(
+            f"{source.root}: {found[0]} (and {len(found) - 1} more) normalizes what the queries are projected from once more, as "
+            "megatron-core 0.19 does where q_lora_rank is not set and qk_layernorm is\nNo class of transformers computes that: the model "
+            "stays Megatron's. 0.16 to 0.18 train such a model without that norm."
+        )
 
 
 def _among(

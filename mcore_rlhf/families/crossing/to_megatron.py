@@ -21,6 +21,7 @@ from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import padded_vocab_size
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config
+from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY
 from mcore_rlhf.models.huggingface.mtp import COPIES
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface
 from mcore_rlhf.models.huggingface.table import EXPERTS, TRANSFORMER_ENGINE, Sizes
@@ -231,6 +232,12 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, f
         notes.add(
             Fate.CHANGED,
             f"vocabulary rows {words}–{rows - 1} are new padding and repeat row {words - 1}, in every state",
+        )
+    if any(name.endswith(FULL_QUERY) for name in relation.megatron):
+        notes.add(
+            Fate.NOTE,
+            "queries without q_lora_rank: for megatron-core 0.16 to 0.18. 0.19 has a norm before linear_q_proj, with which it computes "
+            "something else than this model; it does not load these files",
         )
     if source.optimizer == "zero3":
         notes.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")

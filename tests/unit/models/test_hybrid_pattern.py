@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.hybrid import DELTA_IN, MAMBA_CONV, MAMBA_IN, Pattern
 from mcore_rlhf.models.megatron import Traits, partition_of
 
@@ -53,3 +54,15 @@ def test_arguments_that_are_missing_are_named(missing: str) -> None:
     assert partition_of(name, Traits(True, True, MAMBA)) == partition_of(
         "x.mixer.in_proj.weight", Traits(True, True, MAMBA)
     )
+
+
+def test_the_fused_down_projection_of_latent_attention_is_cut_in_its_two_parts() -> None:
+    """Each rank has its part of the queries' rows, then its part of the others': read as one block they would be mixed up."""
+    name = "decoder.layers.0.self_attention.linear_qkv_down_proj.weight"
+    ranks = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_pos_emb_head_dim": 4}
+    partition = partition_of(name, Traits(True, True, ranks))
+    assert partition is not None
+    assert partition.parts == (("queries", 12), ("keys and values", 20))
+    assert [piece.box.offset[0] for piece in local_layout(partition, (32, 8), Shard(1, 2)).pieces] == [6, 22]
+    with pytest.raises(LayoutMismatch, match=rf"{name}: args.q_lora_rank is None"):
+        partition_of(name, Traits(True, True, {**ranks, "q_lora_rank": None}))
