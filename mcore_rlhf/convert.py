@@ -338,6 +338,10 @@ class _Conversion:
         problems.raise_if_any()
         for name, content in chain(job.target.texts.items(), job.target.carried.items()):
             files[name] = self.to.put(name, content)
+        for name, content_of in job.target.sums.items():
+            folder = f"{name.rpartition('/')[0]}/"
+            beside = [path for path in files if path.rpartition("/")[0] == folder[:-1]]
+            files[name] = self.to.put(name, content_of({path[len(folder) :]: self.to.sha256(path) for path in beside}))
         return files
 
     def _write(self, file: TargetFile, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .option_types import CONTENT, one_of, option
+from .option_types import CONTENT, SAFETY, flag, one_of, option
 
 _TARGETS = ("megatron-dist",)
 
@@ -20,4 +20,11 @@ class DistOptions:
         more="Megatron loads `fully_reshardable` on any layout, and `dp_reshardable`, its own default, at the same TP, PP and EP alone.",
         targets=_TARGETS,
         default="fully_reshardable",
+    )
+    integrity: bool = flag(
+        "Write integrity.json, the SHA-256 of all files.",
+        "--no-integrity",
+        group=SAFETY,
+        more="Runs with `--verify-integrity` (megatron-core 0.17.1 and later) load no folder without it. Every file is read again for it.",
+        targets=_TARGETS,
     )

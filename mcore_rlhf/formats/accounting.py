@@ -94,8 +94,10 @@ def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[
     A model's folder often has its weights twice; what lies in a step beside the files of its format is nowhere else.
     """
     why, lost = LEFT_OUT if without_optimizer else "", (Reason.TRAINER, Reason.WEIGHTS)
+    anew = {name.rpartition("/")[2] for name in target.sums}
     for file in unopened(opened):
-        yield Item(Kind.FILE, file.path), _fate(file, lost, why)
+        derived = Said(Fate.DERIVED, "made anew, of the new files") if file.path in anew else None
+        yield Item(Kind.FILE, file.path), derived or _fate(file, lost, why)
     if opened.carried is None:
         return
     taken = set(target.carried.values())

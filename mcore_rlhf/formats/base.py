@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Inventory, Report
@@ -55,6 +55,7 @@ class Target:
         texts: Small files and their content; a text is stored as UTF-8.
         holds: Everything but tensors that it will have of its source, under the source's own names, with its value.
         carried: Files that are taken over byte for byte, by their path in the target.
+        sums: Files that are written last, by path: each made of the SHA-256 of the others in its folder, by name.
     """
 
     format: str
@@ -65,6 +66,7 @@ class Target:
     texts: dict[str, str | bytes] = field(default_factory=dict)
     holds: Inventory = field(default_factory=dict)
     carried: dict[str, ReadablePath] = field(default_factory=dict)
+    sums: Mapping[str, Callable[[Mapping[str, str]], str]] = field(default_factory=dict)
 
 
 class Format(Names):

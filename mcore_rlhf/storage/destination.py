@@ -5,6 +5,7 @@ Who makes a checkpoint asks a :class:`Publication` for writers and commits a man
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..core.catalog import UINT8, Record
+from ..errors import Unsupported
 from .checksum import crc32
 from .manifest import FileEntry, Manifest
 from .paths import ReadablePath, storage_error
@@ -69,6 +71,20 @@ class Destination(ABC):
         except OSError as error:
             raise storage_error(error, content, "copy") from error
 
+    def sha256(self, file: str) -> str:
+        """SHA-256 of a file that is complete, hexadecimal; it is read again.
+
+        Args:
+            file: Its path, with ``/``.
+
+        Raises:
+            Unsupported: What was written here cannot be read yet.
+            StorageError: It cannot be read.
+        """
+        raise Unsupported(
+            f"{file}: cannot be read again where it is written\nLeave out --integrity, or write to a local folder."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LocalFolder(Destination):
@@ -89,6 +105,17 @@ class LocalFolder(Destination):
             raise storage_error(error, path.parent, "create") from error
         return RecordFile(path, layout)
 
+    def sha256(self, file: str) -> str:
+        """See :meth:`Destination.sha256`."""
+        try:
+            with open(self.root / file, "rb") as data:
+                found = hashlib.sha256()
+                while piece := data.read(_PIECE_NBYTES):
+                    found.update(piece)
+        except OSError as error:
+            raise storage_error(error, self.root / file, "read") from error
+        return found.hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Moved(Destination):
@@ -105,6 +132,10 @@ class Moved(Destination):
     def writer(self, file: str, layout: Layout) -> RecordFile:
         """See :meth:`Destination.writer`."""
         return self.to.writer(self.path(file), layout)
+
+    def sha256(self, file: str) -> str:
+        """See :meth:`Destination.sha256`."""
+        return self.to.sha256(self.path(file))
 
 
 class Publication(Destination):

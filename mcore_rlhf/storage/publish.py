@@ -307,6 +307,10 @@ class LocalPublication(Publication):
         """See :meth:`.destination.Destination.writer`."""
         return LocalFolder(self.staging).writer(file, layout)
 
+    def sha256(self, file: str) -> str:
+        """See :meth:`.destination.Destination.sha256`."""
+        return LocalFolder(self.staging).sha256(file)
+
     def check_space(self, nbytes: int) -> None:
         """See :meth:`Publication.check_space`."""
         check_space(self.target.parent, nbytes)

@@ -114,6 +114,21 @@ def load(trainer: Trainer, root: Path, *, rng: bool) -> None:
         megatron_checkpoint.set_rng_state(state["rng_state"][0])
 
 
+def found_by_integrity(folder: Path) -> str:
+    """What megatron-core itself has to say against a folder's ``integrity.json``; empty where that holds."""
+    import mcore_rlhf.demo.with_megatron  # noqa: F401
+
+    # isort: split
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
+
+    try:
+        verify_integrity_manifest(str(folder))
+    except CheckpointingException as error:
+        return str(error)
+    return ""
+
+
 def content_metadata(trainer: Trainer, sharding: str) -> dict[str, Any]:
     """What Megatron-LM writes into ``common.pt``, and builds the state dictionary by when it loads."""
     metadata: dict[str, Any] = {}

@@ -10,6 +10,7 @@ import pytest
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from mcore_rlhf.demo.versions import MEGATRON
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -223,6 +224,21 @@ def test_megatron_core_loads_our_flat_buckets_and_trains_on(case: Case, dist_lab
         assert differences(source.models[LOOK], resumed.models[LOOK]) == []
         tolerance = LOSS_TOLERANCE[case.model.dtype]
         assert resumed.losses == pytest.approx({step: source.losses[step] for step in (3, 4)}, rel=tolerance)
+
+
+@pytest.mark.skipif(MEGATRON < (0, 17, 1), reason="integrity.json came with 0.17.1")
+def test_megatron_core_verifies_our_sums(dist_lab: DistLab) -> None:
+    """And finds a byte that was changed."""
+    source = dist_lab.train(next(case for case in CASES if case.name == "cube_buckets"))
+    root, _ = dist_lab.converted(source.root / "dist", "summed", "megatron-dist", integrity=True)
+    folder = next(root.glob("iter_*"))
+    assert dist_lab.pool.run(dist_jobs.found_by_integrity, folder, world_size=1, timeout=TIMEOUT) == [""]
+    damaged = folder / "__1_0.distcp"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    (found,) = dist_lab.pool.run(dist_jobs.found_by_integrity, folder, world_size=1, timeout=TIMEOUT)
+    assert "__1_0.distcp: hash mismatch" in found
 
 
 def chunks_of(root: Path) -> dict[str, tuple[Any, Any, frozenset[Any]]]:

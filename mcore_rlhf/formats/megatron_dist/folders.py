@@ -145,6 +145,11 @@ def digests_in(located: Located) -> dict[str, str]:
     return {(folder / name).relative_to(located.root).as_posix(): value.lower() for name, value in sums.items()}
 
 
+def integrity_of(sums: Mapping[str, str]) -> str:
+    """The content of ``integrity.json``, from the sums of the files beside it by name; see :func:`digests_in`."""
+    return json.dumps({"algorithm": "sha256", "files": dict(sorted(sums.items()))}, indent=2)
+
+
 def _config(path: ReadablePath) -> dict[str, object]:
     """What ``metadata.json`` says; empty where there is none that can be read."""
     file = path / CONFIG

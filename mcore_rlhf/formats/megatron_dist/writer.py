@@ -11,7 +11,7 @@ Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``gen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -49,7 +49,7 @@ from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import Namespace
 
 from .buckets import BucketContents, dealt
-from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, MASTERS
+from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
 from .objects import DistState, Objects, rng_ranks
 from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, SHARDING
@@ -123,7 +123,23 @@ class _DistWriter:
             texts=texts,
             report=self.run.report,
             holds=self.run.holds(),
+            sums=self._sums(),
         )
+
+    def _sums(self) -> Mapping[str, Callable[[Mapping[str, str]], str]]:
+        """``integrity.json`` where it is wanted; where the source had one and it is not, that is said."""
+        there = bool(self.run.source.digests)
+        if self.run.options.integrity:
+            self.run.report.add(
+                Fate.DERIVED, f"{INTEGRITY}: {'made anew, of the new files' if there else 'of the new files'}"
+            )
+            return {f"{self.folder}/{INTEGRITY}": integrity_of}
+        if there:
+            self.run.report.add(
+                Fate.NOTE,
+                f"{INTEGRITY}: left out, it is of the source's files; --integrity writes one, which --verify-integrity wants",
+            )
+        return {}
 
     def _items(self, at: _At) -> list[Item]:
         """What a file holds: the first the objects, the others tensors."""

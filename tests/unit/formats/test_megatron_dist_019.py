@@ -188,6 +188,25 @@ def test_a_list_of_sums_is_not_taken_along(tmp_path: Path) -> None:
     assert job.account.entries[Item(Kind.FILE, "integrity.json")].reason is Reason.OF_LAYOUT
 
 
+@pytest.mark.parametrize("had", [True, False])
+def test_a_list_of_sums_is_made_where_it_is_wanted(had: bool, tmp_path: Path) -> None:
+    """Of every file beside it, as ``save_integrity_manifest`` makes it, and accounted for."""
+    shutil.copytree(FULLY, tmp_path / "root")
+    if had:
+        with_integrity(tmp_path / "root")
+    job = converted(tmp_path / "root", tmp_path / "target", integrity=True)
+    assert job.lossless
+    written = next((tmp_path / "target").rglob("integrity.json"))
+    found = json.loads(written.read_text())
+    expected = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in written.parent.iterdir() if f != written}
+    assert found == {"algorithm": "sha256", "files": expected}
+    assert {".metadata", "common.pt", "metadata.json", "__0_0.distcp"} <= expected.keys()
+    assert (Item(Kind.FILE, "integrity.json") in job.account.entries) == had
+    if had:
+        assert job.account.entries[Item(Kind.FILE, "integrity.json")].fate is Fate.DERIVED
+    assert verify(tmp_path / "target", ReadOptions(), Depth.DEEP).intact
+
+
 @pytest.mark.parametrize(("to", "place"), [("megatron-dist", "tokenizer"), ("megatron", "mcore_rlhf/carried")])
 def test_the_tokenizer_goes_along(to: str, place: str, tmp_path: Path) -> None:
     """What Megatron-LM's main branch leaves in the step's folder."""
