@@ -99,7 +99,7 @@ def source_catalog(spec: ModelSpec, parallel: ParallelConfig) -> MegatronCatalog
         for item in rank.items:
             name = item.item.name
             holders.setdefault(name, []).append(Holder(at, rank.params[item.vpp_rank, item.key], states.get(name, {})))
-    return MegatronCatalog("actor", spec, parallel, holders, (MASTER, *_MOMENTS))
+    return MegatronCatalog("actor", spec, (MASTER, *_MOMENTS), parallel, holders)
 
 
 def _states(rank: RankLayout) -> dict[str, dict[str, StoredTensor]]:

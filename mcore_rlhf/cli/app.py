@@ -162,6 +162,29 @@ def diff(a: Path, b: Path, atol: float, rtol: float, states: str | None, json: b
 
 
 @app.command(
+    short_help="Draw a checkpoint, a conversion or a run on one HTML page.",
+    params=[
+        o.argument("PATH...", "A checkpoint, a step or a run's root; or two, to be compared.", "paths", nargs=-1),
+        *o.options_of(o.ReportOptions),
+        *o.table("inspect"),
+        o.JSON_OPTION,
+    ],
+)
+def report(paths: tuple[Path, ...], json: bool, **given: Any) -> None:
+    """Draw a checkpoint, a conversion, a comparison or a run on one HTML page, which needs no network.
+
+    Of one path: its shard map, what it is, and whether it is intact; of a run's root its timeline as well. Of two, both, what
+    differs where, and the account, if the second was converted from the first. Drawing reads no tensor; comparing does.
+
+    Example: mcore-rlhf report runs/grpo/checkpoints -o run.html --trace run.json
+    """
+    from .reporting import run
+
+    request = o.taken(o.ReportOptions, given)
+    run(paths, o.read_options(given), request, json)
+
+
+@app.command(
     short_help="Train GRPO on real Megatron, kill it, resume, reshape, and prove it.",
     params=[
         o.Option(

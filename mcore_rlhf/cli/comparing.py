@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
+from typing import TypeAlias
 
 import click
 
@@ -17,7 +18,7 @@ from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.storage.reading import opened
-from mcore_rlhf.verify.differ import Differ, Tolerance
+from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
 
 from .describe import chosen_facts, print_choice, source_facts, source_text, step_facts
 from .output import Column, Facts, count, emit_json, print_facts, print_table, say
@@ -27,6 +28,14 @@ _SHOWN = 20
 _STATE_NBYTES = 4  # optimizer states are fp32 nearly always; this is for the progress bar
 
 _PIECE = 4 << 20
+_KEYS = ("name", "what", "differing", "max_abs", "max_rel", "max_ulps")
+
+More: TypeAlias = Callable[[Comparison], Facts]
+"""What else is said of a comparison."""
+
+
+def _nothing(result: Comparison) -> Facts:
+    return {}
 
 
 def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, states: str | None, json: bool) -> None:
@@ -46,7 +55,7 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
     a, b = (find(path, options) for path in paths)
     steps = states is None and not (a.alone or b.alone)
     with shown_progress() as progress:
-        facts = _compare_steps(a, b, tolerance, progress) if steps else _compare(a, b, tolerance, states, progress)
+        facts = compare_subjects(a, b, tolerance, states, progress)
     if json:
         emit_json(facts)
     else:
@@ -57,7 +66,16 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         raise click.exceptions.Exit(1)
 
 
-def _compare(a: Subject, b: Subject, tolerance: Tolerance, states: str | None, progress: Progress) -> Facts:
+def compare_subjects(
+    a: Subject, b: Subject, tolerance: Tolerance, states: str | None, progress: Progress, more: More = _nothing
+) -> Facts:
+    """Compare two steps model by model, anything else as two models; ``more`` is said of every model."""
+    if states is None and not (a.alone or b.alone):
+        return _compare_steps(a, b, tolerance, progress, more)
+    return _compare(a, b, tolerance, states, progress, more)
+
+
+def _compare(a: Subject, b: Subject, tolerance: Tolerance, states: str | None, progress: Progress, more: More) -> Facts:
     """Compare two models: the only one of a step, where there is a step; and say what is beside it."""
     beside = [
         f"{step.folder}: not compared: {count(len(step.others), 'file')} beside the model"
@@ -66,13 +84,13 @@ def _compare(a: Subject, b: Subject, tolerance: Tolerance, states: str | None, p
     ]
     lone = [subject.only("a step is compared with another step, in all states") for subject in (a, b)]
     first, second = (_open(subject, next(iter(subject.models)), states) for subject in lone)
-    facts = compare_facts(first, second, tolerance, _chosen(states, first, second), progress)
+    facts = compare_facts(first, second, tolerance, _chosen(states, first, second), progress, more)
     facts["notes"] += beside
     facts["a"]["chosen"], facts["b"]["chosen"] = (chosen_facts(subject.chosen) for subject in lone)
     return facts
 
 
-def _compare_steps(a: Subject, b: Subject, tolerance: Tolerance, progress: Progress) -> Facts:
+def _compare_steps(a: Subject, b: Subject, tolerance: Tolerance, progress: Progress, more: More) -> Facts:
     """Compare every model that both have, and the content of all other files.
 
     Keys: ``a``, ``b`` (see :func:`~.describe.step_facts`); ``equal``; ``models`` by role (see :func:`compare_facts`);
@@ -80,7 +98,7 @@ def _compare_steps(a: Subject, b: Subject, tolerance: Tolerance, progress: Progr
     """
     models = {}
     for role in sorted(a.models.keys() & b.models.keys()):
-        models[role] = compare_facts(_open(a, role), _open(b, role), tolerance, None, progress)
+        models[role] = compare_facts(_open(a, role), _open(b, role), tolerance, None, progress, more)
     others = {}
     for role in sorted(a.models.keys() ^ b.models.keys()):
         others[role] = f"only {a.folder if role in a.models else b.folder} has it"
@@ -129,21 +147,25 @@ def _chosen(states: str | None, a: Source, b: Source) -> list[str] | None:
 
 
 def compare_facts(
-    a: Source, b: Source, tolerance: Tolerance, states: Sequence[str] | None, progress: Progress
+    a: Source, b: Source, tolerance: Tolerance, states: Sequence[str] | None, progress: Progress, more: More = _nothing
 ) -> Facts:
     """Compare two opened checkpoints.
 
     Keys: ``a``, ``b`` (see :func:`~.describe.source_facts`); ``equal``; ``exact``, ``atol``, ``rtol``; ``states`` (null
     for everything); ``tensors``, ``elements`` compared; ``differences`` (``name``, ``what``, ``differing``,
-    ``max_abs``); ``notes``.
+    ``max_abs``, ``max_rel``, ``max_ulps``); ``notes``.
+
+    Args:
+        a, b: The checkpoints.
+        tolerance: When values count as equal.
+        states: Which states, or None for everything.
+        progress: Is told how far it is.
+        more: What else is to be said of what was found.
     """
     progress.stage("comparing", _nbytes(a, states))
     seen_a, seen_b = alike(a, b)
     with bytes_of(seen_a) as bytes_a, bytes_of(seen_b) as bytes_b:
         result = Differ(seen_a, seen_b, bytes_a, bytes_b, tolerance, states, progress.advance).compare()
-    differences = [
-        {"name": d.name, "what": d.what, "differing": d.differing, "max_abs": d.max_abs} for d in result.differences
-    ]
     return {
         "a": source_facts(a),
         "b": source_facts(b),
@@ -154,8 +176,9 @@ def compare_facts(
         "states": list(states) if states is not None else None,
         "tensors": result.tensors,
         "elements": result.elements,
-        "differences": differences,
+        "differences": [{key: getattr(found, key) for key in _KEYS} for found in result.differences],
         "notes": result.notes,
+        **more(result),
     }
 
 

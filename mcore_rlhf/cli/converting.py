@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
@@ -23,7 +24,7 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance
 
-from .comparing import compare_facts, comparison_line, print_differences
+from .comparing import More, compare_facts, comparison_line, print_differences
 from .describe import (
     account_text,
     chosen_facts,
@@ -210,7 +211,7 @@ def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> F
     reading = ReadOptions(options.role, rules=options.rules, stubs=options.stubs, vocab_size=options.vocab_size)
     verdict = verify_facts(target, reading, Depth.DEEP, job.options.workers, progress)
     diff = (
-        _compare(job, done.seen or done.source, open_checkpoint(target, reading), progress)
+        compare_converted(done.seen or done.source, open_checkpoint(target, reading), progress)
         if verdict["checkpoint"]
         else None
     )
@@ -221,19 +222,27 @@ def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> F
     }
 
 
-def _compare(job: ConversionJob, a: Source, b: Source, progress: Progress) -> Facts:
-    """Compare all that both should have; parameters within their roundings, where their type was changed."""
+def compare_converted(a: Source, b: Source, progress: Progress, more: More | None = None) -> Facts:
+    """Compare all that both should have; parameters within their roundings, where their type was changed.
+
+    Args:
+        a: The source of a conversion.
+        b: What was made of it.
+        progress: Is told how far it is.
+        more: What else is to be said; see :func:`~.comparing.compare_facts`.
+    """
+    compare = compare_facts if more is None else partial(compare_facts, more=more)
     if a.states == b.states and _dtypes(a) == _dtypes(b):
         # What a folder has no place for was said before anything was written, and is no difference.
         alone = a.state.scheduler is not None and b.state.scheduler is None and not b.states
-        return compare_facts(a, b, Tolerance(), [PARAM] if alone else None, progress)
+        return compare(a, b, Tolerance(), [PARAM] if alone else None, progress)
     common = [state for state in a.states if state in b.states]
     if _dtypes(a) == _dtypes(b):
-        facts = compare_facts(a, b, Tolerance(), [PARAM, *common], progress)
+        facts = compare(a, b, Tolerance(), [PARAM, *common], progress)
     else:
         facts = _both(
-            compare_facts(a, b, _rounding(a, b), [PARAM], progress),
-            compare_facts(a, b, Tolerance(), common, progress),
+            compare(a, b, _rounding(a, b), [PARAM], progress),
+            compare(a, b, Tolerance(), common, progress),
         )
     left_out = [state for state in (*a.states, *b.states) if state not in common]
     if left_out:
@@ -244,8 +253,10 @@ def _compare(job: ConversionJob, a: Source, b: Source, progress: Progress) -> Fa
 
 
 def _both(params: Facts, states: Facts) -> Facts:
+    heat = {"heat": {"rows": params["heat"]["rows"] + states["heat"]["rows"]}} if "heat" in params else {}
     return {
         **params,
+        **heat,
         "equal": params["equal"] and states["equal"],
         "states": [*params["states"], *states["states"]],
         "tensors": params["tensors"] + states["tensors"],

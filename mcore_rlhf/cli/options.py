@@ -163,6 +163,18 @@ class ResumeCheckOptions:
     control: Path | None = _own("C", "With --compare: the control, which must differ.", type=FOLDER)  # noqa: RUF009
 
 
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """What ``report`` is told besides its paths."""
+
+    output: Path | None = _own("FILE", "The page. [default: report.html]", None, "-o", "--output", type=FOLDER)  # noqa: RUF009
+    trace: Path | None = _own("FILE", "Write the run's timeline as a Chrome trace, too.", type=FOLDER)  # noqa: RUF009
+    events: Path | None = _own("FILE", "The run's events. [default: events.jsonl in its root]", type=FOLDER)  # noqa: RUF009
+    resume_check: Path | None = _own("FILE", "What resume-check --json printed, to be shown.", type=FOLDER)  # noqa: RUF009
+    verify: bool = _own("", "Read every byte, and hold it against its checksum.", False)
+    no_values: bool = _own("", "Of two, compare no values: draw both only.", False)
+
+
 def options_of(group: type) -> list[Option]:
     """The options that are the fields of a class above; :func:`taken` makes one of what was given."""
     return [_option_of(place.name, place.default, **place.metadata) for place in fields(group)]

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mcore_rlhf.core.cast import as_floats, differing_after_rounding
-from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Box, Chunk, TensorEntry, TensorName
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, TensorEntry, TensorName
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.families.source import Source
 
 from .audit import paired
 
-_Compare: TypeAlias = Callable[[Chunk, Chunk], tuple[int, float]]
-"""Elements of two chunks that differ, and by how much at most."""
+
+class _Gap(NamedTuple):
+    """How many elements differ, and by how much at most: absolute, relative to the second, in units in the last place."""
+
+    differing: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulps: int = 0
+
+    def with_(self, other: _Gap) -> _Gap:
+        """Both, as one."""
+        return _Gap(self.differing + other.differing, *map(max, self[1:], other[1:]))  # type: ignore[arg-type]
+
+
+_Compare: TypeAlias = Callable[[Chunk, Chunk], _Gap]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +54,18 @@ class Difference:
         what: What is different.
         differing: Number of elements that differ.
         max_abs: Largest absolute difference, where values were compared.
+        max_rel: Largest difference relative to the second checkpoint's value, where that is not 0.
+        max_ulps: Largest difference in units in the last place, where both are of one floating type.
+        tensor: The tensor; None for another value.
     """
 
     name: str
     what: str
     differing: int = 0
     max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulps: int = 0
+    tensor: TensorName | None = None
 
 
 @dataclass(slots=True)
@@ -58,12 +77,14 @@ class Comparison:
         elements: Elements compared.
         differences: What is not equal.
         notes: What was left out, and why.
+        names: The tensors that were compared.
     """
 
     tensors: int = 0
     elements: int = 0
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    names: list[TensorName] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -127,13 +148,15 @@ class Differ:
         if common is None:
             return
         if a.dtype != b.dtype and self.tolerance.exact and count == self._compare_chunks:
-            self._differs(label, f"dtype {a.dtype} and {b.dtype}; give --atol or --rtol to compare values")
+            what = f"dtype {a.dtype} and {b.dtype}; give --atol or --rtol to compare values"
+            self._differs(label, what, tensor=name)
             return
         self.result.tensors += 1
-        self._compare_values(label, a, b, common, count)
+        self.result.names.append(name)
+        self._compare_values(name, a, b, common, count)
 
     def _missing(self, label: str, name: TensorName, in_a: bool) -> None:
-        self._differs(label, f"only in {'the first' if in_a else 'the second'}")
+        self._differs(label, f"only in {'the first' if in_a else 'the second'}", tensor=name)
 
     def _common_shape(self, label: str, a: TensorEntry, b: TensorEntry, name: TensorName) -> tuple[int, ...] | None:
         """The shape to compare: that of both, or, for a padded vocabulary, the words that both have."""
@@ -141,7 +164,7 @@ class Differ:
             return a.global_shape
         spec = self.a.model.get(name.param)
         if spec is None or not spec.partition.vocabulary or a.global_shape[1:] != b.global_shape[1:]:
-            self._differs(label, f"shape {a.global_shape} and {b.global_shape}")
+            self._differs(label, f"shape {a.global_shape} and {b.global_shape}", tensor=name)
             return None
         rows = min(a.global_shape[0], b.global_shape[0])
         note = (
@@ -151,22 +174,22 @@ class Differ:
         return (rows, *a.global_shape[1:])
 
     def _compare_values(
-        self, label: str, a: TensorEntry, b: TensorEntry, shape: tuple[int, ...], compare: _Compare
+        self, name: TensorName, a: TensorEntry, b: TensorEntry, shape: tuple[int, ...], compare: _Compare
     ) -> None:
-        whole, differing, max_abs = Box.whole(shape), 0, 0.0
+        whole, gap = Box.whole(shape), _Gap()
         for chunk_b in b.primary():
             wanted = chunk_b.box.intersect(whole)
             for chunk_a in a.primary() if wanted is not None else ():
                 part = chunk_a.box.intersect(wanted) if wanted is not None else None
                 if part is not None:
-                    count, largest = compare(chunk_a.narrow(part), chunk_b.narrow(part))
-                    differing, max_abs = differing + count, max(max_abs, largest)
+                    gap = gap.with_(compare(chunk_a.narrow(part), chunk_b.narrow(part)))
         self.result.elements += whole.numel
-        if differing:
-            self._differs(label, f"{differing} of {whole.numel} elements", differing, max_abs)
+        if gap.differing:
+            what = f"{gap.differing} of {whole.numel} elements"
+            self._differs(f"{name.param} ({name.state})", what, gap, name)
 
-    def _compare_chunks(self, a: Chunk, b: Chunk) -> tuple[int, float]:
-        differing, max_abs = 0, 0.0
+    def _compare_chunks(self, a: Chunk, b: Chunk) -> _Gap:
+        found = _Gap()
         for _, left, right in paired(self.bytes_a, a, self.bytes_b, b):
             self.progress(left.nbytes)
             if a.record.dtype == b.record.dtype and np.array_equal(left, right):
@@ -175,11 +198,13 @@ class Differ:
             gap = np.abs(x - y)
             tolerance = self.tolerance
             close = left == right if tolerance.exact else gap <= tolerance.atol + tolerance.rtol * np.abs(y)
-            differing += int((~close).sum())
-            max_abs = max(max_abs, float(np.nanmax(gap, initial=0.0)))
-        return differing, max_abs
+            ulps = _ulps(left, right) if a.record.dtype == b.record.dtype and a.record.dtype in FLOATING else 0
+            found = found.with_(
+                _Gap(int((~close).sum()), _largest(gap), _largest(gap[y != 0] / np.abs(y[y != 0])), ulps)
+            )
+        return found
 
-    def _compare_rounded(self, a: Chunk, b: Chunk) -> tuple[int, float]:
+    def _compare_rounded(self, a: Chunk, b: Chunk) -> _Gap:
         """How many elements of a master are not the parameter, once rounded to its type; either may be the master."""
         master, param = (a, b) if a.record.dtype.itemsize >= b.record.dtype.itemsize else (b, a)
         high_bytes, low_bytes = (self.bytes_a, self.bytes_b) if master is a else (self.bytes_b, self.bytes_a)
@@ -187,7 +212,7 @@ class Differ:
         for copy, high, low in paired(high_bytes, master, low_bytes, param):
             self.progress(high.nbytes)
             differing += differing_after_rounding(high, low, copy.source.dtype, copy.target.dtype)
-        return differing, 0.0
+        return _Gap(differing)
 
     def _compare_states(self) -> None:
         if self.states is not None:
@@ -211,8 +236,21 @@ class Differ:
         if text not in self.result.notes:
             self.result.notes.append(text)
 
-    def _differs(self, name: str, what: str, differing: int = 0, max_abs: float = 0.0) -> None:
-        self.result.differences.append(Difference(name, what, differing, max_abs))
+    def _differs(self, name: str, what: str, gap: _Gap | None = None, tensor: TensorName | None = None) -> None:
+        self.result.differences.append(Difference(name, what, *(gap or _Gap()), tensor))
+
+
+def _largest(values: Any) -> float:
+    return float(np.nanmax(values, initial=0.0))
+
+
+def _ulps(a: Any, b: Any) -> int:
+    """How many numbers of their type lie between two arrays of floating numbers at most, given as words of their bits."""
+    keys = []
+    for words in (a, b):
+        signed = words.view(f"i{words.itemsize}").astype(np.int64)
+        keys.append(np.where(signed < 0, -(signed & ((1 << (8 * words.itemsize - 1)) - 1)), signed))
+    return int(np.abs(keys[0] - keys[1]).max(initial=0))
 
 
 def _entry(source: Source, name: TensorName) -> TensorEntry | None:

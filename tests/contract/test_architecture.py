@@ -35,9 +35,10 @@ ROOMS: dict[str, set[str]] = {
     "consolidate": _OFFLINE,
     "engines": _OFFLINE,
     "manager": _OFFLINE | {"engines"},
+    "report": _OFFLINE | {"manager"},
     "integrations": {"errors", "manager", "engines"},
     "demo": _OFFLINE | {"engines", "manager", "integrations"},
-    "cli": _OFFLINE | {"consolidate", "engines", "manager", "integrations", "demo"},
+    "cli": _OFFLINE | {"consolidate", "engines", "manager", "report", "integrations", "demo"},
     "__init__": _OFFLINE | {"consolidate", "engines", "manager"},
     "__main__": {"cli"},
 }
