@@ -3,7 +3,7 @@
 One *nursery* imports torch and Megatron once and then forks the workers, so that eight of them are ready in the time
 of one import, and new ones at once when some had to be killed. It never starts a thread. Every worker watches the
 *lifeline*, a pipe whose other end only the pool's owner holds: when the owner is gone, however it ended, the workers
-are gone too.
+are gone too, and what they started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 # What torch and numpy import with the first optimizer and the first random number: two seconds of every worker.
 _IMPORTED_LATE = ("torch._dynamo", "numpy.random")
@@ -124,6 +124,7 @@ def _fork_workers(control: socket.socket, folder: Path, lifeline: int, *ends: in
 
 
 def _run_worker(number: int, owner: Connection, folder: Path, lifeline: int) -> None:
+    os.setpgrp()  # Megatron starts processes that would outlive a killed worker: they end with its group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _redirect_output(folder / f"worker_{number}.log")
     faulthandler.enable()  # a crash in C leaves its stack in the log
@@ -135,7 +136,7 @@ def _run_worker(number: int, owner: Connection, folder: Path, lifeline: int) -> 
             while True:
                 _answer(owner, owner.recv(), stacks, environment)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            os._exit(0)
+            _end_group()
 
 
 def _redirect_output(path: Path) -> None:
@@ -147,6 +148,12 @@ def _redirect_output(path: Path) -> None:
 
 def _end_with_owner(lifeline: int) -> None:
     os.read(lifeline, 1)
+    _end_group()
+
+
+def _end_group() -> NoReturn:
+    """End at once, with every process that this one started."""
+    os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

@@ -123,11 +123,11 @@ class Workers:
     pids: list[int]
 
     def end(self) -> None:
-        """Kill them, whatever they are doing."""
+        """Kill them and what they started, whatever they are doing."""
         os.close(self.lifeline)
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
         for connection in self.connections:
             connection.close()
 
