@@ -333,7 +333,7 @@ class _Conversion:
             writes = (lambda file=file: self._write(file, source, ledger, files) for file in job.target.files)
             # One file has one writer: workers that run out of files begin to compare.
             self._all(pool, chain(writes, audit.tasks(replicas=not self.options.trust_replicas, parity=parity)))
-            self.progress.stage("checking", 0)
+            self.progress.stage("checking", ledger.unread)
             self._all(pool, ledger.tasks(source, problems, self._advance))
         problems.raise_if_any()
         for name, content in chain(job.target.texts.items(), job.target.carried.items()):

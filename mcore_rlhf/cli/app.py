@@ -94,7 +94,7 @@ def plan(config: Path | None, copies: bool, json: bool, **given: Any) -> None:
 
 @app.command(
     short_help="Write a checkpoint anew in another layout.",
-    params=[o.SOURCE, o.TARGET, *o.table("convert"), o.CONFIG, o.JSON_OPTION],
+    params=[o.SOURCE, o.TARGET, *o.table("convert"), o.CONFIG, o.PROGRESS_OPTION, o.JSON_OPTION],
 )
 def convert(config: Path | None, json: bool, **given: Any) -> None:
     """Write a checkpoint anew, in another layout, with optimizer and everything else. The source stays as it is."""
@@ -111,6 +111,7 @@ def convert(config: Path | None, json: bool, **given: Any) -> None:
         o.flag("--quick", help="Sizes and zip directories only."),
         o.flag("--deep", help="Also replicas, and masters against parameters."),
         *o.table("verify"),
+        o.PROGRESS_OPTION,
         o.JSON_OPTION,
     ],
 )
@@ -149,6 +150,7 @@ def verify(path: Path, quick: bool, deep: bool, json: bool, **given: Any) -> Non
         ),
         o.Option("--states", help="States to compare, such as param,exp_avg. [default: everything]", metavar="LIST"),
         *o.table("diff"),
+        o.PROGRESS_OPTION,
         o.JSON_OPTION,
     ],
 )
@@ -166,6 +168,7 @@ def diff(a: Path, b: Path, atol: float, rtol: float, states: str | None, json: b
     params=[
         o.argument("PATH...", "A checkpoint, a step or a run's root; or two, to be compared.", "paths", nargs=-1),
         *o.options_of(o.ReportOptions),
+        o.PROGRESS_OPTION,
         *o.table("inspect"),
         o.JSON_OPTION,
     ],
@@ -333,6 +336,7 @@ def resume_check(command: tuple[str, ...], json: bool, **given: Any) -> None:
         o.argument("STEP", "A step's folder, global_step_N, without a manifest."),
         o.flag("--deep", help="Also compare replicas, and masters with parameters."),
         *o.table("adopt"),
+        o.PROGRESS_OPTION,
         o.JSON_OPTION,
     ],
 )

@@ -54,7 +54,7 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
     """
     a, b = (find(path, options) for path in paths)
     steps = states is None and not (a.alone or b.alone)
-    with shown_progress() as progress:
+    with shown_progress(1 if a.alone or b.alone else len(a.models.keys() & b.models.keys())) as progress:
         facts = compare_subjects(a, b, tolerance, states, progress)
     if json:
         emit_json(facts)

@@ -60,7 +60,7 @@ def run(job: ConversionJob, json: bool) -> None:
         click.exceptions.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
     """
     subject = job.subject()
-    with shown_progress() as progress:
+    with shown_progress((4 if job.verify else 2) * len(subject.models)) as progress:
         target, began = job.target_folder(), time.monotonic()
         with _said_when_interrupted(target):
             done = convert_step(subject, target, job.options, progress)

@@ -21,8 +21,8 @@ import click
 from mcore_rlhf import __version__
 from mcore_rlhf.errors import CheckpointError, StorageError, clean
 
-JSON, DEBUG = "mcore_rlhf.json", "mcore_rlhf.debug"
-"""Keys of a context's ``meta``: whether ``--json`` and ``--debug`` were given."""
+JSON, DEBUG, PROGRESS = "mcore_rlhf.json", "mcore_rlhf.debug", "mcore_rlhf.progress"
+"""Keys of a context's ``meta``: whether ``--json`` and ``--debug`` were given, and what ``--progress`` says."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LATER_S = 0.02

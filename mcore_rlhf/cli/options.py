@@ -13,7 +13,7 @@ from mcore_rlhf.families import option_types
 from mcore_rlhf.families.option_types import GROUPS
 from mcore_rlhf.families.options import ReadOptions, of_command, placed, read_values
 
-from .guard import DEBUG, JSON
+from .guard import DEBUG, JSON, PROGRESS
 
 Group = TypeVar("Group")
 
@@ -59,7 +59,7 @@ class Command(click.Command):
 
 
 def _remember(key: str) -> Any:
-    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    def remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         ctx.meta[key] = value
         return value
 
@@ -87,6 +87,15 @@ def argument(metavar: str, help: str, name: str = "", kind: Any = FOLDER, **more
 # Everywhere
 DEBUG_OPTION = flag("--debug", help="Show the traceback of an error.", callback=_remember(DEBUG), expose_value=False)
 JSON_OPTION = flag("--json", help="Print JSON alone on standard output.", callback=_remember(JSON), is_eager=True)
+PROGRESS_OPTION = Option(
+    "--progress",
+    help="How far it is, on standard error: a bar or lines (auto), JSON lines for schedulers, or none.",
+    type=click.Choice(["auto", "json", "none"]),
+    default="auto",
+    show_default=True,
+    callback=_remember(PROGRESS),
+    expose_value=False,
+)
 CHECKPOINT = argument("PATH", "A run's root, a step, a role's folder, or a checkpoint's own folder.")
 
 # Of a conversion

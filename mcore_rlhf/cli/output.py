@@ -122,9 +122,9 @@ def count(number: int, thing: str = "") -> str:
 
 
 def rate(nbytes: int, seconds: float) -> str:
-    """A speed, in the decimal units in which disks are sold: ``1.25 GB/s``, ``0.8 MB/s``."""
-    speed = nbytes / max(seconds, 1e-9)
-    return f"{speed / 1e9:.2f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.1f} MB/s"
+    """A speed, in the units of :func:`size`: ``1.25 GiB/s``, ``0.8 MiB/s``."""
+    speed = nbytes / max(seconds, 1e-9) / (1 << 20)
+    return f"{speed / 1024:.2f} GiB/s" if speed >= 100 else f"{speed:.1f} MiB/s"
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -10,20 +11,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import click
+
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import printable
 
+from .guard import PROGRESS
 from .output import duration, rate, size
 
 _BAR_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
+_JSON_EVERY_S = 1.0
 
 
 @contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """The progress of a command, shown until the end of the block."""
-    on_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    reporter: _Bar | _Lines = _Bar() if on_terminal else _Lines()
+def shown_progress(stages: int = 0) -> Iterator[Progress]:
+    """The progress of a command, shown until the end of the block.
+
+    Args:
+        stages: How many stages there will be; 0 where nobody knows.
+    """
+    reporter = _reporter()
+    reporter.stages = stages
     try:
         yield reporter
     except BaseException:
@@ -32,28 +41,41 @@ def shown_progress() -> Iterator[Progress]:
     reporter.close(completed=True)
 
 
-class _Reporter(Progress):
-    """Counts bytes, and shows them now and then."""
+def _reporter() -> _Reporter:
+    context = click.get_current_context(silent=True)
+    wanted = "auto" if context is None else context.meta.get(PROGRESS, "auto")
+    if wanted == "none":
+        return _Reporter()
+    if wanted == "json":
+        return _JsonLines()
+    return _Bar() if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _Lines()
 
-    every_s: float
+
+class _Reporter(Progress):
+    """Counts bytes, and shows them now and then; this one shows nothing."""
+
+    every_s: float = float("inf")
+    stages: int = 0
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._text, self._total, self._done = "", 0, 0
+        self._text, self._total, self._done, self._number = "", 0, 0, 0
         self._began = self._shown = time.monotonic()
 
     def stage(self, text: str, total_bytes: int) -> None:
         """End the stage before, and begin another."""
         self._end()
         with self._lock:
-            self._text, self._total, self._done = text, total_bytes, 0
+            self._number += 1
+            numbered = f" (stage {self._number} of {max(self._number, self.stages)})" if self.stages > 1 else ""
+            self._text, self._total, self._done = f"{text}{numbered}", total_bytes, 0
             self._began = self._shown = time.monotonic()
         self._begin_stage()
 
     def advance(self, nbytes: int) -> None:
-        """Count, and show what was counted if the last time is long enough ago."""
+        """Count, and show what was counted if the last time is long enough ago. Totals are estimates: never more than they say."""
         with self._lock:
-            self._done += nbytes
+            self._done = min(self._done + nbytes, self._total) if self._total else self._done + nbytes
             now = time.monotonic()
             if now - self._shown < self.every_s:
                 return
@@ -70,14 +92,49 @@ class _Reporter(Progress):
             self._end_stage(time.monotonic() - self._began)
         self._text = ""
 
+    def _left(self, seconds: float) -> float | None:
+        """Seconds that are left, at the speed so far; None where nobody knows."""
+        return seconds * (self._total - self._done) / self._done if self._total and self._done else None
+
     def _begin_stage(self) -> None:
-        raise NotImplementedError
+        pass
 
     def _show(self) -> None:
-        raise NotImplementedError
+        pass
 
     def _end_stage(self, seconds: float) -> None:
-        raise NotImplementedError
+        pass
+
+    def _say(self, text: str) -> None:
+        try:
+            print(printable(text), file=sys.stderr, flush=True)
+        except OSError:
+            self.every_s = float("inf")  # nobody listens any more; the work goes on
+
+
+class _JsonLines(_Reporter):
+    """A JSON object a line, for schedulers."""
+
+    every_s = _JSON_EVERY_S
+
+    def _begin_stage(self) -> None:
+        self._tell(done=False)
+
+    def _show(self) -> None:
+        self._tell(done=False)
+
+    def _end_stage(self, seconds: float) -> None:
+        self._tell(done=True)
+
+    def _tell(self, *, done: bool) -> None:
+        seconds = time.monotonic() - self._began
+        left = 0.0 if done else self._left(seconds)
+        facts = {
+            "stage": self._text.partition(" (stage ")[0], "number": self._number, "stages": max(self._number, self.stages),
+            "bytes": self._done, "total": self._total or None, "seconds": round(seconds, 3),
+            "left_seconds": None if left is None else round(left, 3), "done": done,
+        }  # fmt: skip
+        self._say(json.dumps(facts))
 
 
 class _Lines(_Reporter):
@@ -93,8 +150,8 @@ class _Lines(_Reporter):
         if not self._total:
             self._say(f"{self._text}: {size(self._done)}, {rate(self._done, seconds)}")
             return
-        left = seconds * max(0, self._total - self._done) / max(1, self._done)
-        share = min(100, 100 * self._done // self._total)
+        left = self._left(seconds) or 0.0
+        share = 100 * self._done // self._total
         self._say(
             f"{self._text}: {size(self._done)} of {size(self._total)} ({share} %), {rate(self._done, seconds)}, "
             f"{duration(left)} left"
@@ -103,12 +160,6 @@ class _Lines(_Reporter):
     def _end_stage(self, seconds: float) -> None:
         moved = f"{size(self._done)} in {duration(seconds)}, {rate(self._done, seconds)}"
         self._say(f"{self._text}: done, {moved if self._done else duration(seconds)}")
-
-    def _say(self, text: str) -> None:
-        try:
-            print(printable(text), file=sys.stderr, flush=True)
-        except OSError:
-            self.every_s = float("inf")  # nobody listens any more; the work goes on
 
 
 class _Bar(_Reporter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import click
@@ -46,7 +47,8 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
     """
     subject = find(path, options)
     newer = problem_facts(subject.chosen.damage()) if subject.chosen is not None else []
-    with shown_progress() as progress:
+    stages = (depth is not Depth.QUICK) * len(subject.models) + (subject.manifest is not None)
+    with shown_progress(stages) as progress:
         facts = _verify(subject, depth, workers, progress)
     if json:
         # The root is as good as its newest step.
@@ -93,9 +95,8 @@ def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers
     ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could
     not be opened); ``unread`` (why the optimizer is not understood, or null).
     """
-    progress.stage(f"verifying {path}", 0)
     began = time.monotonic()
-    verdict = verify(path, options, depth, workers, progress.advance)
+    verdict = verify(path, options, depth, workers, progress.advance, partial(progress.stage, f"verifying {path}"))
     return {
         "path": str(path),
         "intact": verdict.intact,
@@ -146,7 +147,7 @@ def _print_newer(problems: list[Facts]) -> None:
 
 
 def verdict_line(facts: Facts) -> str:
-    """``intact: 3.2 GiB in 1.5 s, 2.2 GB/s``."""
+    """``intact: 3.2 GiB in 1.5 s, 2.2 GiB/s``."""
     word = "intact" if facts["intact"] else f"damaged: {count(len(facts['problems']), 'problem')}"
     if not facts["bytes"]:
         return word

@@ -92,6 +92,17 @@ class Ledger:
             seen = self._seen.get((record.file, record.key))
             return seen is None or not seen.covers(byte_offset, byte_offset + nbytes)
 
+    @property
+    def unread(self) -> int:
+        """Bytes that nobody has read yet, and that :meth:`tasks` will read."""
+        total = 0
+        for file in self.files:
+            records = sum(nbytes for _, _, nbytes, _ in file.records)
+            read = [self._seen[file.path, key].spans for key, *_ in file.records if (file.path, key) in self._seen]
+            total += records - sum(stop - start for spans in read for start, stop, _ in spans)
+            total += max(0, file.nbytes - records) if file.whole is not None else 0
+        return total
+
     def tasks(self, source: SourceBytes, problems: Problems, progress: _Progress) -> Iterator[Task]:
         """Tasks that read what nobody has read yet, and hold every record against its stored checksum.
 

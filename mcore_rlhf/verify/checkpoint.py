@@ -64,6 +64,7 @@ def verify(
     depth: Depth = Depth.FULL,
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
+    begin: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Verify a checkpoint.
 
@@ -74,6 +75,7 @@ def verify(
             ``deep`` also at replicas and at the agreement of masters and parameters.
         workers: Threads.
         progress: Called with the number of bytes just read.
+        begin: Called before the first of them with how many there will be.
 
     Returns:
         The verdict; problems are in it, not raised.
@@ -109,6 +111,8 @@ def verify(
         headers = "directories of the files (headers in front of tensors were worked out and not fetched where torch.save laid them out)"
     verdict.checked.append(f"{headers}, {understood}")
     if depth is not Depth.QUICK:
+        if begin is not None:
+            begin(Ledger(source.files).unread)
         _check_bytes(verdict, path, depth, workers, progress)
     return verdict
 

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from mcore_rlhf.cli import progress
 from mcore_rlhf.cli.output import Column, count, duration, plain, print_table, rate, size
 from mcore_rlhf.storage.paths import parse_size
+
+from .conftest import Cli
 
 
 @pytest.mark.parametrize(
@@ -38,7 +43,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_counts_rates_and_durations() -> None:
     assert (count(1, "file"), count(2000, "file"), count(0, "copy")) == ("1 file", "2,000 files", "0 copies")
-    assert (rate(3 * 10**9, 2), rate(10**6, 1), rate(0, 0)) == ("1.50 GB/s", "1.0 MB/s", "0.0 MB/s")
+    assert (rate(3 << 30, 2), rate(1 << 20, 1), rate(0, 0)) == ("1.50 GiB/s", "1.0 MiB/s", "0.0 MiB/s")
     assert (duration(0.44), duration(60), duration(3600 + 5 * 60)) == ("0.4 s", "1 min 00 s", "1 h 05 min")
 
 
@@ -60,12 +65,41 @@ def test_lines_first_every_few_seconds_and_last(
         now[0] += 2
     assert capsys.readouterr().err.splitlines() == [
         "converting: 10.00 MiB",
-        "converting: 5.00 MiB of 10.00 MiB (50 %), 1.0 MB/s, 5.0 s left",
-        "converting: 10.00 MiB of 10.00 MiB (100 %), 1.0 MB/s, 0.0 s left",
-        "converting: done, 10.00 MiB in 10.0 s, 1.0 MB/s",
+        "converting: 5.00 MiB of 10.00 MiB (50 %), 1.0 MiB/s, 5.0 s left",
+        "converting: 10.00 MiB of 10.00 MiB (100 %), 1.0 MiB/s, 0.0 s left",
+        "converting: done, 10.00 MiB in 10.0 s, 1.0 MiB/s",
         "checking …",
         "checking: done, 2.0 s",
     ]
+
+
+def test_stages_are_numbered_and_never_beyond_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.shown_progress(2) as shown:
+        shown.stage("converting", 1 << 20)
+        now[0] += 6
+        shown.advance(3 << 20)  # more than was thought
+        shown.stage("checking", 0)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "converting (stage 1 of 2): 1.00 MiB"
+    assert "1.00 MiB of 1.00 MiB (100 %)" in said[1]
+    assert said[3] == "checking (stage 2 of 2) …"
+
+
+def test_json_lines_for_schedulers(tp1: Path, tmp_path: Path, cli: Cli) -> None:
+    outcome = cli("convert", tp1, tmp_path / "new", "--verify", "--progress", "json", "--json")
+    lines = [json.loads(line) for line in outcome.stderr.splitlines()]
+    ended = [line for line in lines if line["done"]]
+    assert [line["stage"].split()[0] for line in ended] == ["converting", "checking", "verifying", "comparing"]
+    assert [(line["number"], line["stages"]) for line in ended] == [(n, 4) for n in (1, 2, 3, 4)]
+    assert all(line["total"] is None or line["bytes"] <= line["total"] for line in lines)
+    by_stage = {line["stage"].split()[0]: line for line in ended}
+    for stage in ("converting", "checking", "verifying", "comparing"):  # what was foreseen is what was read
+        assert by_stage[stage]["bytes"] == (by_stage[stage]["total"] or 0), stage
+    assert cli("verify", tp1, "--progress", "none").stderr == ""
 
 
 def test_a_stage_that_fails_is_not_said_to_be_done(capsys: pytest.CaptureFixture[str]) -> None:
