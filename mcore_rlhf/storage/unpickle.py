@@ -59,8 +59,11 @@ _STUB_NAMES = frozenset(
         "torch.nn.functional.silu",
         "torch.nn.functional.relu",
     }
+    | {"torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "torch.optim.sgd.SGD"}
 )
-"""Classes of the standard library, and activation functions, that training arguments refer to."""
+"""Classes of the standard library, and activation functions, that training arguments refer to; and the optimizers that the param groups of
+an offloaded one name. Source: megatron-core 0.16.1, ``optimizer/cpu_offloading/hybrid_optimizer.py`` (``defaults``).
+"""
 
 _HARMFUL_MODULES = frozenset(
     {

@@ -87,7 +87,7 @@ def emerging_optimizers() -> None:
         sys.modules.setdefault(module.__name__, module)
 
 
-LAYER_WISE, PRECISE = "layer-wise, ", "precision-aware"
+LAYER_WISE, PRECISE, OFFLOAD = "layer-wise, ", "precision-aware", "offloaded"
 KINDS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     LAYER_WISE + "ping-pong": {"optimizer": "muon"},
@@ -105,7 +105,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "exp_avg_dtype": "bfloat16",
         "exp_avg_sq_dtype": "bfloat16",
     },
-    "offload": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+    OFFLOAD: {
+        "use_precision_aware_optimizer": True,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 1.0,
+    },
+    OFFLOAD + ", half": {
+        "use_precision_aware_optimizer": True,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+    },
 }
 """What Megatron's configuration says of an optimizer, by what it is called here."""
 
@@ -141,7 +150,7 @@ def with_optimizer(kind: str) -> Iterator[None]:
 
         TensorParallelAdaptiveMuon.scale_mode, TensorParallelAdaptiveMuon.extra_scale_factor = "spectral", 1.0
     try:
-        with remainders() if kind == PRECISE else nullcontext():
+        with remainders() if kind == PRECISE else offloading() if kind.startswith(OFFLOAD) else nullcontext():
             yield
     finally:
         vars(trainer).update(usual)
@@ -193,6 +202,54 @@ def remainders() -> Iterator[None]:
         optimizer.Adam, optimizer.is_te_min_version, optimizer_config.is_te_min_version = usual
 
 
+@contextmanager
+def offloading() -> Iterator[None]:
+    """What Megatron asks of a tensor before it moves it to the CPU: all are on a GPU, but those that it has moved.
+
+    And remainders are on by default, as with Transformer Engine 2.1; who offloads keeps none.
+    """
+    import torch
+    from megatron.core import optimizer
+    from megatron.core.optimizer import optimizer_config
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    dealt = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    kept = {name: getattr(torch.Tensor, name) for name in ("detach", "clone", "float")}
+    stands_in: dict[str, Any] = {name: partial(_as_it_came, method) for name, method in kept.items()}
+    stands_in |= {"cpu": _moved, "pin_memory": lambda one: one}
+    usual = {name: getattr(torch.Tensor, name) for name in stands_in}
+
+    def as_on_a_gpu(hybrid: Any, fraction: float) -> Any:
+        for name, method in stands_in.items():
+            setattr(torch.Tensor, name, lambda one, method=method: method(one))
+        torch.Tensor.is_cuda = property(lambda one: not hasattr(one, "is_moved"))  # type: ignore[assignment]
+        try:
+            return dealt(hybrid, fraction)
+        finally:
+            for name, method in usual.items():
+                setattr(torch.Tensor, name, method)
+            del torch.Tensor.is_cuda
+
+    if dealt.__name__ != as_on_a_gpu.__name__:  # lasts as long as the process: a load deals them anew
+        HybridDeviceOptimizer._get_sub_optimizer_param_groups = as_on_a_gpu  # type: ignore[method-assign]
+    asked = optimizer_config.is_te_min_version, optimizer.Adam
+    optimizer_config.is_te_min_version, optimizer.Adam = lambda *_, **__: True, torch.optim.AdamW
+    try:
+        yield
+    finally:
+        optimizer_config.is_te_min_version, optimizer.Adam = asked
+
+
+def _moved(tensor: Any) -> Any:
+    tensor.is_moved = True
+    return tensor
+
+
+def _as_it_came(method: Any, tensor: Any) -> Any:
+    made = method(tensor)
+    return _moved(made) if hasattr(tensor, "is_moved") else made
+
+
 def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
     """The engine, with arguments as Megatron-LM's are for such an optimizer."""
     engine = engine_jobs.engine_of(trainer)
@@ -203,7 +260,7 @@ def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
         said |= {"use_distributed_optimizer": False}
         newer = {"use_layer_wise_distributed_optimizer": layer_wise, "use_layer_wise_param_layout": "by layout" in kind}
         said |= newer if megatron() >= (0, 18) else {}
-    said |= {"use_precision_aware_optimizer": kind == PRECISE}
+    said |= {"use_precision_aware_optimizer": bool(KINDS[kind].get("use_precision_aware_optimizer"))}
 
     def args() -> Any:
         assert callable(usual)
@@ -306,6 +363,32 @@ def load(session: Session, root: str, kind: str, optimizer: bool = True) -> Seen
     train_on(trainer, seen, END)
     seen.states[END] = states_of(trainer)
     return seen
+
+
+def by_megatron_alone(session: Session, root: str, kind: str) -> list[Seen]:
+    """A run that Megatron saves at step 2 in its own files of three kinds and goes on with, and what it does after loading each."""
+    from mcore_rlhf.demo import megatron_checkpoint
+    from tests.reference import dist_jobs
+
+    shardings = (dist_jobs.FULLY_RESHARDABLE, dist_jobs.DP_RESHARDABLE)
+    runs = []
+    for resumes in (None, "legacy", *shardings):
+        seen = Seen()
+        runs.append(seen)
+        with with_optimizer(kind):
+            trainer, _ = new_trainer(session)
+        if resumes == "legacy":
+            megatron_checkpoint.load(trainer, f"{root}/legacy")
+        elif resumes is not None:
+            dist_jobs.load(trainer, Path(root) / resumes, rng=False)
+        else:
+            train_on(trainer, seen, LOOK)
+            megatron_checkpoint.save(trainer, f"{root}/legacy")
+            for sharding in shardings:
+                dist_jobs.save(trainer, Path(root) / sharding, sharding, {})
+        seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
+        train_on(trainer, seen, END)
+    return runs
 
 
 def go_on_with_megatron(session: Session, root: str, kind: str) -> Seen:

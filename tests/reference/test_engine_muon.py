@@ -18,7 +18,7 @@ from tests.reference.cases import LOSS_TOLERANCE
 from tests.reference.engine_lab import ADAM, PLAIN, SAME_ROWS
 from tests.reference.lab import TIMEOUT, Lab
 from tests.reference.merge import bits_equal, differences, merged
-from tests.reference.muon_jobs import LAYER_WISE, PRECISE, Seen
+from tests.reference.muon_jobs import LAYER_WISE, OFFLOAD, PRECISE, Seen
 from tests.reference.observing import END, LOOK, Session
 
 MODEL = replace(SAME_ROWS, dropout=0.0, num_layers=2)
@@ -29,13 +29,17 @@ MUON, PING_PONG, LAID_OUT = "muon", LAYER_WISE + "ping-pong", LAYER_WISE + "by l
 NEWER = muon_jobs.megatron() >= (0, 18)
 SINCE_018 = [
     LAID_OUT, LAID_OUT + ", lion", "muon, lion", "adaptive_muon", "normuon", "soap", LAYER_WISE + "soap", "lion", "sgd", PRECISE,
+    OFFLOAD, pytest.param(OFFLOAD + ", half", marks=pytest.mark.slow),
 ]  # fmt: skip
+
+
+CUT = (PRECISE, OFFLOAD)
 
 
 def run(
     lab: Lab, job: Any, parallel: Parallel, root: Path, kind: str, *, model: TinyGPT = MODEL, **options: Any
 ) -> list[Seen]:
-    session = Session(model, parallel, ADAM if kind == PRECISE else PLAIN)
+    session = Session(model, parallel, ADAM if kind.startswith(CUT) else PLAIN)
     world = parallel.world_size
     return lab.pool.run(job, session, str(root), kind, world_size=world, timeout=TIMEOUT, **options)
 
@@ -78,7 +82,7 @@ def test_the_manifest_has_every_state_of_every_rank(saved: tuple[Path, list[Seen
     """The test's own count of what the ranks hold: each their own where parameters are dealt out, otherwise the same."""
     root, ranks = saved
     live = json.loads((root / f"global_step_{LOOK}" / "manifest.json").read_text())["report"]["live"]["actor"]["states"]
-    each = kind.startswith(LAYER_WISE) or kind == PRECISE
+    each = kind.startswith((LAYER_WISE, *CUT))
     names = {key.rpartition(" ")[2] for key in ranks[0].states[LOOK] if not key.startswith("param")} - {"held", "step"}
     assert names
     for state in names:
@@ -166,6 +170,22 @@ def test_a_step_that_lacks_half_of_it_is_not_committed(lab: Lab) -> None:
         assert "rank 1 holds" in text
         assert "momentum_buffer of model.decoder" in text.partition("only rank 1 has")[2]
         assert rank.report == [], number
+
+
+@pytest.mark.slow
+def test_an_offloaded_optimizer_in_megatrons_own_files(lab: Lab) -> None:
+    """Its groups name classes of torch. Of the three kinds of files Megatron goes on right from one alone, which ours becomes."""
+    root, became = lab.new_root(), lab.new_root()
+    through, *again = run(lab, muon_jobs.by_megatron_alone, TWO, root, OFFLOAD)[0]
+    expected = {step: through.losses[step] for step in (3, 4)}
+    assert [one.losses == expected for one in again] == [False, True, False]
+    for kind in ("legacy", "fully_reshardable", "dp_reshardable"):
+        assert verify(root / kind, ReadOptions(), Depth.DEEP).intact
+        assert convert(root / kind, lab.new_root(), ConvertOptions("megatron", fsync=False)).lossless
+    assert convert(root / "legacy", became, ConvertOptions("megatron-dist", fsync=False)).lossless
+    resumed = run(lab, muon_jobs.go_on_with_megatron, TWO, became, OFFLOAD)[0]
+    assert same(through, resumed, LOOK)
+    assert resumed.losses == expected
 
 
 EXPERTS = replace(MODEL, num_experts=4)

@@ -18,14 +18,20 @@ _FURTHER = ("start_wd", "end_wd", "eps")
 """What else a group may override since 0.19."""
 _OPTIMIZER = "optimizer"
 """Which of several optimizers trains the group, since 0.18; those of the first have none."""
-_OF_THE_LAYOUT = frozenset({"params", "is_expert_parallel"})
+_OF_THE_RUN = frozenset(
+    {
+        "params", "is_expert_parallel", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32",
+        "pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d",
+    }
+)  # fmt: skip
+"""What says how this run trains, and not what: who has the parameters, and how an offloaded optimizer works."""
 Fields = Mapping[str, object]
 
 
 def continued(live: Sequence[Fields], stored: Sequence[ParamGroup], problems: Problems) -> list[dict[str, object]]:
     """The fields that each live group takes from the stored groups.
 
-    What depends on the layout (the parameters, whether they are experts dealt over ranks) stays the live run's; fields
+    What depends on the layout (the parameters, whether they are experts dealt over ranks) or the device stays the live run's; fields
     that nothing was stored for do too.
 
     Args:
@@ -40,7 +46,7 @@ def continued(live: Sequence[Fields], stored: Sequence[ParamGroup], problems: Pr
     found = [_found(group, live, stored, problems) for group in live]
     if not apart:
         _check_twins(stored, problems)
-    return [{key: value for key, value in one.items() if key not in _OF_THE_LAYOUT} for one in found]
+    return [{key: value for key, value in one.items() if key not in _OF_THE_RUN} for one in found]
 
 
 def _found(group: Fields, live: Sequence[Fields], stored: Sequence[ParamGroup], problems: Problems) -> Fields:
@@ -76,7 +82,7 @@ def _check_twins(stored: Sequence[ParamGroup], problems: Problems) -> None:
         different = [
             f"{key} {twin.fields.get(key)} and {value}"
             for key, value in expert.fields.items()
-            if key not in _OF_THE_LAYOUT and twin.fields.get(key) != value
+            if key not in _OF_THE_RUN and twin.fields.get(key) != value
         ]
         if different:
             problems.add(

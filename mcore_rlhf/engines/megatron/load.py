@@ -379,6 +379,8 @@ class MegatronHooks:
     def fill(self, copy: Callable[[], None]) -> None:
         """Fill; without an optimizer's, masters and moments begin anew from the weights."""
         copy()
+        for member in filter(None, self.chain if self._restores else ()):
+            member.settle()
         if self.whole is not None:
             fill_places(self.root, self._pairs)
         elif not self._restores:

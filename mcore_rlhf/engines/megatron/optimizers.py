@@ -108,9 +108,16 @@ class ChainMember:
     def keeps_remainders(self) -> bool:
         """Whether masters are kept as what they have beyond their bf16 parameters, in 16 bits: files hold those integers as fp32."""
         config = getattr(self.optimizer, "config", None)
-        return self.converts and bool(
-            getattr(config, "store_param_remainders", False) and getattr(config, "bf16", False)
-        )
+        wanted = getattr(config, "store_param_remainders", False) and getattr(config, "bf16", False)
+        return self.converts and not self.offloaded and bool(wanted)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether parts are trained on the CPU, by several optimizers in one. They keep fp32 masters, whatever the configuration says.
+
+        Source: megatron-core 0.16.1 and 0.19.2, ``optimizer/cpu_offloading/hybrid_optimizer.py``.
+        """
+        return _is_a(self.inner, "HybridDeviceOptimizer")
 
     def owned(self) -> list[Owned]:
         """What this rank owns, in the optimizer's order."""
@@ -184,11 +191,20 @@ class ChainMember:
             own: Whether masters come as such an optimizer gives them, and are remainders where it keeps those.
         """
         named = {PARAM_KEY if name == MASTER else name: tensor for name, tensor in tensors.items()}
-        device = {name: tensor.to(owned.param.device) for name, tensor in named.items()}
+        device = {name: tensor.to(owned.param.device, copy=self.offloaded) for name, tensor in named.items()}
         if self.keeps_remainders:
             master = device[PARAM_KEY]
             device[PARAM_KEY] = (master if own else remainders(master, owned)).to(torch.int16)
         self.optimizer._set_main_param_and_optimizer_states(owned.param, device)
+
+    def settle(self) -> None:
+        """Hand on what :meth:`put` was given to those that train with it.
+
+        Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py``: ``load_parameter_state_from_fully_reshardable`` does so;
+        ``load_parameter_state_from_dp_zero``, that of legacy files, does not, and goes on with the masters that were there before.
+        """
+        if self.offloaded and self.stepped:
+            self.inner._sync_hdo_state_to_sub_optimizers()
 
     def state_dict(self) -> dict[str, Any]:
         """What the model file holds of it, as Megatron gives it; before the first step too, when Megatron cannot always."""
@@ -252,13 +268,22 @@ class ChainMember:
         """Begin anew from the model's weights: masters are copies of them, moments are zeros."""
         if hasattr(self.optimizer, "reload_model_params"):
             self.optimizer.reload_model_params()
+        if self.converts and self.stepped:
+            self._forget_converted()
         for inner in torch_optimizers(self.optimizer):
-            for _, value in leaves([*inner.state.values()]):
-                if isinstance(value, torch.Tensor):
+            for key, value in leaves([*inner.state.values()]):
+                if isinstance(value, torch.Tensor) and not (self.converts and key.endswith(_MASTER_STATE)):
                     value.zero_()
         for group in self.groups:
             if "step" in group:
                 group["step"] = 0
+
+    def _forget_converted(self) -> None:
+        """Masters among the states are the parameters, in the form in which they are kept."""
+        for owned in self.owned():
+            param = owned.param.detach().flatten()[owned.start : owned.stop].float()
+            self.put(owned, {MASTER: param, **{state: torch.zeros_like(param) for state in self.states()}})
+        self.settle()
 
     @property
     def stepped(self) -> bool:
