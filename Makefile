@@ -11,7 +11,7 @@ SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/
 ADD_MEGATRON := VENV='$(VENV)' scripts/add_megatron.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo demo test test-unit test-all check fmt fuzz bench clean
+.PHONY: help setup setup-demo demo test test-unit test-all check fmt fuzz bench docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ fuzz: setup  ## Mutate every golden: make fuzz CASES=5000 SEED=1, or ONLY=17 SEE
 bench: setup  ## Measure the rows of benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks $(ARGS)
 
+docs:  ## Build the pages as a site, in site/; a dead link fails
+	@VENV='$(VENV)-docs' PYTHON='$(PYTHON)' scripts/setup_venv.sh docs
+	$(VENV)-docs/bin/python -m mkdocs build --strict $(ARGS)
+
 clean:  ## Remove everything that was made, .venv included
-	rm -rf $(VENV) .setup.lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-docs site .setup.lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

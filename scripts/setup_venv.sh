@@ -70,7 +70,7 @@ install() {
     touch "$unfinished"
     say "installing the pinned packages (the first time takes minutes: torch is large)"
     if [[ -n ${TORCH_INDEX:-} ]]; then "${pip[@]}" --no-deps --index-url "$TORCH_INDEX" torch || return; fi
-    install_megatron "${pip[@]}" || return
+    if [[ ,$extras, == *,megatron,* ]]; then install_megatron "${pip[@]}" || return; fi
     "${pip[@]}" --editable ".[$extras]" || return
     if [[ ,$extras, == *,dev,* ]]; then install_deepspeed "${pip[@]}"; fi
     rm "$unfinished"

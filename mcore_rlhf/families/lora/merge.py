@@ -222,8 +222,14 @@ class Merge:
         )
         alone = "the adapter by itself: once added, it cannot be taken out of the weights exactly"
         notes.add(Fate.LOST, alone, Item(Kind.VALUE, CARRIED))
+        tensors = (Item(Kind.TENSOR, tensor.memory) for tensor in found.tensors)
         notes.settle(
-            Fate.CHANGED, "of the merged model", Item(Kind.MODEL), Item(Kind.CONFIG), Item(Kind.VALUE, "iteration")
+            Fate.CHANGED,
+            "of the merged model",
+            Item(Kind.MODEL),
+            Item(Kind.CONFIG),
+            Item(Kind.VALUE, "iteration"),
+            *tensors,
         )
         if self.adapter.optimizer is not None:
             what = (*OF_OPTIMIZER, Item(Kind.SCHEDULER))

@@ -9,10 +9,12 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
 
+import mcore_rlhf
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
 from mcore_rlhf.families.options import ReadOptions
@@ -93,6 +95,8 @@ def _kind(block: str, file: Path) -> str:
     from mcore_rlhf.manager.config.run import load_run_config
 
     document = yaml.safe_load(block)
+    if "jobs" in document:
+        return _workflow(document)
     if "runner" in document:
         assert load_run_config(file).runner.experiment_name
         return "run"
@@ -103,6 +107,16 @@ def _kind(block: str, file: Path) -> str:
     return "job"
 
 
+def _workflow(document: dict[str, Any]) -> str:
+    """A workflow whose steps use an action or run a command, and one of them the very command that the page shows."""
+    steps = [step for job in document["jobs"].values() for step in job["steps"]]
+    assert all(("uses" in step) != ("run" in step) for step in steps)
+    assert True in document, "`on` is YAML's true"
+    (shown,) = re.findall(r"^\$ (mcore-rlhf .*)$", _page("how-to/check-resume-in-ci.md"), re.MULTILINE)
+    assert shown in [step.get("run") for step in steps]
+    return "workflow"
+
+
 def test_yaml_parses_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN", "/data")
     kinds = set()
@@ -111,7 +125,24 @@ def test_yaml_parses_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             file = tmp_path / "block.yaml"
             file.write_text(block, encoding="utf-8")
             kinds.add(_kind(block, file))
-    assert kinds == {"rules", "job", "run"}
+    assert kinds == {"rules", "job", "run", "workflow"}
+
+
+def test_the_site_has_every_page_once_and_no_other() -> None:
+    nav = re.findall(
+        r"^ +- (?:[\w ]+: )?([\w/-]+\.md)$", (PROJECT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    decisions = {
+        page for page in PAGES if page.parent.name == "decisions" and page.name != "README.md"
+    }  # its README lists them
+    assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in set(PAGES) - decisions)
+
+
+def test_the_page_of_public_names_has_all_of_them() -> None:
+    text = _page("reference/python.md")
+    names = set(re.findall(r"`(\w+)`", "".join(line for line in text.splitlines() if line.startswith("| "))))
+    assert names == {name for name in mcore_rlhf.__all__ if not name.startswith("__")}
+    assert "<!-- public names -->" in text
 
 
 def test_the_python_api_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

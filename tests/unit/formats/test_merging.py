@@ -63,6 +63,7 @@ def test_it_is_what_peft_makes_of_both(tmp_path: Path) -> None:
     assert len(untouched) == 12
     assert all(torch.equal(found[name], wanted[name]) for name in (*untouched, "lm_head.weight"))
     assert not job.lossless
+    assert not job.account.unaccounted
     assert job.casts
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["vocab_size"]) == ("llama", 61)

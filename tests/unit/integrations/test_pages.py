@@ -1,4 +1,4 @@
-"""The how-to pages about the manager hold: their Python runs, with stand-ins for other people's trainers, and their commands too."""
+"""The how-to pages about the manager hold: their Python runs, with stand-ins for other people's trainers and trackers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from mcore_rlhf import CheckpointManager
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import NotACheckpoint
 from mcore_rlhf.integrations import megatron_lm
 from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.storage.pt import Pt, read_pt
 
 PROJECT = Path(__file__).resolve().parents[3]
 HOW_TO = PROJECT / "docs" / "how-to"
 GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
 DIST = PROJECT / "tests" / "goldens" / "megatron_dist" / "tp2pp2dp2_fully_reshardable" / "iter_0000002"
-VERL = PROJECT / "tests" / "goldens" / "verl" / "fsdp2_ws3"
 PAGES = (
     "use-in-megatron-lm.md", "save-and-resume-a-run.md", "save-before-a-deadline.md", "for-rlinf-users.md",
-    "for-verl-users.md", "for-openrlhf-users.md",
+    "for-verl-users.md", "for-openrlhf-users.md", "report-to-trackers.md",
 )  # fmt: skip
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -84,8 +85,6 @@ def test_the_page_about_the_manager_runs_and_resumes(folder: Path, capsys: pytes
     assert torch.equal(uninterrupted["policy"].weight, resumed["policy"].weight)
     first, second = capsys.readouterr().out.split("loss ")[1:]
     assert first == second
-    for command in commands("save-and-resume-a-run.md"):
-        assert CliRunner().invoke(app, command).exit_code == 0
 
 
 def test_the_page_about_signals_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,20 +105,6 @@ def test_the_page_about_megatron_lm_hands_over_what_it_says(monkeypatch: pytest.
     assert given[0] == {}
     assert given[1]["state"] is names["state"]
     assert given[1]["options"].keep is names["keep"]
-
-
-def test_the_commands_for_rlinf_users(folder: Path) -> None:
-    root = folder / "results" / "grpo-1.5b" / "checkpoints"
-    shutil.copytree(GOLDEN, root / "global_step_2" / "actor")
-    (root / "global_step_2" / "data").mkdir()
-    torch.save({"_num_yielded": 2}, root / "global_step_2" / "data" / "data.pt")
-    results = [CliRunner().invoke(app, command) for command in commands("for-rlinf-users.md")]
-    assert [result.exit_code for result in results] == [1, 0, 0, 0, 0], [result.output for result in results]
-    assert "foreign" in results[0].output
-    assert "adopted" in results[2].output
-    assert "TP4×PP1" in results[4].output
-    assert [step.step for step in steps.committed(root)] == [2]
-    assert [step.step for step in steps.committed(folder / "results" / "grpo-1.5b-tp4" / "checkpoints")] == [2]
 
 
 def test_the_blocks_for_rlinf_users_say_what_exists() -> None:
@@ -163,20 +148,9 @@ def test_the_page_for_verl_users(folder: Path) -> None:
     assert (other.kl_ctrl_in_reward.value, other.train_dataloader.at) == (0.137, 5)
 
 
-def test_what_the_page_for_verl_users_says_of_verls_own_steps(folder: Path) -> None:
-    steps, convert, _ = commands("for-verl-users.md")
-    step = folder / steps[1] / "global_step_20"
-    shutil.copytree(VERL, step / "actor")
-    listed = CliRunner().invoke(app, steps)
-    assert "foreign" in listed.output
-    done = CliRunner().invoke(app, convert)
-    assert done.exit_code == 0, done.output
-    assert (folder / "resumed" / "dcp_checkpoint" / ".metadata").is_file()
-
-
 def test_the_page_for_verl_users_reads_a_dist_ckpt_without_arguments(folder: Path) -> None:
     """As verl calls megatron-core: a genuine torch_dist folder whose common.pt has no args."""
-    _, _, convert = commands("for-verl-users.md")
+    (convert,) = commands("for-verl-users.md")
     shutil.copytree(DIST, folder / convert[1])
     common = folder / convert[1] / "common.pt"
     tree = read_pt(common.parent, common.name).tree
@@ -213,3 +187,50 @@ def test_the_page_for_openrlhf_users(folder: Path) -> None:
     (deepspeed / "latest").write_text("global_step20")
     (deepspeed / "global_step20" / "mp_rank_00_model_states.pt").write_bytes(b"x")
     assert CliRunner().invoke(app, ["inspect", str(deepspeed)]).exit_code == 1  # read, and found to be no checkpoint
+
+
+class Tracker:
+    """Stands for TensorBoard's SummaryWriter, W&B's Run and MLflow's client: keeps what it is told, and from which thread."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {"add_scalar", "add_text", "define_metric", "log", "alert", "log_metric", "set_tag"}:
+            raise AttributeError(name)  # not what the page calls
+        return lambda *given, **named: self.told.append((name, given, named))
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(given, named) for found, given, named in self.told if found == name]
+
+
+def _saved_with(names: dict[str, Any], folder: Path, on_event: Any) -> None:
+    with CheckpointManager(folder, torch.nn.Linear(2, 2), options=names["options_with"](on_event)) as manager:
+        for step in range(1, 21):
+            manager.maybe_save(step)
+    on_event(Event("failed", 30, 0, {}, "the disk is full"))
+    on_event(Event("save", 30, 1, {"stall_s": 1.0}))  # another rank's
+    on_event(Event("load", None, 0, {}, "nothing to resume"))
+
+
+def test_the_page_about_trackers_reports_every_save(folder: Path) -> None:
+    names = run("report-to-trackers.md")
+    board, wandb, mlflow = Tracker(), Tracker(), Tracker()
+    _saved_with(names, folder / "board", names["to_tensorboard"](board))
+    _saved_with(names, folder / "wandb", names["to_wandb"](wandb))
+    _saved_with(names, folder / "mlflow", names["to_mlflow"](mlflow, "run-1"))
+    scalars = {(given[0], given[2]) for given, _ in board.of("add_scalar")}
+    assert {
+        ("checkpoint/save/stall_s", 10),
+        ("checkpoint/commit/seconds", 20),
+        ("checkpoint/commit/bytes", 20),
+    } <= scalars
+    assert board.of("add_text") == [(("checkpoint/failed", "the disk is full", 30), {})]
+    assert wandb.of("define_metric") == [(("checkpoint/*",), {"step_metric": "checkpoint/step"})]
+    logged = [given[0] for given, _ in wandb.of("log")]
+    assert {row["checkpoint/step"] for row in logged if "checkpoint/commit/seconds" in row} == {10, 20}
+    assert [named["text"] for _, named in wandb.of("alert")] == ["the disk is full"]
+    metrics = {(*given[:2], named["step"]) for given, named in mlflow.of("log_metric")}
+    assert {("run-1", "checkpoint/save/stall_s", 10), ("run-1", "checkpoint/commit/seconds", 20)} <= metrics
+    assert mlflow.of("set_tag") == [(("run-1", "checkpoint.failed", "step 30: the disk is full"), {})]
+    assert not {step for _, step in scalars} & {30}
