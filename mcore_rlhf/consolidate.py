@@ -49,9 +49,10 @@ from mcore_rlhf.storage.destination import Destination
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import inside, local_path
 from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.publish import LocalPublication, refuse_overlap
+from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.record_file import Layout, Raw, RecordFile
 from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.urls import refuse_overlap
 
 if TYPE_CHECKING:
     import torch

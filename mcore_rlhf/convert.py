@@ -7,8 +7,8 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from pathlib import Path
 from threading import Event
+from typing import Any
 
 from .core.account import Account, Report
 from .core.catalog import Traced
@@ -34,9 +34,9 @@ from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.destination import Destination, Moved, Publication
 from .storage.manifest import FileEntry, Manifest, provenance
-from .storage.paths import ReadablePath, local_path, real_path
-from .storage.publish import MANIFEST_NAME, LocalPublication, refuse_overlap, replace_text
-from .storage.urls import checkpoint_path
+from .storage.paths import ReadablePath, real_path
+from .storage.publish import MANIFEST_NAME
+from .storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from .verify.audit import Audit, Ledger, read_checksums
 
 _BUFFERS_PER_WORKER = 8
@@ -73,7 +73,7 @@ class Job:
     nbytes: int = 0
     copies: int = 0
     casts: bool = False
-    published: Path | None = None
+    published: ReadablePath | None = None
     seen: Source | None = None
     account: Account = field(default_factory=lambda: Account({}, ()))
 
@@ -202,7 +202,9 @@ def _refuse_contradictions(wanted: Format, write: WriteOptions) -> None:
         )
 
 
-def convert(source: ReadablePath, target: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
+def convert(
+    source: ReadablePath, target: ReadablePath, options: ConvertOptions, progress: Progress | None = None
+) -> Job:
     """Convert a checkpoint, with optimizer, and publish it at once.
 
     Args:
@@ -219,7 +221,7 @@ def convert(source: ReadablePath, target: Path, options: ConvertOptions, progres
     Raises:
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
-    source, target = checkpoint_path(source), local_path(target)
+    source, target = checkpoint_path(source), checkpoint_path(target)
     if options.to == "universal" and _is_run(target):
         job = add_to_run(source, target, options, progress)
         name_latest(target, job, options)
@@ -231,7 +233,9 @@ def convert(source: ReadablePath, target: Path, options: ConvertOptions, progres
     return job
 
 
-def add_to_run(source: ReadablePath, root: Path, options: ConvertOptions, progress: Progress | None = None) -> Job:
+def add_to_run(
+    source: ReadablePath, root: ReadablePath, options: ConvertOptions, progress: Progress | None = None
+) -> Job:
     """Convert a checkpoint to ``<root>/<tag>_uni``, which nothing names yet: see :func:`name_latest`.
 
     Raises:
@@ -246,7 +250,7 @@ def add_to_run(source: ReadablePath, root: Path, options: ConvertOptions, progre
     return job
 
 
-def publish_tag(job: Job, folder: Path, options: ConvertOptions, progress: Progress | None = None) -> None:
+def publish_tag(job: Job, folder: ReadablePath, options: ConvertOptions, progress: Progress | None = None) -> None:
     """Carry out a planned universal conversion as exactly that folder, whatever its tag is called.
 
     Raises:
@@ -256,24 +260,30 @@ def publish_tag(job: Job, folder: Path, options: ConvertOptions, progress: Progr
         _publish(job, publication, options, progress, tag=str(job.target.texts[LATEST_UNIVERSAL]))
 
 
-def name_latest(root: Path, job: Job, options: ConvertOptions) -> None:
+def name_latest(root: ReadablePath, job: Job, options: ConvertOptions) -> None:
     """Let a run's ``latest_universal`` name what a job wrote.
 
     Raises:
         StorageError: It could not be replaced.
     """
-    replace_text(root / LATEST_UNIVERSAL, str(job.target.texts[LATEST_UNIVERSAL]), fsync=options.fsync)
+    write_text(root / LATEST_UNIVERSAL, str(job.target.texts[LATEST_UNIVERSAL]), fsync=options.fsync)
 
 
-def _is_run(root: Path) -> bool:
+def _is_run(root: ReadablePath) -> bool:
     """Whether a folder is the root of a DeepSpeed run, and not a universal checkpoint that was converted as a whole."""
     if (root / "latest").is_file():
         return True
     return (root / LATEST_UNIVERSAL).is_file() and not (root / MANIFEST_NAME).is_file()
 
 
-def _publication(folder: Path, options: ConvertOptions) -> Publication:
-    return LocalPublication(folder, options.overwrite, options.fsync, replaceable=is_checkpoint)
+def _publication(folder: ReadablePath, options: ConvertOptions) -> Publication:
+    return publication(folder, is_checkpoint, **published_by(options))
+
+
+def published_by(options: ConvertOptions) -> dict[str, Any]:
+    """What of the options a publication is told."""
+    memory = options.max_memory // (2 * max(1, options.workers))  # the other half are the windows
+    return {"overwrite": options.overwrite, "fsync": options.fsync, "memory": memory}
 
 
 def _publish(
@@ -307,7 +317,7 @@ def write_target(
     return _Conversion(job, to, options, progress or Progress()).run()
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: ReadablePath) -> bool:
     """Whether a folder is one that ``--overwrite`` may replace."""
     return (path / MANIFEST_NAME).is_file() or any(known.detect(path) for known in FORMATS)
 
@@ -348,7 +358,8 @@ class _Conversion:
         layout = file.layout()
         plan = plan_file(file.path, layout.holds, self.job.target.source)
         with self.to.writer(file.path, layout.container.layout(file.path)) as writer:
-            run = FileRun(plan, layout.records, source, writer, ledger, self._window(), self._advance, writer.offset)
+            records = sorted(layout.records, key=lambda record: writer.offset(record.key))  # in the file's order
+            run = FileRun(plan, records, source, writer, ledger, self._window(), self._advance, writer.offset)
             files[file.path] = writer.finish(run.run(), fsync=self.options.fsync)
 
     def _window(self) -> int:

@@ -216,6 +216,7 @@ def demo(folder: Path | None) -> None:
         o.Option("--quarantine", help="Tell resume to leave this step alone.", metavar="STEP", type=_AT_LEAST_0),
         o.Option("--reason", help="Why, with --quarantine.", metavar="TEXT", default=""),
         o.Option("--release", help="Take this step out of quarantine.", metavar="STEP", type=_AT_LEAST_0),
+        *o.table("steps"),
         o.JSON_OPTION,
     ],
 )
@@ -247,6 +248,8 @@ def steps(root: Path, quarantine: int | None, reason: str, release: int | None, 
         o.flag("--include-damaged", help="Delete damaged and partial steps as well."),
         o.flag("--dry-run", help="Say what would be deleted; delete nothing."),
         o.flag("--no-verify", help="Do not read the newest step that stays before deleting others."),
+        o.flag("--dead", help="In a store: remove what writers that are no more have left, after a day."),
+        *o.table("prune"),
         o.JSON_OPTION,
     ],
 )
@@ -259,6 +262,7 @@ def prune(
     include_damaged: bool,
     dry_run: bool,
     no_verify: bool,
+    dead: bool,
     json: bool,
 ) -> None:
     """Delete the steps that no --keep rule wants. Steps and their exports go together.
@@ -270,6 +274,9 @@ def prune(
     """
     from . import steps
 
+    if dead:
+        steps.prune_dead(root, dry_run, json)
+        return
     steps.prune(
         root,
         steps.retention_of(keep_last, keep_every, keep_best, max_size),

@@ -20,7 +20,9 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance
 
@@ -152,7 +154,7 @@ def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] 
 
 
 @contextmanager
-def _said_when_interrupted(target: Path, published: Path | None = None) -> Iterator[None]:
+def _said_when_interrupted(target: ReadablePath, published: ReadablePath | None = None) -> Iterator[None]:
     """Let an interrupt say whether the target was published, where that is not known."""
     before = _transaction(target)
     try:
@@ -163,7 +165,7 @@ def _said_when_interrupted(target: Path, published: Path | None = None) -> Itera
         raise Interrupted(left, signum) from None
 
 
-def _what_is_left(target: Path, before: str | None) -> str:
+def _what_is_left(target: ReadablePath, before: str | None) -> str:
     now = _transaction(target)
     if now is not None and now == before and not _leftovers(target):
         return f"{target} is as it was; the half-written copy was removed"
@@ -175,19 +177,22 @@ def _what_is_left(target: Path, before: str | None) -> str:
     return f"nothing was published at {target}; what was half-written has been removed"
 
 
-def _published(folder: Path) -> str:
+def _published(folder: ReadablePath) -> str:
     return f"{folder} had just been published, and is complete"
 
 
-def _leftovers(target: Path) -> list[Path]:
+def _leftovers(target: ReadablePath) -> list[Path]:
+    if not isinstance(target, Path):
+        return []
     hidden = f".{target.name}.partial-"
     parent = target.absolute().parent
     return [path for path in parent.iterdir() if path.name.startswith(hidden)] if parent.is_dir() else []
 
 
-def _transaction(target: Path) -> str | None:
+def _transaction(target: ReadablePath) -> str | None:
     """Which transaction published what is at the target."""
     try:
+        target = checkpoint_path(str(target))  # anew: a store remembers what it was
         return Manifest.read(target / MANIFEST_NAME).transaction
     except CheckpointError:
         return None
@@ -201,7 +206,7 @@ def _proofs(job: ConversionJob, done: StepJob, progress: Progress) -> dict[str, 
     return {role: _prove(job, planned, models[role], progress) for role, planned in done.jobs.items()}
 
 
-def _prove(job: ConversionJob, done: Job, target: Path, progress: Progress) -> Facts:
+def _prove(job: ConversionJob, done: Job, target: ReadablePath, progress: Progress) -> Facts:
     """Verify the target and compare it with the source.
 
     Returns:

@@ -30,6 +30,7 @@ from mcore_rlhf.families.options import (
     ConvertOptions,
     JobOptions,
     ReadOptions,
+    StoreOptions,
     WriteOptions,
     of_command,
     placed,
@@ -37,7 +38,8 @@ from mcore_rlhf.families.options import (
     refuse,
 )
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath, local_path
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.settings import SETTINGS
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .options import default_workers
@@ -97,13 +99,14 @@ class ConversionJob(JobOptions):
             found.chosen.require_newest()
         return found
 
-    def target_folder(self) -> Path:
+    def target_folder(self) -> ReadablePath:
         """The target.
 
         Raises:
             UsageError: Neither the command line nor the job file names one.
         """
-        return local_path(self._named("target", "DST")).expanduser()
+        path = checkpoint_path(self._named("target", "DST"))
+        return path.expanduser() if isinstance(path, Path) else path
 
     def _named(self, end: str, argument: str) -> str:
         value: str | None = getattr(self, end)
@@ -129,6 +132,7 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
     values = read_values({**from_file, **said}, {name: config for name in from_file.keys() - said.keys() if config})
     texts = {name: values.pop(name) for name in _TEXTS if name in values}
     at = placed({"workers": default_workers(), **values})
+    SETTINGS.set(StoreOptions(**at["store"]).settings())
     options = ConvertOptions(read=ReadOptions(**at["read"]), write=WriteOptions(**at["write"]), **at["run"])
     refuse(options.to, read=options.read, write=options.write, run=options)
     if at["job"].get("newest_intact") and options.read.step is not None:

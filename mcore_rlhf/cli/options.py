@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import click
 
 from mcore_rlhf.families import option_types
-from mcore_rlhf.families.option_types import GROUPS
-from mcore_rlhf.families.options import ReadOptions, of_command, placed, read_values
+from mcore_rlhf.families.option_types import GROUPS, STORES
+from mcore_rlhf.families.options import ReadOptions, StoreOptions, of_command, placed, read_values
+from mcore_rlhf.storage.settings import stores_with
 
 from .guard import DEBUG, JSON, PROGRESS
 
@@ -43,7 +44,18 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help has its options under headings."""
+    """A command whose help has its options under headings, and whose stores are asked as its options say."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it. What a job file says of stores is said by :func:`.job.make_job`."""
+        rows = (
+            {}
+            if "config" in ctx.params
+            else {row.name for row in of_command(str(ctx.info_name)) if row.group == STORES}
+        )
+        values = read_values({name: ctx.params.pop(name) for name in rows})
+        with stores_with(StoreOptions(**placed(values)["store"]).settings()):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, those of no group of the table last."""

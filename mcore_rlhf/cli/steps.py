@@ -17,7 +17,9 @@ from mcore_rlhf.manager.run.adopt import Adoption
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
 from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.paths import local_path, parse_size
+from mcore_rlhf.storage.paths import ReadablePath, absolute, parse_size
+from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth
 
 from .output import Column, Facts, count, emit_json, print_table, say, size
@@ -28,11 +30,11 @@ _TRIED = 5
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max)(?::(?P<k>[1-9][0-9]*))?)?")
 
 
-def list_steps(root: Path, quarantine: int | None, reason: str, release: int | None, json: bool) -> None:
+def list_steps(given: Path, quarantine: int | None, reason: str, release: int | None, json: bool) -> None:
     """Change the quarantine where that is wanted, then list.
 
     Args:
-        root: The run's root.
+        given: The run's root.
         quarantine: A step to put in quarantine.
         reason: Why.
         release: A step to take out.
@@ -41,7 +43,7 @@ def list_steps(root: Path, quarantine: int | None, reason: str, release: int | N
     Raises:
         click.exceptions.Exit: With code 1, where no step is committed.
     """
-    require_root(root)
+    root = require_root(given)
     if reason and quarantine is None:
         raise UsageError("--reason says why a step is put in quarantine\nGive --quarantine STEP as well.")
     if quarantine is not None and quarantine == release:
@@ -66,23 +68,27 @@ def _with_advice(found: list[Step]) -> list[Step]:
 
 
 def _advice(step: Step) -> str:
+    if not isinstance(step.path, Path):
+        return "copy it to a local folder to adopt it"
     why_not = adopt.why_not(step.path)
     if why_not:
         return f"it cannot be adopted: {why_not}"
     return f"check it and give it one: mcore-rlhf adopt {step.path}"
 
 
-def require_root(root: Path) -> None:
-    """Refuse what cannot be a run's root.
+def require_root(given: Path) -> ReadablePath:
+    """The root that a user named.
 
     Raises:
         NotACheckpoint: It does not exist, or is a file.
         UsageError: It is a step.
     """
-    if not local_path(root).is_dir():
+    root = checkpoint_path(given)
+    if not root.is_dir():
         raise NotACheckpoint(f"{root}: " + ("expected a folder, found a file" if root.exists() else "no such folder"))
-    if steps.step_of(Path(root.absolute().name)) is not None:
+    if steps.step_of(absolute(root)) is not None:
         raise UsageError(f"{root}: is one step, but the root of a run is wanted\nGive the folder above: {root.parent}")
+    return root
 
 
 def step_facts(step: Step) -> Facts:
@@ -102,7 +108,7 @@ def step_facts(step: Step) -> Facts:
     }
 
 
-def _print_steps(root: Path, found: list[Step]) -> None:
+def _print_steps(root: ReadablePath, found: list[Step]) -> None:
     committed = sum(step.state == "committed" for step in found)
     say(f"{root}: {count(len(found), 'step')}, {committed} committed")
     if not found:
@@ -152,12 +158,12 @@ def _best(text: str) -> KeepBest:
 
 
 def prune(
-    root: Path, policy: Retention, include_damaged: bool, dry_run: bool, json: bool, *, verified: bool = True
+    given: Path, policy: Retention, include_damaged: bool, dry_run: bool, json: bool, *, verified: bool = True
 ) -> None:
     """Delete, and say what was.
 
     Args:
-        root: The run's root.
+        given: The run's root.
         policy: What to keep.
         include_damaged: Whether damaged and partial steps go as well.
         dry_run: Whether to delete nothing.
@@ -168,7 +174,7 @@ def prune(
         Corrupt: That step is damaged; nothing was deleted.
         click.exceptions.Exit: With code 1, where something could not be deleted.
     """
-    require_root(root)
+    root = require_root(given)
     _require_metrics(root, policy)
     if verified and not dry_run and retention.plan_deletions(root, policy, include_damaged=include_damaged):
         _verify_newest(root)
@@ -184,7 +190,36 @@ def prune(
         raise click.exceptions.Exit(1)
 
 
-def _require_metrics(root: Path, policy: Retention) -> None:
+def prune_dead(given: Path, dry_run: bool, json: bool) -> None:
+    """Remove what dead writers left in a store, and say what it was.
+
+    Args:
+        given: A target, or a folder of targets.
+        dry_run: Whether to remove nothing.
+        json: For machines.
+
+    Raises:
+        UsageError: It is no folder of a store.
+    """
+    from mcore_rlhf.storage import upload
+
+    root = checkpoint_path(given)
+    if not isinstance(root, StorePath):
+        raise UsageError(f"{root}: --dead is for object stores; in a local root, prune removes what is dead by itself")
+    found = list(upload.dead(root))
+    for one in () if dry_run else found:
+        upload.object_store(root).remove(one.keys)
+    if json:
+        gone = [{"path": one.path, "bytes": one.nbytes, "objects": len(one.keys)} for one in found]
+        emit_json({"root": str(root), "dry_run": dry_run, "dead": gone})
+        return
+    what = "would remove" if dry_run else "removed"
+    say(f"{root}: {what} {count(len(found), 'folder')}, {size(sum(one.nbytes for one in found))}")
+    for one in found:
+        say(f"  {one}")
+
+
+def _require_metrics(root: ReadablePath, policy: Retention) -> None:
     """A metric that no step has is a slip of the pen.
 
     Raises:
@@ -198,7 +233,7 @@ def _require_metrics(root: Path, policy: Retention) -> None:
             )
 
 
-def _verify_newest(root: Path) -> None:
+def _verify_newest(root: ReadablePath) -> None:
     """Sizes alone say that it is committed; the steps that would go may be the only ones that can be read.
 
     Raises:
@@ -220,7 +255,7 @@ def _verify_newest(root: Path) -> None:
 
 
 def _pruned_facts(
-    root: Path, planned: Sequence[Deletion], deleted: Sequence[Deletion], cleaned: Sequence[str], dry_run: bool
+    root: ReadablePath, planned: Sequence[Deletion], deleted: Sequence[Deletion], cleaned: Sequence[str], dry_run: bool
 ) -> Facts:
     """``root``; ``dry_run``; ``deleted`` and ``failed`` (``step``, ``path``, ``bytes``, ``reason``); ``kept`` (numbers of all
     other steps); ``bytes`` deleted; ``cleaned`` (what dead processes had left).

@@ -20,7 +20,7 @@ PLANNING = ("plan", "convert")
 CONVERTING = ("convert",)
 PYTHON_ONLY = ()
 
-SOURCE, LAYOUT, CONTENT, HUGGING_FACE, ADAPTERS, SAFETY, SPEED = GROUPS = (
+SOURCE, LAYOUT, CONTENT, HUGGING_FACE, ADAPTERS, SAFETY, SPEED, STORES = GROUPS = (
     "Source",
     "Layout of the target",
     "Parameters, optimizer, RNG states",
@@ -28,6 +28,7 @@ SOURCE, LAYOUT, CONTENT, HUGGING_FACE, ADAPTERS, SAFETY, SPEED = GROUPS = (
     "Adapters and quantized weights",
     "Safety",
     "Speed",
+    "Object stores",
 )
 """The headings under which the help shows options, in its order."""
 
@@ -72,7 +73,7 @@ class Option:
         default: What is done without it, where that is not obvious.
         opposite: A flag's other name, by which the command line takes back what a job file says.
         negated: Whether the field says the opposite of the option.
-        at: The fields that it sets, as ``section.field``: ``read``, ``write``, ``run`` (:class:`ConvertOptions`), or ``job``.
+        at: The fields that it sets, as ``section.field``: ``read``, ``write``, ``run`` (:class:`ConvertOptions`), ``job`` or ``store``.
     """
 
     kind: OptionType

@@ -1,7 +1,7 @@
 """The table of options: one row for each thing that a conversion, or the opening of a checkpoint, can be told.
 
-The rows are the fields of :class:`ReadOptions`, :class:`WriteOptions` and :class:`ConvertOptions`. The command line, the YAML
-jobs, the Python API and the tables of ``docs/reference/cli.md`` are made of them: which options a command has, with help and
+The rows are the fields of :class:`ReadOptions`, :class:`WriteOptions` and :class:`ConvertOptions`, and :mod:`.store_options`. The
+command line, the YAML jobs, the Python API and ``docs/reference/cli.md`` are made of them: which options a command has, with help and
 headings; what a value must be; for which target formats an option means something, so that for others it is refused.
 
 **To add an option**, add a field with its row, and use it. Nothing else: ``--some-name`` and the job's key ``some_name`` exist
@@ -52,6 +52,7 @@ from .option_types import (
     size,
     text,
 )
+from .store_options import StoreOptions as StoreOptions
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -308,8 +309,7 @@ class ConvertOptions:
     """How a conversion runs.
 
     Args:
-        read: How the source is read.
-        write: What the target is to be.
+        read, write: How the source is read, and what the target is to be.
     """
 
     to: str = option(text("FORMAT"), "Format to write.", "megatron", group=LAYOUT, default="megatron")
@@ -377,6 +377,7 @@ class JobOptions:
 
 
 _SECTIONS = {"read": ReadOptions, "write": WriteOptions, "run": ConvertOptions, "job": JobOptions}
+_SECTIONS["store"] = StoreOptions
 
 
 def _fields(section: str) -> Iterator[tuple[str, Field[Any]]]:
@@ -391,7 +392,7 @@ def _fields(section: str) -> Iterator[tuple[str, Field[Any]]]:
 def _collected() -> tuple[Option, ...]:
     """All rows, each with its name and the fields that it sets."""
     found: dict[str, Option] = {}
-    for section, place in (*_fields("run"), *_fields("job")):
+    for section, place in (*_fields("run"), *_fields("job"), *_fields("store")):
         row: Option | None = place.metadata.get("option")
         if row is not None:
             name = row.name or place.name
@@ -413,8 +414,7 @@ def read_values(given: Mapping[str, Any], files: Mapping[str, ReadablePath] | No
     """Values as the library takes them.
 
     Args:
-        given: By option, as a command line or a job file says it; None and what is empty is not said. What is no option, such
-            as a job's name, is a text.
+        given: By option, as a command line or a job file says it; None and what is empty is not said. What is no option is a text.
         files: The job file, of those that it says.
 
     Raises:

@@ -154,7 +154,7 @@ class LoadSource:
         """A folder that Megatron's own functions read: with a tracker and ``iter_…`` folders."""
         if self.kind == "root":
             newest = steps.newest(self.path)
-            return self.path if newest is None else newest.path / role
+            return self.path if newest is None else newest.local / role
         return self.path / role if self.kind == "step" else self.path
 
 

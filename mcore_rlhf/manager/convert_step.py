@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, prepare, write_target
+from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, prepare, published_by, write_target
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
 from mcore_rlhf.storage.destination import Destination, Moved
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
-from mcore_rlhf.storage.publish import LocalPublication, refuse_overlap, replace_text
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.urls import publication, refuse_overlap, write_text
 
 from .run import steps
 from .run.checks import check_values
@@ -37,7 +37,7 @@ class StepJob:
     carried: tuple[str, ...] = ()
     report: Report = field(default_factory=Report)
     account: Account = field(default_factory=lambda: Account({}, ()))
-    published: Path | None = None
+    published: ReadablePath | None = None
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,9 @@ def _unlisted(source: Subject) -> list[str]:
     return sorted(name for name in names if name not in source.manifest.files)
 
 
-def convert_step(source: Subject, target: Path, options: ConvertOptions, progress: Progress | None = None) -> StepJob:
+def convert_step(
+    source: Subject, target: ReadablePath, options: ConvertOptions, progress: Progress | None = None
+) -> StepJob:
     """Convert a step, or a lone checkpoint, and publish it at once.
 
     Args:
@@ -135,19 +137,19 @@ def convert_step(source: Subject, target: Path, options: ConvertOptions, progres
             f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
         )
     refuse_overlap(source.folder, folder)
-    publication = LocalPublication(folder, options.overwrite, options.fsync, _is_step, steps.MANIFEST)
-    with publication:
+    made = publication(folder, _is_step, manifest_name=steps.MANIFEST, **published_by(options))
+    with made:
         job = prepare_step(source, options)
-        publication.check_space(job.nbytes)
-        publication.commit(_written(job, publication, options, progress or Progress()))
+        made.check_space(job.nbytes)
+        made.commit(_written(job, made, options, progress or Progress()))
     job.published = folder
     newest = steps.newest(folder.parent)
     if folder.parent == target and (newest is None or newest.step <= source.step):
-        replace_text(target / TRACKER, str(source.step))
+        write_text(target / TRACKER, str(source.step))
     return job
 
 
-def _is_step(folder: Path) -> bool:
+def _is_step(folder: ReadablePath) -> bool:
     return (folder / steps.MANIFEST).is_file()
 
 

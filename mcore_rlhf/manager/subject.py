@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
@@ -34,8 +33,8 @@ class ChosenStep:
         passed_over: Newer steps, newest first, each with its state and what is wrong with it.
     """
 
-    root: Path
-    folder: Path
+    root: ReadablePath
+    folder: ReadablePath
     why: str
     passed_over: tuple[Step, ...] = ()
 
@@ -80,7 +79,11 @@ class ChosenStep:
 
 
 def choose(
-    root: Path, step: int | None = None, *, newest_intact: bool = False, progress: Callable[[int], None] | None = None
+    root: ReadablePath,
+    step: int | None = None,
+    *,
+    newest_intact: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> ChosenStep:
     """Choose a step of a root.
 
@@ -123,7 +126,7 @@ def _checked(step: Step, progress: Callable[[int], None] | None) -> Step:
     return replace(step, state="damaged", why=why) if why else step
 
 
-def _tracked(root: Path, found: list[Step]) -> ChosenStep:
+def _tracked(root: ReadablePath, found: list[Step]) -> ChosenStep:
     """In a root that others wrote, their tracker is the authority.
 
     Source: verl ``verl/utils/checkpoint/checkpoint_manager.py`` (``latest_checkpointed_iteration.txt``, the global step);
@@ -143,7 +146,7 @@ def _tracked(root: Path, found: list[Step]) -> ChosenStep:
     )
 
 
-def _tracker(root: Path) -> int | None:
+def _tracker(root: ReadablePath) -> int | None:
     try:
         text = tracker_text(root / TRACKER)
     except (OSError, ValueError):
@@ -266,15 +269,6 @@ def chosen_step(
     """
     path = checkpoint_path(path)
     if _is_root(path):
-        if not isinstance(path, Path):
-            there = sorted(
-                (child for child in path.iterdir() if steps.step_of(child) is not None),
-                key=lambda one: steps.step_of(one) or 0,
-            )
-            raise UsageError(
-                f"{path}: is the root of a run; in a store, name the step itself\n"
-                f"There are: {', '.join(child.name for child in there[-_SHOWN:])}"
-            )
         return choose(path, step, newest_intact=newest_intact, progress=progress)
     if newest_intact:
         raise UsageError(f"--newest-intact chooses one of several steps, and {path} is not the root of a run")

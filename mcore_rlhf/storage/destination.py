@@ -174,7 +174,7 @@ class Publication(Destination):
         """
 
     @abstractmethod
-    def commit(self, manifest: Manifest) -> Path:
+    def commit(self, manifest: Manifest) -> ReadablePath:
         """Write the manifest as the last file, and publish.
 
         Args:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,11 +20,15 @@ from .checksum import crc32
 from .paths import ReadablePath, cannot_open, inside
 
 FORMAT = "mcore_rlhf"
-VERSION = 1
+VERSION = 2
+"""Of manifests that name a prefix; without one they are of version 1, which older releases read."""
+PREFIX = ".tx-"
+"""What the names of such folders begin with; the transaction's id follows."""
 CHECKSUM = "crc32"
 """Key of the manifest's checksum of itself; one without it is read, and not checked."""
 
 _PIECE_NBYTES = 1 << 20
+_PREFIX = re.compile(re.escape(PREFIX) + r"[0-9a-z-]+")
 
 Progress = Callable[[str, int], None]
 """Called with a file and the number of its bytes that were just checked."""
@@ -54,6 +59,8 @@ class Manifest:
         lossless: Whether everything that the source had is there bit for bit; None where that has no meaning.
         provenance: Versions and whatever else says where it comes from.
         report: What a conversion did.
+        prefix: The folder beside the manifest that the files lie in, in a store, where nothing can be renamed; empty where they
+            lie beside the manifest themselves.
     """
 
     files: Mapping[str, FileEntry]
@@ -63,6 +70,7 @@ class Manifest:
     lossless: bool | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
 
     def to_json(self) -> str:
         """The manifest as text; keys and files always in the same order.
@@ -73,7 +81,7 @@ class Manifest:
         files = {path: {"bytes": entry.nbytes, "crc32": entry.crc32} for path, entry in sorted(self.files.items())}
         content = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.prefix else 1,
             "step": self.step,
             "transaction": self.transaction,
             "parts": [dict(part) for part in self.parts],
@@ -81,6 +89,7 @@ class Manifest:
             "lossless": self.lossless,
             "provenance": dict(self.provenance),
             "report": dict(self.report),
+            **({"prefix": self.prefix} if self.prefix else {}),
         }
         plain = _plain(content)
         assert isinstance(plain, dict)
@@ -111,7 +120,10 @@ class Manifest:
             parts = tuple({**part} for part in content["parts"])
             kept = {name: content[name] for name in ("step", "transaction", "lossless")}
             report = {**content.get("report", {})}
-            return cls(files, parts=parts, provenance={**content["provenance"]}, report=report, **kept)
+            prefix = content.get("prefix", "")
+            if prefix and not _PREFIX.fullmatch(prefix):
+                raise TypeError(f"prefix must be {PREFIX} and a transaction, not {prefix!r}")
+            return cls(files, parts=parts, provenance={**content["provenance"]}, report=report, prefix=prefix, **kept)
         except (TypeError, KeyError, AttributeError) as error:
             kind = Unsupported if CHECKSUM in content else Corrupt  # one that is as it was written is another release's
             raise kind(f"{where}: a field of the manifest has the wrong form: {error!r}.") from error
@@ -177,7 +189,7 @@ def _check_fields(content: Any, where: str) -> None:
             f"Upgrade: pip install --upgrade {FORMAT}"
         )
     known = {"format", "version", CHECKSUM, *(item.name for item in fields(Manifest))}
-    unknown, missing = sorted(content.keys() - known), sorted(known - {CHECKSUM, "report"} - content.keys())
+    unknown, missing = sorted(content.keys() - known), sorted(known - {CHECKSUM, "report", "prefix"} - content.keys())
     if unknown:
         raise Unsupported(f"{where}: the manifest has fields that are not known: {', '.join(unknown)}.")
     if missing:

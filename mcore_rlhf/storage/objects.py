@@ -2,7 +2,8 @@
 
 The requests are obstore's (Rust's object_store): signed, retried with jitter on 5xx, resets and time-outs, one connection pool for
 all threads. What stands here is what a checkpoint's reader knows and it does not: a folder is listed once; a file's two ends are
-fetched once and kept; an object that changes while it is read is an error, never a mixture of two.
+fetched once and kept; an object that changes while it is read is an error, never a mixture of two; and what :mod:`.upload`
+published lies below the prefix that its manifest names, which no reader notices.
 
 Source: obstore 0.12.1 (https://developmentseed.org/obstore); object_store's ``GetOptions`` for ranges and ``If-Match``.
 """
@@ -12,14 +13,18 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..errors import StorageError, UsageError
+from ..errors import NotACheckpoint, StorageError, UsageError
 from .fetched import FetchingStore
+from .manifest import PREFIX, Manifest
+from .publish import MANIFEST_NAME
+from .settings import SETTINGS
 from .store import Store, StorePath
 
 if TYPE_CHECKING:
@@ -32,7 +37,16 @@ SCHEMES = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or a managed identity",
     "abfs": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or a managed identity",
 }
-"""What can be read, and the environment variables that say with which rights."""
+"""What can be read and written, and the environment variables that say with which rights."""
+
+MANIFESTS = (MANIFEST_NAME, "manifest.json")
+"""Names of our manifests: of a checkpoint, and of a step."""
+
+BESIDE = (*MANIFESTS, "quarantined.json")
+"""What lies in a published folder itself, and not below its prefix."""
+
+_MOST_COPIED = 5 << 30
+"""Bytes that a store copies by itself. Source: Amazon S3, API reference, CopyObject."""
 
 
 class ObjectStore(FetchingStore):
@@ -45,10 +59,12 @@ class ObjectStore(FetchingStore):
     """
 
     def __init__(self, url: str, client: Client, root: str = "") -> None:
-        super().__init__()
+        self.settings = SETTINGS.get()
+        super().__init__(self.settings.connections)
         self.url, self.client, self.root = url, client, root
         self._folders: dict[str, dict[str, int | None]] = {}
         self._tags: dict[str, tuple[int, str | None]] = {}
+        self._prefixes: dict[str, str] = {}
 
     def __str__(self) -> str:
         return self.url
@@ -60,19 +76,61 @@ class ObjectStore(FetchingStore):
             StorageError: The store refuses, or cannot be reached.
         """
         if folder not in self._folders:
-            found = self._list(folder)
-            names: dict[str, int | None] = {PurePosixPath(prefix).name: None for prefix in found["common_prefixes"]}
-            for item in found["objects"]:
-                if item["path"].rstrip("/") != folder:  # what a console makes for an empty folder
-                    names[PurePosixPath(item["path"]).name] = item["size"]
-                    self._tags[item["path"]] = item["size"], item["e_tag"]
-            self._folders[folder] = names
+            names = self._names(self._real(folder))
+            if not names and self._is_in_published(folder):
+                names = self._names(self._real(folder))
+            self._folders[folder] = self._of_published(folder, names)
         return self._folders[folder]
+
+    def _names(self, folder: str) -> dict[str, int | None]:
+        found = self._list(folder)
+        names: dict[str, int | None] = {PurePosixPath(prefix).name: None for prefix in found["common_prefixes"]}
+        for item in found["objects"]:
+            if item["path"].rstrip("/") != folder:  # what a console makes for an empty folder
+                names[PurePosixPath(item["path"]).name] = item["size"]
+                self._tags[item["path"]] = item["size"], item["e_tag"]
+        return names
+
+    def _of_published(self, folder: str, names: dict[str, int | None]) -> dict[str, int | None]:
+        """What is seen of a folder: of one that was published here, the manifest and what lies below its prefix."""
+        if not any(name.startswith(PREFIX) for name in names):
+            return names
+        for name in MANIFESTS:
+            if names.get(name) is None:
+                continue
+            with suppress(NotACheckpoint):  # somebody else's file of that name
+                text = self.pread(f"{folder}/{name}", names[name] or 0, 0)
+                prefix = Manifest.from_json(text, f"{self}{folder}/{name}").prefix
+                if prefix:
+                    self._prefixes[folder] = prefix
+                    beside = {name: names[name] for name in BESIDE if name in names}
+                    return {**self._names(f"{folder}/{prefix}"), **beside}
+        return {name: nbytes for name, nbytes in names.items() if not name.startswith(PREFIX)}
+
+    def _real(self, path: str) -> str:
+        """Where a path lies: below the prefix of the published folder that it is in, if it is in one."""
+        for folder in (path, *map(str, PurePosixPath(path).parents)):
+            prefix = self._prefixes.get(folder)
+            below = path[len(folder) + 1 :]
+            if prefix is not None and below not in BESIDE:
+                return f"{folder}/{prefix}/{below}".rstrip("/")
+        return path
+
+    def _is_in_published(self, path: str) -> bool:
+        """Whether a folder above was published: asked where there is nothing of that name itself."""
+        parent = str(PurePosixPath(path).parent)
+        return parent != "." and bool(self.listed(parent)) and self._real(path) != path
+
+    def forget(self) -> None:
+        """Forget what was listed: something was written or deleted."""
+        self._folders.clear()
+        self._tags.clear()
+        self._prefixes.clear()
 
     def _list(self, folder: str) -> Any:
         from obstore.exceptions import BaseError
 
-        with self._asking(folder, "list"):
+        with self.asking(folder, "list"):
             try:
                 return _obstore().list_with_delimiter(self.client, folder or None)
             except BaseError as error:
@@ -92,21 +150,121 @@ class ObjectStore(FetchingStore):
         Raises:
             StorageError: The store refuses, or cannot be reached.
         """
-        if path not in self._tags:
-            with self._asking(path, "read"):
-                found = _obstore().head(self.client, path)
-            self._tags[path] = found["size"], found["e_tag"]
-        return self._tags[path][0]
+        real = self._real(path)
+        if real not in self._tags:
+            try:
+                self._ask_length(real)
+            except FileNotFoundError:
+                if real != path or not self._is_in_published(path):
+                    raise
+                real = self._real(path)
+                self._ask_length(real)
+        return self._tags[real][0]
+
+    def _ask_length(self, key: str) -> None:
+        with self.asking(key, "read"):
+            found = _obstore().head(self.client, key)
+        self._tags[key] = found["size"], found["e_tag"]
 
     def fetch(self, file: str, start: int, stop: int) -> bytes:
         """See :meth:`FetchingStore.fetch`; asks for the version that the listing named."""
+        file = self._real(file)
         tag = self._tags[file][1]
-        with self._asking(file, "read"):
+        with self.asking(file, "read"):
             answer = _obstore().get(self.client, file, options={"range": (start, stop), "if_match": tag})
             return bytes(answer.bytes())
 
+    def read_whole(self, key: str) -> tuple[bytes, str | None] | None:
+        """A small object as it is now, with its tag; None where there is none.
+
+        Raises:
+            StorageError: The store refuses, or cannot be reached.
+        """
+        try:
+            with self.asking(key, "read"):
+                answer = _obstore().get(self.client, key)
+                return bytes(answer.bytes()), answer.meta["e_tag"]
+        except FileNotFoundError:
+            return None
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> tuple[str | None] | None:
+        """Put a small object if nothing is there, or what is there has that tag.
+
+        Returns:
+            The new object's tag; None where something else is there.
+
+        Raises:
+            StorageError: The store refuses, cannot be reached, or keeps no conditions.
+        """
+        from obstore import exceptions as refused
+
+        mode: Any = "create" if tag is None else {"e_tag": tag}
+        try:
+            with self.asking(key, "write"):
+                try:
+                    return (_obstore().put(self.client, key, data, mode=mode, use_multipart=False)["e_tag"],)
+                except (refused.AlreadyExistsError, refused.PreconditionError):
+                    return None
+        except StorageError as error:
+            if isinstance(error.__cause__, refused.NotSupportedError) or "501 Not Implemented" in str(error.__cause__):
+                raise StorageError(
+                    f"{self}{key}: the store has no conditional puts, by which one of two writers would win.\n{said(error.__cause__)}\n"
+                    "Use one that has: S3, Google Cloud Storage, Azure, MinIO, R2. Or write to a local folder, and copy it."
+                ) from error
+            raise
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put a small object, whatever is there."""
+        with self.asking(key, "write"):
+            _obstore().put(self.client, key, data, use_multipart=False)
+
+    def open_writer(self, key: str, part_nbytes: int, at_a_time: int) -> Any:
+        """Begin an object that is sent in parts as it is written."""
+        return _obstore().open_writer(self.client, key, buffer_size=part_nbytes, max_concurrency=at_a_time)
+
+    def send(self, key: str, file: Path, part_nbytes: int, at_a_time: int) -> None:
+        """Send a local file."""
+        with self.asking(key, "write"):
+            _obstore().put(self.client, key, file, chunk_size=part_nbytes, max_concurrency=at_a_time)
+
+    def copy(self, key: str, to: str, part_nbytes: int, at_a_time: int) -> None:
+        """Copy an object: by the store itself, up to the size at which that ends; what is larger passes through here."""
+        with self.asking(to, "write"):
+            if self.length(key) <= _MOST_COPIED:
+                _obstore().copy(self.client, key, to)
+            else:
+                there = _obstore().get(self.client, key).stream(min_chunk_size=part_nbytes)
+                _obstore().put(self.client, to, there, chunk_size=part_nbytes, max_concurrency=at_a_time)
+
+    def objects(self, folder: str) -> list[Any]:
+        """All objects below a folder, at any depth, whatever they are: ``path``, ``size``, ``last_modified``."""
+        with self.asking(folder, "list"):
+            return [item for page in _obstore().list(self.client, folder or None) for item in page]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are not there are gone already."""
+        if keys:
+            with self.asking(keys[0], "delete"), suppress(FileNotFoundError):
+                _obstore().delete(self.client, list(keys))
+
+    def now(self, folder: str) -> datetime:
+        """What the store's own clock says: a small object is put for it, and deleted."""
+        key = f"{folder}/{PREFIX}clock-{os.urandom(4).hex()}".lstrip("/")
+        with self.asking(key, "write"):
+            _obstore().put(self.client, key, b"", use_multipart=False)
+            now: datetime = _obstore().head(self.client, key)["last_modified"]
+        self.remove([key])
+        return now
+
     @contextmanager
-    def _asking(self, key: str, doing: str) -> Iterator[None]:
+    def asking(self, key: str, doing: str, hint: str = "") -> Iterator[None]:
+        """Say in our words what the store refuses.
+
+        Args:
+            key: What it is asked about.
+            doing: What for: completes "cannot …".
+            hint: What the user should know besides.
+        """
         from obstore import exceptions as refused
 
         where = f"{self}{key}"
@@ -119,13 +277,14 @@ class ObjectStore(FetchingStore):
                 f"{where}: has changed while it was read: it is no longer the object that the folder's listing named.\n"
                 "Is another program still writing this checkpoint? Try again when it is done."
             ) from error
-        except refused.BaseError as error:
+        except (refused.BaseError, OSError) as error:  # of writers, the latter
             why = ": the store refuses" if _is_refusal(error) else ""
-            raise StorageError(f"{where}: cannot {doing}{why}.\n{_said(error)}\n{self._rights()}") from error
+            text = "\n".join(filter(None, (f"{where}: cannot {doing}{why}.", said(error), hint, self._rights())))
+            raise StorageError(text) from error
 
     def _rights(self) -> str:
-        scheme = self.url.partition(":")[0]
-        return f"Credentials, region and endpoint come from {SCHEMES[scheme]}."
+        names = SCHEMES.get(self.url.partition(":")[0])
+        return f"Credentials, region and endpoint come from {names}, or --store-option." if names else ""
 
 
 def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
@@ -150,13 +309,13 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
             'Install it: pip install "mcore_rlhf[object]". Or copy the checkpoint to a local folder.'
         ) from None
     top = f"{parts.scheme}://{parts.netloc}/"
-    settings: Any = {**(options or {})}
+    settings: Any = {**SETTINGS.get().options, **(options or {})}
     try:
         client = stores.from_url(
             top, config=settings, client_options={"allow_http": _is_plain_http(parts.scheme, settings), "timeout": "5m"}
         )
     except (refused.BaseError, ValueError, TypeError) as error:
-        raise UsageError(f"{url}: obstore cannot open such a store: {_said(error)}") from error
+        raise UsageError(f"{url}: obstore cannot open such a store: {said(error)}") from error
     key = parts.path.strip("/")
     return StorePath(ObjectStore(top, client, key), PurePosixPath(key))
 
@@ -177,7 +336,7 @@ def _is_refusal(error: BaseException) -> bool:
 _ANSWER = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL)
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException | None) -> str:
     """What the store said, without its XML, and without where in Rust that arrived."""
     text = str(error).strip().partition("Debug source")[0].strip()
     answer = _ANSWER.search(text)

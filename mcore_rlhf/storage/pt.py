@@ -194,14 +194,16 @@ def zip_layout(stem: str, pickled: PickledTree, id_order: Callable[[Iterable[str
         yield Piece(members[names[first]].header_offset, local_header(members[names[first]]))
 
     def ending(given: Mapping[str, int]) -> Iterator[Piece]:
-        crcs = small_crcs | {name: given[name] for name in pickled.records}
-        digits = _identity(crcs, id_order(name for name in names if name in crcs))
-        crcs[SERIALIZATION_ID] = crc32(digits)
-        content = small | {SERIALIZATION_ID: digits}
+        crcs, content = dict(small_crcs), dict(small)
         for name in names[first:]:
-            header, *rest = _pieces(members[name], content.get(name), crcs[name])
             if name != names[first]:  # its header is in the head
-                yield header
+                yield Piece(members[name].header_offset, local_header(members[name]))
+            if name == SERIALIZATION_ID:
+                content[name] = _identity(crcs, id_order(known for known in names if known in crcs))
+                crcs[name] = crc32(content[name])
+            elif name in pickled.records:
+                crcs[name] = given[name]
+            _, *rest = _pieces(members[name], content.get(name), crcs[name])
             yield from rest
         yield Piece(start, _directory(members, crcs))
 
@@ -212,7 +214,7 @@ def zip_layout(stem: str, pickled: PickledTree, id_order: Callable[[Iterable[str
         start + len(_directory(members, {})),
         {name: (members[name].data_offset, members[name].nbytes) for name in filled},
         [*joined(head()), *contents],
-        lambda crcs: joined(ending(crcs)),
+        ending,
     )
 
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from ..errors import CheckpointError, StorageError, UsageError
+from ..errors import CheckpointError, StorageError
 from .destination import LocalFolder, Publication
 from .manifest import Manifest
-from .paths import ReadablePath, human, local_path, real_path, storage_error
+from .paths import human, local_path, real_path, storage_error
 from .record_file import Layout, RecordFile
 
 MANIFEST_NAME = "mcore_rlhf.json"
@@ -447,20 +447,3 @@ def check_space(folder: Path, nbytes: int) -> None:
             f"{folder}: {human(nbytes)} are needed, but only {human(free)} are free there.\n"
             "Free some space, or choose a target on another disk."
         )
-
-
-def refuse_overlap(source: ReadablePath, target: Path) -> None:
-    """Refuse a target that is the source, lies in it or holds it: links are followed.
-
-    Raises:
-        UsageError: They overlap, or one is a URL.
-    """
-    if not isinstance(source, Path):
-        return
-    real_source, real_target = real_path(local_path(source)), real_path(local_path(target))
-    if real_source == real_target:
-        raise UsageError(f"{target}: source and target are the same folder.\nChoose another target.")
-    if real_target.is_relative_to(real_source):
-        raise UsageError(f"{target}: lies inside the source {source}.\nChoose a target outside it.")
-    if real_source.is_relative_to(real_target):
-        raise UsageError(f"{target}: holds the source {source}.\nChoose a target outside it.")

@@ -52,12 +52,15 @@ class Layout:
         records: ``(offset, bytes)`` of every record that will be filled, by its key.
         known: What can be written at once.
         ending: What follows from the CRC-32 of every record, and of every known piece that has a key.
+        in_order: Whether ``ending`` gives its pieces in the file's order, and asks for the CRC of nothing that lies behind the
+            piece: such a file can be sent to a store as it is made.
     """
 
     nbytes: int
     records: Mapping[str, tuple[int, int]]
     known: Iterable[Piece] = ()
     ending: Callable[[Mapping[str, int]], Iterable[Piece]] = _nothing
+    in_order: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ class RecordFile:
         missing = [key for key in records if key not in crcs]
         if missing:
             raise ValueError(f"{self.path}: no CRC was given for {', '.join(missing)}")
-        self._put(self.layout.ending({**crcs, **self._crcs}))
+        self._put(joined(self.layout.ending({**crcs, **self._crcs})))
         self._extents += ((offset, nbytes, crcs[key]) for key, (offset, nbytes) in records.items())
         entry = FileEntry(self.layout.nbytes, self._whole_crc())
         self._close(fsync)
@@ -316,7 +319,7 @@ class Raw(Container):
 
 
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces that follow one another as one, so that one call writes them."""
+    """Pieces without keys that follow one another as one, so that one call writes them."""
     start, at, run = 0, 0, b""
     for offset, data, _ in pieces:
         if offset != at and run:

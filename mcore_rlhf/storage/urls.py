@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 from ..errors import UsageError
-from .paths import ReadablePath, local_path, url_in
+from .destination import Publication
+from .paths import ReadablePath, local_path, real_path, storage_error, url_in
+from .publish import MANIFEST_NAME, LocalPublication, replace_text
+from .store import StorePath
 
 
 def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePath:
@@ -34,3 +39,93 @@ def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePat
         f"{url}: is a URL of a kind that is not read; those that are: {', '.join(f'{scheme}://' for scheme in SCHEMES)}, hf://, file://\n"
         "Copy it to a local folder first, or mount it."
     )
+
+
+def publication(
+    target: ReadablePath,
+    replaceable: Callable[[ReadablePath], bool],
+    *,
+    overwrite: bool = False,
+    fsync: bool = True,
+    memory: int = 64 << 20,
+    manifest_name: str = MANIFEST_NAME,
+) -> Publication:
+    """How a folder is published where it lies.
+
+    Args:
+        target: The folder.
+        replaceable: Says whether an existing folder is one that may be deleted.
+        overwrite: Whether an existing one may be replaced.
+        fsync: Whether a disk has everything before it appears.
+        memory: Bytes of one file that may be on their way to a store.
+        manifest_name: Name of the manifest in the folder.
+
+    Raises:
+        UsageError: Nothing can be written there.
+    """
+    if isinstance(target, StorePath):
+        from .upload import StorePublication
+
+        return StorePublication(target, overwrite, replaceable, manifest_name, memory)
+    assert isinstance(target, Path)
+    return LocalPublication(target, overwrite, fsync, replaceable, manifest_name)
+
+
+def write_text(path: ReadablePath, text: str, *, fsync: bool = True) -> None:
+    """Write a small text anew, whatever was there: see :func:`.publish.replace_text`.
+
+    Raises:
+        StorageError: It cannot be written; what was there before is still there.
+    """
+    if isinstance(path, StorePath):
+        from .upload import object_store
+
+        object_store(path).put(str(path.path), text.encode())
+        object_store(path).forget()
+        return
+    assert isinstance(path, Path)
+    replace_text(path, text, fsync=fsync)
+
+
+def remove_file(path: ReadablePath) -> None:
+    """Delete a file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        StorageError: It cannot be deleted.
+    """
+    if isinstance(path, StorePath):
+        from .upload import object_store
+
+        path.stat()
+        object_store(path).remove([str(path.path)])
+        object_store(path).forget()
+        return
+    assert isinstance(path, Path)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise storage_error(error, path, "remove") from error
+
+
+def refuse_overlap(source: ReadablePath, target: ReadablePath) -> None:
+    """Refuse a target that is the source, lies in it or holds it: links are followed.
+
+    Raises:
+        UsageError: They overlap.
+    """
+    if isinstance(source, StorePath) and isinstance(target, StorePath):
+        if str(source.store) != str(target.store):
+            return
+        source = StorePath(target.store, source.path)
+    elif isinstance(source, StorePath) or isinstance(target, StorePath):
+        return
+    real_source, real_target = real_path(source), real_path(target)
+    if real_source == real_target:
+        raise UsageError(f"{target}: source and target are the same folder.\nChoose another target.")
+    if real_target.is_relative_to(real_source):
+        raise UsageError(f"{target}: lies inside the source {source}.\nChoose a target outside it.")
+    if real_source.is_relative_to(real_target):
+        raise UsageError(f"{target}: holds the source {source}.\nChoose a target outside it.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,36 @@ class Request:
     first: int = 0
     last: int = -1
     if_match: str = ""
+    if_none_match: str = ""
+
+    @property
+    def conditional(self) -> bool:
+        return self.method == "PUT" and bool(self.if_match or self.if_none_match)
 
     @property
     def nbytes(self) -> int:
         return self.last - self.first + 1
 
 
+class LostAnswer(Exception):
+    """The connection breaks before the answer."""
+
+
 @dataclass
 class S3:
-    """The server. ``fault`` may answer a request itself: with a status such as ``503 Slow Down``."""
+    """The server. ``fault`` may answer a request itself: with a status such as ``503 Slow Down``. ``after`` is called when a request was
+    carried out and not yet answered; what it raises loses the answer.
+
+    moto checks a condition and then writes, without a lock: conditional puts pass one by one here.
+    """
 
     application: Any
     url: str = ""
     delay: float = 0.0
     fault: Callable[[Request], str | None] = lambda request: None
+    after: Callable[[Request], None] = lambda request: None
     requests: list[Request] = field(default_factory=list)
+    one_by_one: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         first, _, last = environ.get("HTTP_RANGE", "bytes=0--1").removeprefix("bytes=").partition("-")
@@ -51,6 +67,7 @@ class S3:
             int(first),
             int(last),
             environ.get("HTTP_IF_MATCH", ""),
+            environ.get("HTTP_IF_NONE_MATCH", ""),
         )
         self.requests.append(request)
         time.sleep(self.delay)
@@ -58,7 +75,13 @@ class S3:
         if answer is not None:
             start_response(answer, [("Content-Length", "0")])
             return [b""]
-        return self.application(environ, start_response)  # type: ignore[no-any-return]
+        with self.one_by_one if request.conditional else nullcontext():
+            answered: Iterable[bytes] = self.application(environ, start_response)
+        try:
+            self.after(request)
+        except LostAnswer:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        return answered
 
     @property
     def gets(self) -> list[Request]:

@@ -381,7 +381,7 @@ class Resumer:
     def _newest_first(self, listed: list[Step]) -> Iterator[_StepToTry]:
         for step in reversed(listed):
             if step.resumable:
-                yield _StepToTry(step.path, step.step)
+                yield _StepToTry(step.local, step.step)
             elif step.path.name == steps.step_folder(self.root, step.step).name:
                 why = f"in quarantine: {step.quarantined}" if step.quarantined else f"{step.state}: {step.why}"
                 self.reporter.say("skip", step.step, f"{step.path.name} is not resumed from: {why}")

@@ -22,11 +22,12 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError
-from mcore_rlhf.storage.paths import human, storage_error
+from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
 from mcore_rlhf.storage.publish import Lock, Places, new_transaction, recover, sync_folder
+from mcore_rlhf.storage.store import StorePath
 
 from . import steps
 from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lock
@@ -34,6 +35,7 @@ from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lo
 _log = logging.getLogger(__name__)
 
 EXPORTS = "exports"
+_Path = TypeVar("_Path", bound=ReadablePath)
 """Folder in a root that holds what was exported from its steps, as ``exports/global_step_N``."""
 
 _OF_THIS_RUN: set[Path] = set()
@@ -160,13 +162,13 @@ class Deletion:
     """
 
     step: int
-    path: Path
+    path: ReadablePath
     nbytes: int
     reason: str
 
 
 def plan_deletions(
-    root: Path, policy: Retention, protect: Collection[int] = (), *, include_damaged: bool = False
+    root: ReadablePath, policy: Retention, protect: Collection[int] = (), *, include_damaged: bool = False
 ) -> list[Deletion]:
     """Which steps may go, oldest first. Nothing is deleted.
 
@@ -215,7 +217,7 @@ def _beyond(cap: SizeCap, sizes: dict[int, int], going: Collection[int], candida
     return found
 
 
-def apply(root: Path, deletions: Iterable[Deletion]) -> list[Deletion]:
+def apply(root: ReadablePath, deletions: Iterable[Deletion]) -> list[Deletion]:
     """Delete what was planned, one log line each; meant to be run behind the training, in a thread of its own.
 
     Before each one, the disk is asked again whether a newer step is committed: without one it stays. A step that cannot be
@@ -227,7 +229,7 @@ def apply(root: Path, deletions: Iterable[Deletion]) -> list[Deletion]:
     return [deletion for deletion in deletions if _delete_one(root, deletion)]
 
 
-def _delete_one(root: Path, deletion: Deletion) -> bool:
+def _delete_one(root: ReadablePath, deletion: Deletion) -> bool:
     try:
         successor = steps.newest(root)
         if successor is None or successor.step <= deletion.step:
@@ -248,12 +250,12 @@ def _require_positive(what: str, value: int) -> None:
         raise UsageError(f"{what} should be positive, found {value}")
 
 
-def exports_of(folder: Path) -> Path:
+def exports_of(folder: _Path) -> _Path:
     """Where by-products of a step lie outside of its own folder: they are counted with it, and go with it."""
     return step_folder(folder.parent / EXPORTS, step_of(folder) or 0)
 
 
-def delete(folder: Path) -> bool:
+def delete(folder: ReadablePath) -> bool:
     """Delete a step and its exports. Nothing is asked: :func:`~.retention.plan_deletions` decides what may go.
 
     Safe in a background thread, and beside other processes that delete the same step. A crash leaves a hidden folder with
@@ -275,7 +277,7 @@ def delete(folder: Path) -> bool:
     return _remove(folder)
 
 
-def clean_up(root: Path) -> list[str]:
+def clean_up(root: ReadablePath) -> list[str]:
     """Remove what dead processes left in a root: half-written and half-deleted steps, and their locks.
 
     Safe at any time, in any number of processes; what may belong to a living one stays.
@@ -284,6 +286,8 @@ def clean_up(root: Path) -> list[str]:
         What was done, one line each.
     """
     done: list[str] = []
+    if not isinstance(root, Path):
+        return done  # a store has no locks: see `prune --dead`
     for folder in (root, root / EXPORTS):
         locks = folder.iterdir() if folder.is_dir() else ()
         targets = {target for lock in locks if (target := target_of_lock(lock)) is not None}
@@ -292,7 +296,12 @@ def clean_up(root: Path) -> list[str]:
     return done
 
 
-def _remove(folder: Path) -> bool:
+def _remove(folder: ReadablePath) -> bool:
+    if isinstance(folder, StorePath):
+        from mcore_rlhf.storage.upload import remove
+
+        return remove(folder, MANIFEST)
+    assert isinstance(folder, Path)
     folder = Path(os.path.abspath(folder))
     if not os.path.lexists(folder):
         return False

@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
-from mcore_rlhf.storage.paths import ReadablePath, local_path, storage_error
-from mcore_rlhf.storage.publish import replace_text
+from mcore_rlhf.storage.paths import ReadablePath, storage_error, walk
+from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
 
 MANIFEST = "manifest.json"
 """The last file of a step that is written."""
@@ -43,6 +43,8 @@ NOTE = "quarantined.json"
 
 _NO_REASON = "no reason given"
 
+_Path = TypeVar("_Path", bound=ReadablePath)
+
 State = Literal["committed", "damaged", "partial", "foreign"]
 """``committed``: the manifest parses, names this step, and every listed file has its listed size. ``damaged``: there is
 a manifest, but that is not so, or the folder cannot be read. ``foreign``: no manifest, but files as other trainers write
@@ -58,7 +60,7 @@ _FOREIGN = (
 _FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
 
 
-def tracker_text(tracker: Path) -> str:
+def tracker_text(tracker: ReadablePath) -> str:
     """What a tracker says, whoever wrote it.
 
     Raises:
@@ -67,7 +69,7 @@ def tracker_text(tracker: Path) -> str:
     return reading.read_line(tracker)
 
 
-def step_folder(root: Path, step: int) -> Path:
+def step_folder(root: _Path, step: int) -> _Path:
     """The folder of a step: ``<root>/global_step_50``."""
     return root / f"global_step_{step}"
 
@@ -78,7 +80,7 @@ def step_of(path: ReadablePath) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def step_of_aside(path: Path) -> int | None:
+def step_of_aside(path: ReadablePath) -> int | None:
     """The step that this hidden folder belongs to: one being written, replaced or deleted."""
     match = _ASIDE.fullmatch(path.name)
     return int(match.group(1)) if match else None
@@ -95,7 +97,7 @@ def is_hidden(path: ReadablePath) -> bool:
     return path.name.startswith(".")
 
 
-def quarantine(folder: Path, reason: str = "") -> None:
+def quarantine(folder: ReadablePath, reason: str = "") -> None:
     """Tell resume to leave a step alone; the step itself stays as it is.
 
     Args:
@@ -109,10 +111,10 @@ def quarantine(folder: Path, reason: str = "") -> None:
     _require_step(folder)
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     note = {"reason": reason.strip() or _NO_REASON, "time": now}
-    replace_text(folder / NOTE, json.dumps(note, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / NOTE, json.dumps(note, indent=1, ensure_ascii=False) + "\n")
 
 
-def release(folder: Path) -> bool:
+def release(folder: ReadablePath) -> bool:
     """Take a step out of quarantine.
 
     Returns:
@@ -124,18 +126,16 @@ def release(folder: Path) -> bool:
     """
     _require_step(folder)
     try:
-        (folder / NOTE).unlink()
+        remove_file(folder / NOTE)
     except FileNotFoundError:
         return False
-    except OSError as error:
-        raise storage_error(error, folder / NOTE, "remove") from error
     return True
 
 
-def reason_of(folder: Path) -> str:
+def reason_of(folder: ReadablePath) -> str:
     """Why a step is in quarantine; empty where it is not. A note that cannot be read still counts."""
     note = folder / NOTE
-    if not os.path.lexists(note):
+    if not (os.path.lexists(note) if isinstance(note, Path) else note.is_file()):
         return ""
     try:
         return str(reading.read_json(note)["reason"]) or _NO_REASON
@@ -143,7 +143,7 @@ def reason_of(folder: Path) -> str:
         return f"{NOTE} cannot be read: {type(error).__name__}"
 
 
-def _require_step(folder: Path) -> None:
+def _require_step(folder: ReadablePath) -> None:
     if step_of(folder) is None or not folder.is_dir():
         raise NotACheckpoint(f"{folder}: there is no such step\nList them: mcore-rlhf steps {folder.parent}")
 
@@ -165,7 +165,7 @@ class Step:
     """
 
     step: int
-    path: Path
+    path: ReadablePath
     state: State
     nbytes: int = 0
     roles: tuple[str, ...] = ()
@@ -173,6 +173,12 @@ class Step:
     why: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     quarantined: str = ""
+
+    @property
+    def local(self) -> Path:
+        """Its folder, in the root of a file system."""
+        assert isinstance(self.path, Path)
+        return self.path
 
     @property
     def resumable(self) -> bool:
@@ -185,7 +191,7 @@ class Step:
         return f"{self.path.name} is {self.state}" + (f" ({why})" if why else "")
 
 
-def listed(root: Path) -> list[Step]:
+def listed(root: ReadablePath) -> list[Step]:
     """Every step in a root, oldest first, hidden ones after the visible one of the same number.
 
     One bad folder never hides the others: what is wrong with it stands in its :attr:`Step.why`.
@@ -201,21 +207,19 @@ def listed(root: Path) -> list[Step]:
     return sorted(found, key=_age)
 
 
-def found_at(folder: Path) -> Step | None:
+def found_at(folder: ReadablePath) -> Step | None:
     """What one folder is, without a look at the others; None where there is none, or not by a step's name."""
     number = step_of(folder)
-    return _describe(number, folder) if number is not None and os.path.isdir(folder) else None
+    return _describe(number, folder) if number is not None and folder.is_dir() else None
 
 
 def why_not_committed(folder: ReadablePath) -> str:
     """What is wrong with a step, one line; empty where there is none, or nothing is."""
-    if not isinstance(folder, Path):
-        return _problem(folder, read_manifest(folder), step_of(folder) or 0)
     found = found_at(folder)
     return found.why if found is not None else ""
 
 
-def committed(root: Path, *, quarantined: bool = False) -> list[Step]:
+def committed(root: ReadablePath, *, quarantined: bool = False) -> list[Step]:
     """The steps that are all there, oldest first.
 
     Args:
@@ -228,7 +232,7 @@ def committed(root: Path, *, quarantined: bool = False) -> list[Step]:
     return [step for step in listed(root) if step.resumable or (quarantined and step.state == "committed")]
 
 
-def newest(root: Path) -> Step | None:
+def newest(root: ReadablePath) -> Step | None:
     """The newest step that is committed and not in quarantine; None where there is none.
 
     Raises:
@@ -237,14 +241,14 @@ def newest(root: Path) -> Step | None:
     return next((step for step in newest_first(root) if step.resumable), None)
 
 
-def newest_first(root: Path) -> Iterator[Step]:
+def newest_first(root: ReadablePath) -> Iterator[Step]:
     """The visible steps of a root, newest first, each looked at when it is asked for.
 
     Raises:
         CheckpointError: See :func:`listed`.
     """
     visible = [(number, path) for number, path in _folders(root) if not is_hidden(path)]
-    for number, path in sorted(visible, reverse=True):
+    for number, path in sorted(visible, key=_number, reverse=True):
         step = _describe(number, path)
         if step is not None:
             yield step
@@ -261,7 +265,7 @@ def is_committed(folder: ReadablePath) -> bool:
         return False
 
 
-def is_of_newer_release(folder: Path) -> bool:
+def is_of_newer_release(folder: ReadablePath) -> bool:
     """Whether a step has a manifest that this release is too old for: whatever it holds, it is not damaged."""
     return is_newer(folder / MANIFEST)
 
@@ -276,19 +280,20 @@ def read_manifest(folder: ReadablePath) -> Manifest:
     return Manifest.read(folder / MANIFEST)
 
 
-def size_of(folder: Path) -> int:
+def size_of(folder: ReadablePath) -> int:
     """Bytes of all files below a folder; what vanishes or cannot be read meanwhile counts as nothing."""
     total = 0
-    for parent, _, names in os.walk(folder):
+    for parent, names in walk(folder):
         for name in names:
             try:
-                total += os.lstat(os.path.join(parent, name)).st_size
+                file = parent / name
+                total += (os.lstat(file) if isinstance(file, Path) else file.stat()).st_size
             except OSError:
                 continue
     return total
 
 
-def looks_foreign(folder: Path) -> bool:
+def looks_foreign(folder: ReadablePath) -> bool:
     """Whether a folder directly holds what trainers write: a tracker, iterations, shards."""
     named = any((folder / name).exists() for name in _FOREIGN)
     return named or any(True for pattern in _FOREIGN_PATTERNS for _ in folder.glob(pattern))
@@ -298,10 +303,15 @@ def _age(step: Step) -> tuple[int, bool, str]:
     return step.step, is_hidden(step.path), step.path.name
 
 
-def _folders(root: Path) -> Iterator[tuple[int, Path]]:
+def _number(found: tuple[int, ReadablePath]) -> int:
+    return found[0]
+
+
+def _folders(root: ReadablePath) -> Iterator[tuple[int, ReadablePath]]:
     """Numbers and folders of all steps, in no order."""
+    root = checkpoint_path(root)
     try:
-        names = os.listdir(local_path(root))
+        names = os.listdir(root) if isinstance(root, Path) else [child.name for child in root.iterdir()]
     except FileNotFoundError:
         return
     except NotADirectoryError:
@@ -311,28 +321,28 @@ def _folders(root: Path) -> Iterator[tuple[int, Path]]:
     for name in names:
         path = root / name
         number = step_of_aside(path) if is_hidden(path) else step_of(path)
-        if number is not None and os.path.isdir(path):
+        if number is not None and path.is_dir():
             yield number, path
 
 
-def _describe(number: int, path: Path) -> Step | None:
+def _describe(number: int, path: ReadablePath) -> Step | None:
     """What a folder is; None where it has vanished meanwhile."""
     try:
         step = _hidden(number, path) if is_hidden(path) else _visible(number, path)
     except Exception as error:  # whatever is wrong with one folder may not hide the others
         step = Step(number, path, "damaged", why=_one_line(path, error))
-    return step if os.path.isdir(path) else None
+    return step if path.is_dir() else None
 
 
-def _hidden(number: int, path: Path) -> Step:
+def _hidden(number: int, path: ReadablePath) -> Step:
     doing = "written or deleted" if ".partial-" in path.name else "replaced"
     why = f"being {doing}, or left behind by a process that died; the next start of the run cleans up what is dead"
     return Step(number, path, "partial", size_of(path), _role_folders(path), _changed(path), why)
 
 
-def _visible(number: int, path: Path) -> Step:
+def _visible(number: int, path: ReadablePath) -> Step:
     try:
-        os.lstat(path / MANIFEST)
+        os.lstat(path / MANIFEST) if isinstance(path, Path) else (path / MANIFEST).stat()
     except FileNotFoundError:  # any other error means that the folder cannot be read, not that it is empty
         return _without_manifest(number, path)
     nbytes, quarantined = size_of(path), reason_of(path)
@@ -348,7 +358,7 @@ def _visible(number: int, path: Path) -> Step:
     return Step(number, path, state, nbytes, roles, written, why, _comparable(manifest), quarantined)
 
 
-def _without_manifest(number: int, path: Path) -> Step:
+def _without_manifest(number: int, path: ReadablePath) -> Step:
     roles, nbytes, changed, quarantined = _role_folders(path), size_of(path), _changed(path), reason_of(path)
     if any(looks_foreign(folder) for folder in (path, *(path / role for role in roles))):
         why = f"has no {MANIFEST}: another trainer's step"
@@ -397,7 +407,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _role_folders(path: Path) -> tuple[str, ...]:
+def _role_folders(path: ReadablePath) -> tuple[str, ...]:
     return tuple(sorted(child.name for child in path.iterdir() if child.is_dir() and _may_be_role(child.name)))
 
 
@@ -405,9 +415,9 @@ def _may_be_role(name: str) -> bool:
     return name not in _NOT_ROLES and not name.startswith((".", "iter_", "mp_rank_")) and name not in _FOREIGN
 
 
-def _changed(path: Path) -> str:
+def _changed(path: ReadablePath) -> str:
     try:
-        return _iso(path.stat().st_mtime)
+        return _iso(path.stat().st_mtime) if isinstance(path, Path) else ""
     except OSError:
         return ""
 
@@ -416,6 +426,6 @@ def _iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def _one_line(path: Path, error: Exception) -> str:
+def _one_line(path: ReadablePath, error: Exception) -> str:
     told = storage_error(error, path, "read") if isinstance(error, OSError) else error
     return (str(told) or type(told).__name__).splitlines()[0]

@@ -74,7 +74,7 @@ BAD = {
     "not json": ("{", Corrupt, "not valid JSON"),
     "another format": ('{"format": "x"}', NotACheckpoint, "not a manifest"),
     "a list": ("[]", NotACheckpoint, "not a manifest"),
-    "newer": (_changed(version=2), Unsupported, "version 2 .* reads up to 1"),
+    "newer": (_changed(version=3), Unsupported, "version 3 .* reads up to 2"),
     "unknown fields": (_changed(zeal=1, yes=2), Unsupported, "fields that are not known: yes, zeal"),
     "missing fields": (_changed(files="REMOVED"), Incomplete, "lacks the fields files"),
     "bad entry": (_changed(files={"a": {"bytes": "1", "crc32": 2}}), Corrupt, "whole numbers"),

@@ -21,9 +21,9 @@ from mcore_rlhf.storage.publish import (
     Places,
     check_space,
     recover,
-    refuse_overlap,
     replace_text,
 )
+from mcore_rlhf.storage.urls import refuse_overlap
 
 MANIFEST = Manifest({"a": FileEntry(3, 0)})
 

@@ -1,0 +1,39 @@
+"""What is said once of all object stores that a command, or a program, has to do with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """How object stores are asked.
+
+    Args:
+        options: obstore's settings by name, such as ``endpoint`` or ``region``; they win over the environment's.
+        connections: Requests at a time, of one store.
+        staging: A local folder for files that cannot be sent as they are made.
+        plain: Whether what is written gets the names that other loaders look for, once it is published.
+    """
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    connections: int = 16
+    staging: Path | None = None
+    plain: bool = False
+
+
+SETTINGS: ContextVar[StoreSettings] = ContextVar("SETTINGS", default=StoreSettings())  # noqa: B039 # it is frozen
+
+
+@contextmanager
+def stores_with(settings: StoreSettings) -> Iterator[None]:
+    """Let the stores that are opened meanwhile be asked so."""
+    before = SETTINGS.set(settings)
+    try:
+        yield
+    finally:
+        SETTINGS.reset(before)

@@ -1,0 +1,346 @@
+"""Publishing in an object store, where nothing can be renamed: files under a prefix of their own, and a manifest that names it.
+
+For a target ``ckpt`` a transaction uses keys that no other one ever uses:
+
+* ``ckpt/.tx-<id>/…``      the files
+* ``ckpt/.tx-<id>.writer`` says that somebody writes, and was how the store was asked whether it keeps conditions
+
+One conditional put of the manifest publishes it: of two writers, one wins. A target without a manifest does not exist. What a dead
+process left is removed by :func:`prune`, by the store's own clock; unfinished multipart uploads by a lifecycle rule of the bucket.
+
+Source: obstore 0.12.1 (``put`` with ``mode``, ``open_writer``, ``copy``); Amazon S3's user guide: conditional writes (412, 409), 10,000
+parts of 5 MiB to 5 GiB in a multipart upload.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import PurePosixPath
+from types import TracebackType
+from typing import Any
+
+from ..errors import CheckpointError, StorageError, UsageError
+from .destination import Publication
+from .manifest import PREFIX, FileEntry, Manifest
+from .objects import MANIFESTS, SCHEMES, ObjectStore
+from .paths import ReadablePath, human, storage_error
+from .publish import MANIFEST_NAME, new_transaction
+from .record_file import Layout, RecordFile
+from .store import StorePath
+from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes
+
+_PAUSES = (0.1, 0.5, 2.0)
+DEAD_AFTER = timedelta(hours=24)
+"""A prefix that no manifest names, and to which nothing was added for so long, is nobody's."""
+
+
+def _never(_path: ReadablePath) -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class StorePublication(Publication):
+    """See :class:`Publication`; of an object store.
+
+    Args:
+        target: The folder to publish.
+        overwrite: Whether an existing one may be replaced.
+        replaceable: Says whether an existing folder is one that may be deleted.
+        manifest_name: Name of the manifest in the folder.
+        memory: Bytes that may be on their way, of one file.
+    """
+
+    target: StorePath
+    overwrite: bool = False
+    replaceable: Callable[[ReadablePath], bool] = _never
+    manifest_name: str = MANIFEST_NAME
+    memory: int = 64 << 20
+    transaction: str = field(default_factory=new_transaction)
+    recovered: list[str] = field(default_factory=list)
+    _store: ObjectStore = field(init=False)
+    _tag: str | None = None
+    _old: Manifest | None = None
+    _settled: bool = True
+
+    def __post_init__(self) -> None:
+        self._store = object_store(self.target)
+        if self.target.path == PurePosixPath():
+            raise UsageError(f"{self.target}: is a whole bucket\nName a folder in it.")
+
+    @property
+    def prefix(self) -> str:
+        """The folder in the target that the files lie in."""
+        return f"{PREFIX}{self.transaction}"
+
+    def _key(self, name: str) -> str:
+        return f"{self.target.path}/{name}"
+
+    def __enter__(self) -> StorePublication:
+        """See :meth:`Publication.__enter__`; asks the store whether it keeps conditions, before anything large is sent."""
+        self._check_target()
+        self._settled = False
+        try:
+            self._ask_for_conditions()
+        except BaseException:
+            self._remove_own()
+            raise
+        return self
+
+    def _check_target(self) -> None:
+        found = self._store.read_whole(self._key(self.manifest_name))
+        if found is not None:
+            data, self._tag = found
+            with suppress(CheckpointError):
+                self._old = Manifest.from_json(data, f"{self.target}/{self.manifest_name}")
+        elif not any(True for _ in self.target.iterdir()):
+            return
+        if not self.overwrite:
+            raise StorageError(f"{self.target}: exists already.\nChoose another target, or give --overwrite.")
+        if not self.replaceable(self.target):
+            raise StorageError(
+                f"{self.target}: exists and does not look like a checkpoint; not even --overwrite replaces it.\n"
+                "Choose another target, or remove the folder yourself."
+            )
+
+    def _ask_for_conditions(self) -> None:
+        key, here = f"{self._key(self.prefix)}.writer", os.uname().nodename.encode()
+        if not self._store.put_if(key, here, None):
+            raise StorageError(f"{self._store}{key}: is there already, though no two writers have the same name.")
+        if self._store.put_if(key, here, None):
+            raise StorageError(
+                f"{self._store}: puts an object where one is, though it was asked not to (If-None-Match): of two writers both would "
+                "believe that they published.\nUse a store with conditional puts: S3, Google Cloud Storage, Azure, MinIO, R2, Ceph "
+                "from Squid on. Or write to a local folder, and copy it."
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._settled:
+            self._remove_own()
+
+    def _remove_own(self) -> None:
+        """What was sent; where the store refuses, it is :func:`prune`'s."""
+        self._settled = True
+        with suppress(CheckpointError, OSError):
+            self._store.remove([*keys(self._store, self._key(self.prefix)), f"{self._key(self.prefix)}.writer"])
+
+    def check_space(self, nbytes: int) -> None:
+        """A store has no end."""
+
+    def writer(self, file: str, layout: Layout) -> RecordFile:
+        """See :meth:`.destination.Destination.writer`."""
+        key = self._key(f"{self.prefix}/{file}")
+        if layout.in_order:
+            return UploadedFile(self._store, key, layout, self.memory)
+        folder = self._store.settings.staging
+        if folder is None:
+            raise UsageError(
+                f"{self._store}{key}: its front is known when its end is, and a store takes a file from its front\n"
+                "Give it a local folder for such files: --staging FOLDER."
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(error, folder, "create") from error
+        return StagedFile(self._store, key, layout, self.memory, folder)
+
+    def commit(self, manifest: Manifest) -> StorePath:
+        """See :meth:`Publication.commit`; the old one, where there is one, is removed afterwards."""
+        doomed = self._doomed() if self.overwrite else []
+        whole = replace(manifest, transaction=self.transaction, prefix=self.prefix)
+        self._tag = self._put_manifest(whole, self._tag)
+        self._settled = True
+        with suppress(CheckpointError, OSError):  # it is published: what cannot be removed now, `prune --dead` removes
+            found = self._store.read_whole(self._key(self.manifest_name))
+            gone = doomed if found is not None and self._is(found[0], whole) else []
+            self._store.remove([*gone, f"{self._key(self.prefix)}.writer"])
+        self._store.forget()
+        if self._store.settings.plain:
+            self._make_plain(whole)
+        return self.target
+
+    def _doomed(self) -> list[str]:
+        """What the old one is made of: whatever lies there now, but the manifest and what other writers are sending."""
+        own = f"{self._key('')}{PREFIX}"
+        old = f"{self._key(self._old.prefix)}/" if self._old is not None and self._old.prefix else None
+        return [
+            key
+            for key in keys(self._store, str(self.target.path))
+            if key != self._key(self.manifest_name)
+            and (not key.startswith(own) or (old is not None and key.startswith(old)))
+        ]
+
+    def _put_manifest(self, manifest: Manifest, tag: str | None) -> str | None:
+        """Put it if what is there still has that tag; returns its own."""
+        key, data = self._key(self.manifest_name), manifest.to_json().encode()
+        for pause in (*_PAUSES, None):
+            try:
+                put = self._store.put_if(key, data, tag)
+            except CheckpointError as error:  # an answer can be lost: look, do not believe
+                there = self._looked(manifest, error)
+                if there is None:
+                    raise self._unpublished(error) from error
+                return there[0]
+            if put is not None:
+                return put[0]
+            found = self._store.read_whole(key)
+            if found is not None and self._is(found[0], manifest):
+                return found[1]
+            if pause is None or (found[1] if found is not None else None) != tag:
+                break
+            time.sleep(pause)  # S3 answers 409 while it is busy with another writer, who may fail
+        raise StorageError(
+            f"{self.target}: another writer has published there meanwhile; what it wrote was left alone, and nothing of this one is "
+            "there.\nLook at it, then choose another target, or give --overwrite."
+        )
+
+    def _looked(self, manifest: Manifest, error: CheckpointError) -> tuple[str | None] | None:
+        """The tag of the manifest, if it is there in spite of an error."""
+        self._settled = True  # what was put may be on its way still: the files must be there when it arrives
+        try:
+            found = self._store.read_whole(self._key(self.manifest_name))
+        except CheckpointError:
+            raise self._unpublished(error, "it is not known whether it was published") from error
+        return (found[1],) if found is not None and self._is(found[0], manifest) else None
+
+    def _unpublished(self, error: CheckpointError, what: str = "was not published") -> StorageError:
+        return StorageError(
+            f"{self.target}: {what}.\n{error}\nWhat was sent stays, as the manifest may still arrive. Look again in a while: "
+            f"mcore-rlhf inspect {self.target}; what is dead after a day goes with: mcore-rlhf prune --dead {self.target}"
+        )
+
+    def _is(self, text: bytes, manifest: Manifest) -> bool:
+        """Whether a manifest that was read is one that this transaction put."""
+        try:
+            there = Manifest.from_json(text, str(self.target))
+        except CheckpointError:
+            return False
+        return (there.transaction, there.prefix) == (manifest.transaction, manifest.prefix)
+
+    def _make_plain(self, manifest: Manifest) -> None:
+        """Give the files the names that other loaders look for. Until the manifest says so, they are not all there."""
+        try:
+            with ThreadPoolExecutor(self._store.settings.connections) as pool:
+                list(pool.map(self._copy_plain, manifest.files.items()))
+            self._put_manifest(replace(manifest, prefix=""), self._tag)
+        except CheckpointError as error:
+            raise StorageError(
+                f"{self.target}: is published, and this program reads it; but not all files have their plain names, so that other "
+                f"loaders must not read it.\n{error}\nConvert again with --overwrite --layout plain."
+            ) from error
+        with suppress(CheckpointError, OSError):
+            self._store.remove(keys(self._store, self._key(self.prefix)))
+        self._store.forget()
+
+    def _copy_plain(self, file: tuple[str, FileEntry]) -> None:
+        name, entry = file
+        part = part_nbytes(entry.nbytes)
+        there = self._key(f"{self.prefix}/{name}")
+        self._store.copy(there, self._key(name), part, at_a_time(self._store, part, self.memory))
+
+
+def object_store(path: StorePath) -> ObjectStore:
+    """The store that a path is of, where it is one that can be written to.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if not isinstance(path.store, ObjectStore):
+        raise UsageError(f"{path}: can be read only\nWrite to a local folder, or to {', '.join(SCHEMES)}.")
+    return path.store
+
+
+def keys(store: ObjectStore, folder: str) -> list[str]:
+    """All objects below a folder."""
+    return [item["path"] for item in store.objects(folder)]
+
+
+def remove(target: StorePath, manifest_name: str = MANIFEST_NAME) -> bool:
+    """Delete a published folder: the manifest first, so that at no time half of it is there.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        StorageError: The store refuses.
+    """
+    store = object_store(target)
+    there = keys(store, str(target.path))
+    if there:
+        store.remove([f"{target.path}/{manifest_name}"])
+        store.remove(there)
+        store.forget()
+    return bool(there)
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """What a writer that is no more has left.
+
+    Args:
+        path: The prefix.
+        keys: All below it.
+        nbytes: Their bytes.
+    """
+
+    path: str
+    keys: Sequence[str]
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {human(self.nbytes)} that were never published"
+
+
+def dead(root: StorePath, after: timedelta = DEAD_AFTER) -> Iterator[Dead]:
+    """Prefixes below a folder that no manifest names, and to which nothing was added for a while, by the store's own clock.
+
+    Args:
+        root: A target, or a folder of targets.
+        after: How long.
+
+    Raises:
+        StorageError: The store refuses.
+    """
+    store = object_store(root)
+    found: dict[str, list[Any]] = {}
+    folder = "" if root.path == PurePosixPath() else str(root.path)
+    for item in store.objects(folder):
+        parts = item["path"].split("/")
+        at = next((number for number, part in enumerate(parts) if part.startswith(PREFIX)), None)
+        if at is not None:
+            name = parts[at].removesuffix(".writer")
+            found.setdefault("/".join([*parts[:at], name]), []).append(item)
+    if not found:
+        return
+    now = store.now(folder)
+    for path, items in sorted(found.items()):
+        if now - max(item["last_modified"] for item in items) < after:
+            continue
+        if _is_named(store, path):
+            items = [item for item in items if item["path"] == f"{path}.writer"]
+        if items:
+            yield Dead(f"{store}{path}", [item["path"] for item in items], sum(item["size"] for item in items))
+
+
+def _is_named(store: ObjectStore, prefix: str) -> bool:
+    """Whether a manifest names a prefix; one that cannot be read may."""
+    folder, _, name = prefix.rpartition("/")
+    for manifest in MANIFESTS:
+        found = store.read_whole(f"{folder}/{manifest}")
+        if found is None:
+            continue
+        try:
+            if Manifest.from_json(found[0], f"{store}{folder}/{manifest}").prefix == name:
+                return True
+        except CheckpointError as error:
+            raise StorageError(
+                f"{store}{folder}/{manifest}: cannot be read; what it names is not known.\n{error}"
+            ) from error
+    return False
