@@ -188,6 +188,49 @@ def report(paths: tuple[Path, ...], json: bool, **given: Any) -> None:
 
 
 @app.command(
+    short_help="Say what this machine and installation are good for.",
+    params=[
+        o.argument("FOLDER", "Where checkpoints are to lie. [default: here]", required=False, default="."),
+        o.JSON_OPTION,
+    ],
+)
+def doctor(folder: Path, json: bool) -> None:
+    """Say what this machine, this installation and a folder are good for: versions, speed of checksums, locks, space, extras.
+
+    The exit code is 1 where something that is needed is missing, or nothing can be written.
+
+    Example: mcore-rlhf doctor /scratch/runs
+    """
+    from .doctor import run
+
+    run(folder, json)
+
+
+@app.group(short_help="List and show the jobs and runs that come with it.")
+def configs() -> None:
+    """List and show the conversion jobs and run configurations that come with the package, for well-known deployments.
+
+    Example: mcore-rlhf configs show qwen2.5-7b-eval-tp1 > job.yaml; mcore-rlhf convert --config job.yaml
+    """
+
+
+@configs.command("list", params=[o.JSON_OPTION], cls=o.Command)
+def list_configs(json: bool) -> None:
+    """List them."""
+    from .jobs import list_all
+
+    list_all(json)
+
+
+@configs.command("show", params=[o.argument("NAME", "Its name, as the list has it.", kind=str)], cls=o.Command)
+def show_config(name: str) -> None:
+    """Print one."""
+    from .jobs import show
+
+    show(name)
+
+
+@app.command(
     short_help="Train GRPO on real Megatron, kill it, resume, reshape, and prove it.",
     params=[
         o.Option(

@@ -20,7 +20,7 @@ def test_the_summary_says_what_happened_and_how_to_load_it(cli: Cli, tp2pp2: Pat
     assert "lossless yes" in text
     assert f"load --load {target}" in text
     assert "derived RNG states" in text
-    assert "converting: done" in outcome.stderr
+    assert "converting (stage 1 of 2): done" in outcome.stderr
 
 
 def test_the_target_is_the_checkpoint_that_was_asked_for(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ from mcore_rlhf.formats.registry import open_checkpoint
 
 PROJECT = Path(__file__).resolve().parents[3]
 SCRIPT = PROJECT / "tools" / "reshape_megatron.py"
+MODULE = PROJECT / "mcore_rlhf" / "cli" / "tools" / SCRIPT.name
 GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reshape_megatron", SCRIPT)
+    spec = importlib.util.spec_from_file_location("reshape_megatron", MODULE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -20,7 +20,7 @@ LLAMA = "tp2pp2dp2_bf16_do"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("to_hf", PROJECT / "tools" / "to_hf.py")
+    spec = importlib.util.spec_from_file_location("to_hf", PROJECT / "mcore_rlhf" / "cli" / "tools" / "to_hf.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

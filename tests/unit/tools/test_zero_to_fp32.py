@@ -26,7 +26,9 @@ GATHERED = [name for name in NAMES if not name.startswith(("pp", "autotp"))]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("zero_to_fp32", PROJECT / "tools" / "zero_to_fp32.py")
+    spec = importlib.util.spec_from_file_location(
+        "zero_to_fp32", PROJECT / "mcore_rlhf" / "cli" / "tools" / "zero_to_fp32.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

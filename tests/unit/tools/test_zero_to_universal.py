@@ -27,7 +27,9 @@ OPTIONS = ConvertOptions(to="universal", fsync=False)
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("zero_to_universal", PROJECT / "tools" / "zero_to_universal.py")
+    spec = importlib.util.spec_from_file_location(
+        "zero_to_universal", PROJECT / "mcore_rlhf" / "cli" / "tools" / "zero_to_universal.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,69 @@
+"""``doctor``: what it says against what the system itself says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.cli import doctor
+
+from .conftest import Cli
+
+
+def test_versions_folder_and_extras(cli: Cli, tmp_path: Path) -> None:
+    outcome = cli("doctor", tmp_path, "--json")
+    assert outcome.code == 0
+    facts = outcome.json
+    assert facts["versions"]["numpy"] == version("numpy")
+    assert facts["crc32"]["bytes_per_second"] > 100e6
+    expected = subprocess.run(
+        ["stat", "-f", "-c", "%a %S", tmp_path], capture_output=True, text=True, check=True
+    ).stdout
+    blocks, block = map(int, expected.split())
+    assert facts["folder"]["free"] == pytest.approx(blocks * block, rel=0.1, abs=1 << 30)
+    assert facts["folder"]["locks"] == "hold"
+    assert {one["package"]: one["version"] for one in facts["extras"]}["torch"] == version("torch")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not shutil.which("findmnt"), reason="needs findmnt of util-linux")
+def test_the_file_system_is_the_one_that_findmnt_names(cli: Cli, tmp_path: Path) -> None:
+    for folder in (tmp_path, Path("/proc"), Path("/dev/shm")):
+        told = subprocess.run(
+            ["findmnt", "-n", "-o", "FSTYPE,TARGET", "-T", folder], capture_output=True, text=True, check=False
+        )
+        if told.returncode == 0:
+            assert list(doctor._mounted(folder)[:2]) == told.stdout.splitlines()[-1].split()
+
+
+def test_what_is_missing_says_what_it_would_bring(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "deepspeed" else known(name))
+    text = cli("doctor", tmp_path).words()
+    assert "deepspeed missing: pip install 'mcore_rlhf[deepspeed]' DeepSpeedEngine" in text
+
+
+def test_a_requirement_that_is_missing_is_a_problem(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numpy" else known(name))
+    outcome = cli("doctor", tmp_path)
+    assert outcome.code == 1
+    assert "problem: numpy is not installed" in outcome.stdout
+
+
+def test_locks_that_do_not_hold_and_folders_that_cannot_be_written(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.fcntl, "flock", lambda *_: None)
+    assert "note: locks do not hold here" in cli("doctor", tmp_path).stdout
+    monkeypatch.undo()
+    if os.path.isdir("/proc"):
+        outcome = cli("doctor", "/proc", "--json")
+        assert outcome.code == 1
+        assert "nothing can be written there" in outcome.json["problems"][0]
+    assert cli("doctor", tmp_path / "none").code == 2
