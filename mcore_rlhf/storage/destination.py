@@ -91,7 +91,7 @@ class LocalFolder(Destination):
     """A folder of the file system.
 
     Args:
-        root: It.
+        root: It; there already.
     """
 
     root: Path
@@ -99,8 +99,10 @@ class LocalFolder(Destination):
     def writer(self, file: str, layout: Layout) -> RecordFile:
         """See :meth:`Destination.writer`."""
         path = self.root / file
+        above = [parent for parent in path.parents if parent.is_relative_to(self.root) and parent != self.root]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            for parent in reversed(above):  # not the root: if that was given up and removed, it stays so
+                parent.mkdir(exist_ok=True)
         except OSError as error:
             raise storage_error(error, path.parent, "create") from error
         return RecordFile(path, layout)

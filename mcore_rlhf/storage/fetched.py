@@ -233,6 +233,11 @@ class FetchingStore(Store):
         """See :meth:`Store.expect`."""
         self._fetched().expect(ranges)
 
+    def drop(self) -> None:
+        """Keep nothing of what was fetched."""
+        with self._making:
+            self._kept = None
+
     def _fetched(self) -> Fetched:
         with self._making:
             if self._kept is None:

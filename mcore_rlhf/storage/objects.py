@@ -122,10 +122,11 @@ class ObjectStore(FetchingStore):
         return parent != "." and bool(self.listed(parent)) and self._real(path) != path
 
     def forget(self) -> None:
-        """Forget what was listed: something was written or deleted."""
+        """Forget what was listed and fetched: something was written or deleted."""
         self._folders.clear()
         self._tags.clear()
         self._prefixes.clear()
+        self.drop()
 
     def _list(self, folder: str) -> Any:
         from obstore.exceptions import BaseError

@@ -14,6 +14,7 @@ parts of 5 MiB to 5 GiB in a multipart upload.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +32,13 @@ from .manifest import PREFIX, FileEntry, Manifest
 from .objects import MANIFESTS, SCHEMES, ObjectStore
 from .paths import ReadablePath, human, storage_error
 from .publish import MANIFEST_NAME, new_transaction
+from .reading import opened
 from .record_file import Layout, RecordFile
 from .store import StorePath
 from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes
 
 _PAUSES = (0.1, 0.5, 2.0)
+_PIECE_NBYTES = 1 << 20
 DEAD_AFTER = timedelta(hours=24)
 """A prefix that no manifest names, and to which nothing was added for so long, is nobody's."""
 
@@ -150,6 +153,14 @@ class StorePublication(Publication):
         except OSError as error:
             raise storage_error(error, folder, "create") from error
         return StagedFile(self._store, key, layout, self.memory, folder)
+
+    def sha256(self, file: str) -> str:
+        """See :meth:`.destination.Destination.sha256`; asked of the store, so that what it has is what is vouched for."""
+        found = hashlib.sha256()
+        with opened(StorePath(self._store, PurePosixPath(self._key(f"{self.prefix}/{file}")))) as data:
+            for piece in data.pieces(_PIECE_NBYTES):
+                found.update(piece)
+        return found.hexdigest()
 
     def commit(self, manifest: Manifest) -> StorePath:
         """See :meth:`Publication.commit`; the old one, where there is one, is removed afterwards."""

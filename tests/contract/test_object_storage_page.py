@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -48,3 +49,7 @@ def test_a_job_in_yaml_takes_urls_and_options_of_stores(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         put = [request.key for request in s3.requests if request.method == "PUT"]
         assert "target/model.safetensors" in put
+        words = ["convert", "--config", str(tmp_path / "job.yaml"), "--overwrite", "--verify", "--dtype", "float32"]
+        again = CliRunner().invoke(app, [*words, "--layout", "prefix", "--json"])
+        assert again.exit_code == 0, again.output
+        assert json.loads(again.stdout)["proved"]

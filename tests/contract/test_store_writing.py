@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,15 @@ def test_every_format_is_written_as_on_a_disk(s3: S3, tmp_path: Path, to: str) -
         convert(url(f"every/{to}"), Path(url(f"every/{to}-back")), back)
         convert(url(f"every/{to}"), tmp_path / "there", back)
         assert contents(at(f"every/{to}-back")) == contents(tmp_path / "back") == contents(tmp_path / "there")
+
+
+def test_sums_are_those_of_what_the_store_has(s3: S3, tmp_path: Path) -> None:
+    options = ConvertOptions(to="megatron-dist", write=WriteOptions(integrity=True), **FAST)
+    convert(SOURCE, tmp_path / "here", options)
+    convert(SOURCE, Path(url("sums")), options)
+    there = contents(at("sums"))
+    assert there == contents(tmp_path / "here")
+    assert any(name.endswith("integrity.json") for name in there)
 
 
 def test_what_lies_in_a_published_folder_is_found_by_its_plain_name(s3: S3) -> None:
@@ -478,3 +487,32 @@ def test_a_front_that_follows_from_the_end_is_staged(s3: S3, tmp_path: Path) -> 
     ):
         publication.writer("x", too_much)
     assert keys("full") == []
+
+
+def test_a_store_in_memory_keeps_the_same_promises() -> None:
+    """obstore's own, to which no server belongs."""
+    from obstore.store import MemoryStore
+
+    client = MemoryStore()
+
+    def fresh() -> StorePath:
+        return StorePath(ObjectStore("memory:///", client), PurePosixPath("run/ckpt"))
+
+    with StorePublication(fresh()) as first:
+        first.commit(Manifest({"deep/x": first.put("deep/x", "old")}))
+    with pytest.raises(StorageError, match="exists already"), StorePublication(fresh()):
+        pass
+    loser = StorePublication(fresh(), True, lambda path: True)
+    with loser, StorePublication(fresh(), True, lambda path: True) as winner:
+        entries = {"x": winner.put("x", "new")}
+        lost = {"x": loser.put("x", "lost")}
+        winner.commit(Manifest(entries))
+        with pytest.raises(StorageError, match="another writer has published"):
+            loser.commit(Manifest(lost))
+    assert contents(fresh())["x"] == b"new"
+    assert set(contents(fresh())) == {"x", MANIFEST_NAME}
+    store = fresh().store
+    assert isinstance(store, ObjectStore)
+    assert len(store.objects("run")) == 2
+    assert remove(fresh())
+    assert store.objects("") == []

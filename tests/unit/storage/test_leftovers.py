@@ -107,6 +107,7 @@ def test_a_home_folder_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_carrying_is_byte_for_byte(folder: Path, tmp_path: Path) -> None:
     content = os.urandom(3 << 20)
     (folder / "tokenizer.json").write_bytes(content)
+    (tmp_path / "out").mkdir()
     entry = LocalFolder(tmp_path / "out").put("deep/tokenizer.json", folder / "tokenizer.json")
     written = tmp_path / "out" / "deep" / "tokenizer.json"
     assert written.read_bytes() == content
