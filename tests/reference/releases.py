@@ -41,7 +41,7 @@ ROWS = {
     "test_crossing_deepspeed": Row("Megatron to DeepSpeed and back"),
     "test_crossing_experts": Row("experts, latent attention and further tokens through Hugging Face's names"),
     "test_declared": Row("fields of `TransformerConfig` are the stored ones", ("megatron",), (OLDEST, NEWEST), "those are stored"),
-    "test_decoupled_lr": Row("groups with a learning rate of their own", (), ALL[:-1], "0.19 no longer mixes these groups up"),
+    "test_decoupled_lr": Row("groups with a learning rate of their own"),
     "test_demo": Row("`mcore-rlhf demo` on a smaller model"),
     "test_edited_arguments": Row("arguments that change the arithmetic are carried or refused"),
     "test_engine_megatron_load": Row("the engine loads at the same layout, bit for bit, and at others", ("[plain]", "cube")),
