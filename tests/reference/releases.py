@@ -130,6 +130,8 @@ _SCRIPTS = [
     "",
     "* `pretrain_gpt.py` on 0.16.1 and 0.19.2: killed; resumed with the drop-in, by Megatron alone from our step, and with the drop-in",
     "  from Megatron's folder.",
+    "* The same on 0.19.2 with Muon, dealt by layout and in ping-pong; Megatron alone goes on from both with",
+    "  `--no-use-layer-wise-param-layout`, which it cannot write by layout.",
     "* `train_rl.py` on 0.19.2: GRPO, killed and resumed with the drop-in. The inference engine is a stand-in, which samples with the",
     "  model that is trained: Megatron's needs a GPU. Plain attention takes its packed sequences, for which Megatron wants Transformer",
     "  Engine. Scripts and `megatron.rl` were those of core_v0.19.0, all else 0.19.2's.",

@@ -160,6 +160,27 @@ def test_a_killed_run_goes_on(scripts: Scripts, whole: Seen, killed: Killed) -> 
     assert [step.step for step in steps.committed(killed.root)][-1] == 6
 
 
+MUON = [*PRETRAIN, "--tensor-model-parallel-size", "1", "--optimizer", "muon"]
+BY_SIZE = ["--no-use-layer-wise-param-layout"]
+
+
+@pytest.mark.parametrize("dealing", [[], BY_SIZE], ids=["by-layout", "ping-pong"])
+def test_muon_that_is_dealt_to_ranks_goes_on(scripts: Scripts, dealing: list[str]) -> None:
+    """Killed, and resumed with the drop-in; and by Megatron alone, which loads what it cannot write where it deals by layout."""
+    if versions.MEGATRON < (0, 19):
+        pytest.skip("other names of the options")
+    pytest.importorskip("emerging_optimizers")
+    args, root = [*MUON, *dealing], scripts.folder / f"muon_{len(dealing)}"
+    whole = scripts.run("pretrain_gpt.py", args)
+    killed = scripts.run("pretrain_gpt.py", [*args, "--save", str(root)], install={}, kill=KILLED_BEHIND)
+    assert killed == [{step: of_rank[step] for step in map(str, range(1, KILLED_BEHIND + 1))} for of_rank in whole]
+    actor = root / "global_step_4" / "actor"
+    alone = scripts.run("pretrain_gpt.py", [*MUON, *BY_SIZE, "--load", str(actor)])
+    goes_on(whole, alone, 5)
+    resumed = scripts.run("pretrain_gpt.py", [*args, "--save", str(root), "--load", str(root)], install={})
+    goes_on(whole, resumed, 5)
+
+
 ROLLOUTS = (
     "--perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 2 --grpo-iterations 1 --null-tokenizer-pad-id 0 "
     "--calculate-per-token-loss --no-create-attention-mask-in-dataloader --inference-max-seq-length 32 --train-iters 4"
