@@ -128,6 +128,8 @@ class NewRun:
         )  # fmt: skip
         if self.ckpt_format == "torch_dist" and self.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and _FULLY in new:
             new[_FULLY] = self.options.optimizer_sharding != "dp_reshardable"
+        if new.get("use_megatron_fsdp"):
+            new["use_megatron_fsdp"] = False  # whose runs load fsdp_dtensor alone
         if self.options.no_optimizer:
             new["no_save_optim"] = True  # what a run says that saved no optimizer
         if dtype is not None:

@@ -91,21 +91,24 @@ class MegatronTensors:
         model: Shapes and partitions.
         states: Names of the optimizer's tensor states.
         own: Those of parameters that have not all of them, since another optimizer trains them.
+        unrounded: Parameters that are stored as their fp32 masters alone.
     """
 
     role: str
     model: ModelSpec
     states: tuple[str, ...]
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
+    unrounded: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def __iter__(self) -> Iterator[TensorName]:
         for param in self.model.params:
-            yield TensorName(self.role, param.name, PARAM)
+            if param.name not in self.unrounded:
+                yield TensorName(self.role, param.name, PARAM)
             for state in self._states(param):
                 yield TensorName(self.role, param.name, state)
 
     def __len__(self) -> int:
-        return sum(1 + len(self._states(param)) for param in self.model.params)
+        return sum((p.name not in self.unrounded) + len(self._states(p)) for p in self.model.params)
 
     def _states(self, param: ParamSpec) -> tuple[str, ...]:
         return self.own.get(param.name, self.states) if param.trainable else ()

@@ -31,10 +31,11 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 SHARED = "common_state"
 """The object that takes the place of ``common.pt`` since 0.19."""
-_OF_FSDP = b"rng_state.("
-"""What ``.metadata`` names in a checkpoint of Megatron-FSDP: random states by ``(pp, tp)``. From the code, not run: it needs a GPU.
+_OF_FSDP = (b"rng_state.(", b"optimizer.param_to_group_meta.")
+"""What ``.metadata`` names in a checkpoint of Megatron-FSDP: random states by ``(pp, tp)``, param groups by parameter.
 
-Source: megatron-core 0.19.2, ``training/checkpointing.py`` (``get_rng_state``)."""
+Source: megatron-core 0.19.2, ``training/checkpointing.py`` (``get_rng_state``), ``optimizer/distrib_optimizer.py``
+(``sharded_param_state_fsdp_dtensor``)."""
 INTEGRITY = "integrity.json"
 _INTEGRITY_ADVICE = (
     "Copy the file again from where it was written. Without it the folder is read and its sums are not checked."
@@ -60,8 +61,16 @@ def is_dist_folder(path: ReadablePath) -> bool:
         return True
     if path.name.startswith(("iter_", "release")) and (path / METADATA_FILE).is_file():
         named = reading.read_bytes(path / METADATA_FILE)
-        return (path / COMMON).is_file() or f"{SHARED}/shard_".encode() in named or _OF_FSDP in named
+        return (
+            (path / COMMON).is_file() or f"{SHARED}/shard_".encode() in named or any(one in named for one in _OF_FSDP)
+        )
     return (path / COMMON).is_file() and ((path / METADATA_FILE).is_file() or any(path.glob("__*_*.distcp")))
+
+
+def is_fsdp_folder(path: ReadablePath) -> bool:
+    """Whether a folder is one of Megatron-FSDP."""
+    there = not _config(path) and (path / METADATA_FILE).is_file()
+    return there and any(name in reading.read_bytes(path / METADATA_FILE) for name in _OF_FSDP)
 
 
 def locate_dist(path: ReadablePath, step: int | None) -> Located:
@@ -77,11 +86,8 @@ def locate_dist(path: ReadablePath, step: int | None) -> Located:
     located = locate(path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}")
     folder = located.folder
     config = _config(folder)
-    if not config and (folder / METADATA_FILE).is_file() and _OF_FSDP in reading.read_bytes(folder / METADATA_FILE):
-        raise Unsupported(
-            f"{folder}: is of Megatron-FSDP (--ckpt-format fsdp_dtensor), which is not read: its gated layers, experts and mixers are "
-            "split in a way of their own\nLoad it with the Megatron that wrote it, and save it with --ckpt-format torch_dist."
-        )
+    if is_fsdp_folder(folder):
+        return located
     if not config:
         raise Incomplete(
             f"{folder / CONFIG}: missing or empty; Megatron writes it last: the save was not finished\n"
@@ -299,7 +305,7 @@ class DistFolder:
             name = MASTER if state.group(1) in MASTERS.values() else state.group(1)
             self.tensors.setdefault(name, {})[state.group(2)] = tensor
         else:
-            self.tensors.setdefault(PARAM, {})[_without_wrapper(fqn)] = tensor
+            self.tensors.setdefault(PARAM, {})[without_wrapper(fqn)] = tensor
 
     def _add_object(self, fqn: str, item: DcpObject) -> None:
         match = _SHARD.fullmatch(fqn)
@@ -332,7 +338,7 @@ def unwrapped(item: DcpObject) -> object:
     return value
 
 
-def _without_wrapper(fqn: str) -> str:
+def without_wrapper(fqn: str) -> str:
     """A key without the ``module.`` of a wrapped model, as NeMo writes it."""
     while fqn.startswith("module."):
         fqn = fqn.removeprefix("module.")

@@ -128,7 +128,7 @@ _EXPERTS = {
 }
 _CONV = tuple(_Row(f"mixer.conv1d_{kind}", f"mixer.conv1d.{kind}") for kind in ("weight", "bias"))
 _SINGLETON_EXPERTS = (_Row("mlp.experts.local_experts.{n}.", "mlp.experts.experts.{n}."),)
-_HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias))_([wv])")
+_HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias)\d*)_([wv])")
 _BLOCKS = tuple(
     (re.compile(rf"((?:.*\.)?{whole})(?:\.(\w+))?"), fused.blocks)
     for whole, fused in (

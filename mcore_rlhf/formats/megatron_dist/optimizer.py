@@ -20,6 +20,7 @@ from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.spec import ParamSpec
 
 from .folders import DistFolder, FlatKey
+from .fsdp import FSDP_DTENSOR
 
 DP_RESHARDABLE = "dp_reshardable"
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -157,7 +158,7 @@ def _sharding(folder: DistFolder, members: list[Mapping[str, object]]) -> str | 
             f"{folder.common_file}: says two kinds of sharding of one optimizer: {', '.join(map(str, kinds))}"
         )
     kind = next(iter(kinds), None)
-    if kind in (None, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE):
+    if kind in (None, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE, FSDP_DTENSOR):
         return None if kind is None else str(kind)
     raise Unsupported(
         f"{folder.common_file}: the optimizer is stored as {kind!r}; known: {FULLY_RESHARDABLE}, {DP_RESHARDABLE}, {MODEL_SPACE}\n"

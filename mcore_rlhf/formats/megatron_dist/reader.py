@@ -9,7 +9,20 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import PARAM, Box, Chunk, Shape, TensorEntry, TensorName, dot, flat_boxes, row_major
+from mcore_rlhf.core.catalog import (
+    BFLOAT16,
+    FLOAT16,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dot,
+    flat_boxes,
+    row_major,
+)
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
@@ -33,7 +46,8 @@ from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .buckets import FlatStates
-from .folders import DistFolder, ShardKey, digests_in, locate_dist
+from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, locate_dist
+from .fsdp import FsdpFolder
 from .names import Home, Spelling, spelling_of_keys
 from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
 from .optimizer import (
@@ -66,7 +80,7 @@ def read_dist(path: ReadablePath, options: ReadOptions) -> Source:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
     located = locate_dist(path, options.step)
-    folder = DistFolder.open(located, options.stubs)
+    folder = (FsdpFolder if is_fsdp_folder(located.folder) else DistFolder).open(located, options.stubs)
     if not folder.model:
         raise Incomplete(f"{located.folder}: holds no tensor of a model")
     stored = folder.top.get("iteration")
@@ -88,6 +102,8 @@ class _DistReader:
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         self.parameters = Parameters(folder.model, self.spelling)
         self.optimizer = read_optimizer(folder, self.args) if options.optimizer else OptimizerValues()
+        masters = folder.masters_of_model if isinstance(folder, FsdpFolder) else {}
+        self.unrounded = frozenset(n for n, homes in self.parameters.homes.items() if homes[0].key in masters)
 
     def source(self) -> Source:
         """The checkpoint."""
@@ -98,11 +114,13 @@ class _DistReader:
         flat = self._flat(role, model, order)
         own = self._own_states(model, flat)
         model = self._with_frozen(model, own)
-        tensors = self.folder.tensors if self.options.optimizer else {PARAM: self.folder.model}
+        masters = self.folder.tensors.get(MASTER, {}) if self.unrounded else {}
+        tensors = self.folder.tensors if self.options.optimizer else {PARAM: self.folder.model, MASTER: masters}
         catalog = DistCatalog(
             role=role,
             model=model,
-            states=self.optimizer.states,
+            states=self.optimizer.states or ((MASTER,) if masters else ()),
+            unrounded=self.unrounded,
             homes=self.parameters.homes,
             tensors=tensors,
             axes=self.parameters.axes,
@@ -133,7 +151,7 @@ class _DistReader:
             catalog=catalog,
             state=self._state(),
             files=self.folder.files(),
-            states=self.optimizer.states,
+            states=catalog.states,
             optimizer=self.optimizer.kind,
             notes=self.notes,
             family=family,
@@ -198,6 +216,8 @@ class _DistReader:
         unknown: list[str] = []
         finder = SpecFinder(self.parameters, self.args, self.parallel, self.options.rules, self.notes, unknown)
         specs = finder.specs([name for name in order if name in self.parameters.homes])
+        half = BFLOAT16 if self.args.flag("bf16") else FLOAT16
+        specs = [replace(spec, dtype=half) if spec.name in self.unrounded else spec for spec in specs]
         rows = next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None)
         args = self.args
         tied = args.tied if args.values else OUTPUT not in self.parameters.homes
@@ -355,6 +375,8 @@ class DistCatalog(MegatronTensors):
         """Compute one entry, or None where the checkpoint does not have it."""
         spec = self.model.get(name.param)
         if spec is None or name.role != self.role or name.state not in (PARAM, *self.states):
+            return None
+        if name.state == PARAM and name.param in self.unrounded:
             return None
         in_buffers = self.flat(name.param, name.state) if self.flat is not None and spec.trainable else ()
         chunks = tuple(in_buffers if name.state != PARAM else ()) or tuple(self._chunks(name))

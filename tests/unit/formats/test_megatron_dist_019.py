@@ -17,8 +17,6 @@ from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.formats.registry import detect, open_checkpoint
-from mcore_rlhf.storage.dcp.writer import Distcp, ObjectItem, dcp_metadata, saved
-from mcore_rlhf.storage.dcp.writer import Item as DcpItem
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ, Difference
 from tests.helpers.conversions import GOLDENS
@@ -222,16 +220,3 @@ def test_the_tokenizer_goes_along(to: str, place: str, tmp_path: Path) -> None:
         path.name: path.read_bytes() for path in tokenizer.iterdir()
     }
     assert not [item for item in job.account.entries if item.name.startswith("tokenizer/")]
-
-
-def test_a_folder_of_megatron_fsdp_is_refused_by_name(tmp_path: Path) -> None:
-    """Made by hand from the code: a plain DCP folder with random states by stage and tensor-parallel rank."""
-    folder = tmp_path / "iter_0000006"
-    folder.mkdir()
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
-    items: list[DcpItem] = [ObjectItem("rng_state.(0, 0)", saved([])), ObjectItem("args", saved({}))]
-    Distcp(items).create(folder / "__0_0.distcp").finish({})
-    (folder / ".metadata").write_bytes(dcp_metadata({}, {"__0_0.distcp": items}))
-    assert detect(tmp_path).name == "megatron-dist"
-    with pytest.raises(Unsupported, match=r"Megatron-FSDP \(--ckpt-format fsdp_dtensor\), which is not read"):
-        opened(tmp_path)
