@@ -54,7 +54,7 @@ fuzz: setup  ## Mutate every golden: make fuzz CASES=5000 SEED=1, or ONLY=17 SEE
 bench: setup  ## Measure the rows of benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks $(ARGS)
 
-docs:  ## Build the pages as a site, in site/; a dead link fails
+docs:  ## Build the pages as a site, in site/ (python3 -m http.server -d site); a dead link fails
 	@VENV='$(VENV)-docs' PYTHON='$(PYTHON)' scripts/setup_venv.sh docs
 	$(VENV)-docs/bin/python -m mkdocs build --strict $(ARGS)
 

@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: links that lead out of docs/, anchors as code hosts have them, the public names.
+"""What MkDocs does not do by itself: links that lead out of docs/, anchors and lists as code hosts have them, the public names.
 
 A page of docs/ may link to any file of the repository, as it is read there. The site has such a file as a page of its own,
 below ``repository/``; so no link needs to know where the repository is published.
@@ -57,8 +57,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "<!-- public names -->", "\n\n".join(f"::: mcore_rlhf.{name}" for name in public_names())
     )
     parts = _FENCED.split(markdown)
-    parts[::2] = [_LINK.sub(lambda found: _relinked(found, at, page.file.src_uri), part) for part in parts[::2]]
+    parts[::2] = [_LINK.sub(lambda found: _relinked(found, at, page.file.src_uri), _spaced(part)) for part in parts[::2]]
     return "".join(parts)
+
+
+def _spaced(text: str) -> str:
+    """Python-Markdown wants a line between a paragraph and a list or table, and four blanks in front of what a list holds."""
+    indented = re.sub(r"^(?: {2})+(?=[|*-] ?)", lambda found: found[0] * 2, text, flags=re.MULTILINE)
+    return re.sub(r"^(?![*-] |[|#>]|\d+\. )(\S.*)\n(?=\* |- |\d+\. |\|)", r"\1\n\n", indented, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, **_: Any) -> str:
