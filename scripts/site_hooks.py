@@ -57,7 +57,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "<!-- public names -->", "\n\n".join(f"::: mcore_rlhf.{name}" for name in public_names())
     )
     parts = _FENCED.split(markdown)
-    parts[::2] = [_LINK.sub(lambda found: _relinked(found, at, page.file.src_uri), _spaced(part)) for part in parts[::2]]
+    parts[::2] = [
+        _LINK.sub(lambda found: _relinked(found, at, page.file.src_uri), _spaced(part)) for part in parts[::2]
+    ]
     return "".join(parts)
 
 

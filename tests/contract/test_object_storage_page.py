@@ -23,7 +23,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(GOLDENS / "megatron" / "tp1_bf16_do", tmp_path / "run7" / "global_step_2" / "actor")
     adopt(tmp_path / "run7" / "global_step_2")
-    (block,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    (block,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     lines = [line for line in block.splitlines() if line.startswith("mcore-rlhf ")]
     assert len(lines) >= 9
     with serving() as s3:

@@ -62,9 +62,10 @@ def _difference(command: Command) -> str:
 @pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_a_block_is_run_or_says_why_not(path: Path) -> None:
     for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
+        assert language not in ("sh", "shell"), f"{_name(path)}: console if it can be pasted, bash if not"
         if language == "bash":
             assert body.startswith("# fragment: "), f"{_name(path)}: neither console nor a fragment:\n{body}"
-        if language not in ("bash", "console", "sh"):
+        if language not in ("bash", "console"):
             assert not re.search(r"^(\$ )?mcore-rlhf ", body, re.MULTILINE), (
                 f"{_name(path)}: a command in {language}:\n{body}"
             )
