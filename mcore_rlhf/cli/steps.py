@@ -68,8 +68,6 @@ def _with_advice(found: list[Step]) -> list[Step]:
 
 
 def _advice(step: Step) -> str:
-    if not isinstance(step.path, Path):
-        return "copy it to a local folder to adopt it"
     why_not = adopt.why_not(step.path)
     if why_not:
         return f"it cannot be adopted: {why_not}"
@@ -295,16 +293,17 @@ def _print_pruned(facts: Facts) -> None:
     say("kept: " + (", ".join(map(str, facts["kept"])) or "nothing"))
 
 
-def adopt_step(folder: Path, options: ReadOptions, deep: bool, workers: int, json: bool) -> None:
+def adopt_step(given: Path, options: ReadOptions, deep: bool, workers: int, json: bool) -> None:
     """Adopt a step, and say so.
 
     Args:
-        folder: The step's folder.
+        given: The step's folder.
         options: How its models are read.
         deep: Whether replicas and masters are compared as well.
         workers: Threads.
         json: For machines.
     """
+    folder = checkpoint_path(given)
     was_committed = steps.is_committed(folder)
     with shown_progress() as progress:
         progress.stage(f"verifying {folder}", 2 * steps.size_of(folder))
@@ -317,7 +316,7 @@ def adopt_step(folder: Path, options: ReadOptions, deep: bool, workers: int, jso
         _print_adopted(facts)
 
 
-def _adopted_facts(folder: Path, manifest: Manifest, was_committed: bool) -> Facts:
+def _adopted_facts(folder: ReadablePath, manifest: Manifest, was_committed: bool) -> Facts:
     """``path``; ``step``; ``adopted`` (false where it was committed before); ``parts``; ``files``; ``bytes``."""
     return {
         "path": str(folder),

@@ -22,7 +22,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.run import retention, steps
-from mcore_rlhf.manager.run.adopt import adopt
+from mcore_rlhf.manager.run.adopt import adopt, why_not
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.storage import upload
 from mcore_rlhf.storage.checksum import crc32
@@ -466,6 +466,23 @@ def test_roots_of_runs(s3: S3, run: Path, tmp_path: Path) -> None:
     assert retention.apply(at("run"), planned) == planned
     assert [step.step for step in steps.listed(at("run"))] == [2]
     assert not [key for key in keys("run") if key.startswith("run/global_step_1/")]
+
+
+def test_a_step_that_another_trainer_left_in_a_store_is_adopted(s3: S3, run: Path) -> None:
+    s3.upload(run / "global_step_2", "left/global_step_2")
+    upload.object_store(at("left")).remove(["left/global_step_2/manifest.json"])
+    folder = at("left/global_step_2")
+    (foreign,) = steps.listed(at("left"))
+    assert (foreign.state, why_not(folder)) == ("foreign", "")
+    adopted = adopt(folder)
+    assert adopted.files == steps.read_manifest(run / "global_step_2").files
+    assert [step.state for step in steps.listed(at("left"))] == ["committed"]
+    victim = next(key for key in keys("left") if key.endswith("model_optim_rng.pt"))
+    upload.object_store(at("left")).remove(["left/global_step_2/manifest.json"])
+    s3.after = lambda request: s3.put(victim, b"torn") if request.key == victim and request.method == "GET" else None
+    with pytest.raises(CheckpointError):
+        adopt(at("left/global_step_2"))
+    assert not steps.committed(at("left"))
 
 
 def test_a_front_that_follows_from_the_end_is_staged(s3: S3, tmp_path: Path) -> None:

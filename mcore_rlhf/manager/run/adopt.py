@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from operator import itemgetter
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from mcore_rlhf.errors import (
     CheckpointError,
@@ -24,18 +26,23 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
-from mcore_rlhf.storage.paths import cannot_open, inside, local_path
+from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, crc_of_file, provenance
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
 from mcore_rlhf.storage.publish import new_transaction, replace_text, sync_tree
+from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 from . import steps
 from .checks import FOLDERS, check_values, holds_values
 from .steps import MANIFEST, NOTE
 
+if TYPE_CHECKING:
+    from mcore_rlhf.storage.objects import ObjectStore
+
 Progress = Callable[[int], None]
-_Signature = dict[str, tuple[int, int]]
-"""Length and time of change of every file, to notice a step that is still being written."""
+_Signature = dict[str, tuple[int, object]]
+"""Length and time of change of every file (in a store, its tag), to notice a step that is still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class Adoption:
     progress: Progress = lambda nbytes: None
 
 
-def adopt(folder: Path, how: Adoption | None = None) -> Manifest:
+def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
     """Verify a step that has no manifest, and write one. Nothing else in the folder is touched.
 
     Args:
@@ -71,11 +78,11 @@ def adopt(folder: Path, how: Adoption | None = None) -> Manifest:
         CheckpointError: Something in it is damaged; everything that is gets named, and nothing is written.
         StorageError: It cannot be read or written.
     """
-    how = how or Adoption()
+    how, folder = how or Adoption(), checkpoint_path(folder)
     step = _step_number(folder)
     if steps.is_committed(folder):
         return steps.read_manifest(folder)
-    if os.path.lexists(folder / MANIFEST):
+    if (folder / MANIFEST).is_file() or (folder / MANIFEST).is_symlink():
         raise Corrupt(f"{folder}: has a manifest already, but {_why(folder)}\nOnly a step without one can be adopted.")
     before = _signature(folder)
     parts = _verified_models(folder, step, how)
@@ -93,15 +100,32 @@ def adopt(folder: Path, how: Adoption | None = None) -> Manifest:
         provenance=provenance(adopted=True),
         report={"metrics": {}, "verified": how.depth.value},
     )
+    _commit(folder, manifest)
+    return manifest
+
+
+def _commit(folder: ReadablePath, manifest: Manifest) -> None:
+    if isinstance(folder, StorePath):
+        store = _store(folder)
+        if store.put_if(f"{folder.path}/{MANIFEST}", manifest.to_json().encode(), None) is None:
+            raise Incomplete(f"{folder}: got a manifest while it was read\nLook at it: mcore-rlhf inspect {folder}")
+        store.forget()
+        return
+    assert isinstance(folder, Path)
     try:
         sync_tree(folder)  # whoever wrote it need not have waited for the disk
     except OSError as error:
         raise cannot_open(error, folder) from error
     replace_text(folder / MANIFEST, manifest.to_json())
-    return manifest
 
 
-def why_not(folder: Path, options: ReadOptions | None = None) -> str:
+def _store(folder: StorePath) -> ObjectStore:
+    from mcore_rlhf.storage.upload import object_store  # a store is seldom meant
+
+    return object_store(folder)
+
+
+def why_not(folder: ReadablePath, options: ReadOptions | None = None) -> str:
     """Why a step cannot be adopted, as far as that can be told without reading its tensors; empty where it can be.
 
     Args:
@@ -120,8 +144,8 @@ def why_not(folder: Path, options: ReadOptions | None = None) -> str:
     return ""
 
 
-def _step_number(folder: Path) -> int:
-    if not local_path(folder).is_dir():
+def _step_number(folder: ReadablePath) -> int:
+    if not folder.is_dir():
         raise NotACheckpoint(f"{folder}: there is no such folder")
     step = steps.step_of(folder)
     if step is None:
@@ -132,11 +156,11 @@ def _step_number(folder: Path) -> int:
     return step
 
 
-def _why(folder: Path) -> str:
+def _why(folder: ReadablePath) -> str:
     return steps.why_not_committed(folder) or "it does not fit the files"
 
 
-def _signature(folder: Path) -> _Signature:
+def _signature(folder: ReadablePath) -> _Signature:
     """Every file below, but for our own notes.
 
     Raises:
@@ -144,6 +168,13 @@ def _signature(folder: Path) -> _Signature:
         StorageError: A folder cannot be read.
     """
     found: _Signature = {}
+    if isinstance(folder, StorePath):
+        for item in sorted(_store(folder).objects(str(folder.path)), key=itemgetter("path")):
+            found[PurePosixPath(item["path"]).relative_to(folder.path).as_posix()] = item["size"], item["e_tag"]
+        return {
+            name: seen for name, seen in found.items() if name not in (MANIFEST, NOTE) and not name.startswith(PREFIX)
+        }
+    assert isinstance(folder, Path)
     try:
         for parent, folders, names in os.walk(folder, onerror=_raise):
             for name in (*folders, *names):
@@ -161,7 +192,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _verified_models(folder: Path, step: int, how: Adoption) -> list[dict[str, object]]:
+def _verified_models(folder: ReadablePath, step: int, how: Adoption) -> list[dict[str, object]]:
     """The parts of a step, each of which was verified.
 
     Raises:
@@ -178,7 +209,7 @@ def _verified_models(folder: Path, step: int, how: Adoption) -> list[dict[str, o
     return parts
 
 
-def _models(folder: Path) -> list[tuple[str, Path]]:
+def _models(folder: ReadablePath) -> list[tuple[str, ReadablePath]]:
     """Roles and the folders of their models; a step that is itself a model is the actor's.
 
     Raises:
@@ -198,7 +229,7 @@ def _models(folder: Path) -> list[tuple[str, Path]]:
     return models
 
 
-def _is_known(folder: Path) -> bool:
+def _is_known(folder: ReadablePath) -> bool:
     try:
         detect(folder)
     except NotACheckpoint:
@@ -206,7 +237,7 @@ def _is_known(folder: Path) -> bool:
     return True
 
 
-def _verified(role: str, place: Path, step: int, how: Adoption, problems: Problems) -> dict[str, object]:
+def _verified(role: str, place: ReadablePath, step: int, how: Adoption, problems: Problems) -> dict[str, object]:
     verdict = verify(place, replace(how.options, role=role), how.depth, how.workers, how.progress)
     problems.extend(verdict.problems.found)
     source = verdict.source
@@ -217,7 +248,7 @@ def _verified(role: str, place: Path, step: int, how: Adoption, problems: Proble
     return {"role": role, "format": source.format, "parallel": str(source.parallel), **unread}
 
 
-def _of_step(source: Source, place: Path, step: int) -> Problems:
+def _of_step(source: Source, place: ReadablePath, step: int) -> Problems:
     problems = Problems()
     if not source.state.release and source.state.iteration != step:  # a Hugging Face folder is of no iteration
         problems.add(
