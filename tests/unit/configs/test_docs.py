@@ -145,15 +145,6 @@ def test_the_page_of_public_names_has_all_of_them() -> None:
     assert "<!-- public names -->" in text
 
 
-def test_the_python_api_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {"source": str(GOLDEN), "target": str(tmp_path / "new")}
-    for block in _blocks(_page("how-to/use-python-api.md"), "python"):
-        exec(compile(block, "use-python-api.md", "exec"), names)
-    out = capsys.readouterr().out
-    assert "TP2×PP2×DP2 → TP4×PP1×DP2 lossless: True" in out
-    assert "nowhere: no such file or folder 2" in out
-
-
 @pytest.fixture
 def flat(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The format that the documentation adds, in the registry."""
