@@ -54,6 +54,7 @@ ROWS = {
     "test_integration_megatron_lm": Row("the drop-in on Megatron's own models", ("",)),
     "test_megatron_dist": Row("`torch_dist`, both ways", ("tied", "cube")),
     "test_megatron_dist_muon": Row("Muon in `torch_dist`", (), ALL[2:], "Muon of this kind came with 0.18"),
+    "test_megatron_fsdp": Row("what Megatron-FSDP of 0.19.2 wrote goes on without it"),
     "test_negative_control": Row("broken conversions are noticed"),
     "test_pretrain": Row("Megatron-LM's own scripts, killed and resumed", (), (OLDEST, NEWEST), "0.16.1 needs `--megatron-lm`"),
     "test_public_configs": Row("public models without any option"),
