@@ -27,6 +27,7 @@ app = GuardedGroup(
     params=[
         o.flag("--version", help="Print the version.", callback=_print_version, is_eager=True, expose_value=False),
         o.DEBUG_OPTION,
+        o.COMPLETION_OPTION,
     ],
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -178,8 +179,6 @@ def report(paths: tuple[Path, ...], json: bool, **given: Any) -> None:
 
     Of one path: its shard map, what it is, and whether it is intact; of a run's root its timeline as well. Of two, both, what
     differs where, and the account, if the second was converted from the first. Drawing reads no tensor; comparing does.
-
-    Example: mcore-rlhf report runs/grpo/checkpoints -o run.html --trace run.json
     """
     from .reporting import run
 
@@ -198,20 +197,15 @@ def doctor(folder: Path, json: bool) -> None:
     """Say what this machine, this installation and a folder are good for: versions, speed of checksums, locks, space, extras.
 
     The exit code is 1 where something that is needed is missing, or nothing can be written.
-
-    Example: mcore-rlhf doctor /scratch/runs
     """
     from .doctor import run
 
     run(folder, json)
 
 
-@app.group(short_help="List and show the jobs and runs that come with it.")
+@app.group(short_help="List and show the jobs and runs that come with it.", cls=o.CommandGroup)
 def configs() -> None:
-    """List and show the conversion jobs and run configurations that come with the package, for well-known deployments.
-
-    Example: mcore-rlhf configs show qwen2.5-7b-eval-tp1 > job.yaml; mcore-rlhf convert --config job.yaml
-    """
+    """List and show the conversion jobs and run configurations that come with the package, for well-known deployments."""
 
 
 @configs.command("list", params=[o.JSON_OPTION], cls=o.Command)
@@ -267,8 +261,6 @@ def steps(root: Path, quarantine: int | None, reason: str, release: int | None, 
     """List the steps of a run, oldest first, and what each is worth: committed, damaged, partial, foreign.
 
     The exit code is 0 when at least one step is committed, otherwise 1.
-
-    Example: mcore-rlhf steps runs/grpo/checkpoints --quarantine 1840 --reason "reward collapsed"
     """
     from .steps import list_steps
 
@@ -312,8 +304,6 @@ def prune(
 
     Never deleted: the newest committed step and anything newer, steps in quarantine, steps of other trainers, and what is
     being written. Before anything goes, every byte of the newest step that stays is verified.
-
-    Example: mcore-rlhf prune runs/grpo/checkpoints --keep-last 3 --keep-best reward:max:2 --max-size 500GB --dry-run
     """
     from . import steps
 
@@ -340,10 +330,7 @@ def prune(
     ],
 )
 def interval(root: Path | None, every: int | None, json: bool, **given: Any) -> None:
-    """Compute how often to save: the interval with the least expected cost, beside Young's and Daly's.
-
-    Example: mcore-rlhf interval --step-seconds 45 --save-seconds 60 --stall-seconds 2 --mtbf-hours 8 --size 1.2TB
-    """
+    """Compute how often to save: the interval with the least expected cost, beside Young's and Daly's."""
     from .intervals import run
 
     run(root, o.taken(o.CostOptions, given), every, json)
@@ -371,8 +358,6 @@ def resume_check(command: tuple[str, ...], json: bool, **given: Any) -> None:
 
     A third run resumes from a step of which one tensor was broken on purpose; if that is not noticed either, the check is
     blind and fails. The exit code is 0 when all is equal and the control was caught, 1 when not, 2 when the command failed.
-
-    Example: mcore-rlhf resume-check --steps 3 -- torchrun --nproc-per-node 2 train.py --output-dir {dir} --steps {steps}
     """
     from .resume_checking import dispatch
 
@@ -394,8 +379,6 @@ def adopt(step: Path, deep: bool, json: bool, **given: Any) -> None:
     """Verify a step that another trainer wrote, and give it a manifest, so that it counts as committed.
 
     Every model, state file and byte is checked first; a damaged step is refused, and nothing is written then.
-
-    Example: mcore-rlhf adopt runs/grpo/checkpoints/global_step_1840
     """
     from .steps import adopt_step
 

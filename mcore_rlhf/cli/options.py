@@ -14,6 +14,7 @@ from mcore_rlhf.families.option_types import GROUPS, STORES
 from mcore_rlhf.families.options import ReadOptions, StoreOptions, of_command, placed, read_values
 from mcore_rlhf.storage.settings import stores_with
 
+from .examples import EXAMPLES, FORMATS, install_completion
 from .guard import DEBUG, JSON, PROGRESS
 
 Group = TypeVar("Group")
@@ -69,6 +70,31 @@ class Command(click.Command):
                 with formatter.section(name):
                     formatter.write_dl(records)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, and which formats there are."""
+        write_examples(self.name or "", formatter)
+
+
+class CommandGroup(click.Group):
+    """Commands of one subject, with examples."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples."""
+        write_examples(self.name or "", formatter)
+
+
+_OF_CHECKPOINTS = ("inspect", "plan", "convert", "verify", "diff", "report")
+
+
+def write_examples(command: str, formatter: click.HelpFormatter) -> None:
+    """Write a command's examples, each in a line of its own, however long: they are pasted."""
+    if command in EXAMPLES:
+        with formatter.section("Examples"):
+            formatter.write("".join(f"{'':{formatter.current_indent}}{line}\n" for line in EXAMPLES[command]))
+    if command in _OF_CHECKPOINTS:
+        formatter.write_paragraph()
+        formatter.write_text(FORMATS)
+
 
 def _remember(key: str) -> Any:
     def remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -98,6 +124,16 @@ def argument(metavar: str, help: str, name: str = "", kind: Any = FOLDER, **more
 
 # Everywhere
 DEBUG_OPTION = flag("--debug", help="Show the traceback of an error.", callback=_remember(DEBUG), expose_value=False)
+COMPLETION_OPTION = Option(
+    "--install-completion",
+    help="Install completion for the shell in use, or for bash, zsh or fish.",
+    metavar="[SHELL]",
+    is_flag=False,
+    flag_value="auto",
+    is_eager=True,
+    expose_value=False,
+    callback=install_completion,
+)
 JSON_OPTION = flag("--json", help="Print JSON alone on standard output.", callback=_remember(JSON), is_eager=True)
 PROGRESS_OPTION = Option(
     "--progress",

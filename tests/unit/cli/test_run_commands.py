@@ -291,4 +291,4 @@ def test_adopt_wants_a_step(cli: Cli, tp1: Path, tmp_path: Path) -> None:
 def test_help_has_an_example(cli: Cli, command: str) -> None:
     outcome = cli(command, "--help")
     assert outcome.code == 0
-    assert f"Example: mcore-rlhf {command}" in outcome.words()
+    assert f"Examples: mcore-rlhf {command}" in outcome.words()
