@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .verify.checkpoint import Depth
     from .verify.checkpoint import verify as verify_checkpoint
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdapterEngine",

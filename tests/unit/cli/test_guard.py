@@ -176,7 +176,7 @@ def test_a_shell_completes_options_and_their_words() -> None:
         complete = ShellComplete(app, {}, "mcore-rlhf", "_MCORE_RLHF_COMPLETE")
         return {item.value for item in complete.get_completions(list(words[:-1]), words[-1])}
 
-    assert completed("con") == {"convert"}
+    assert completed("con") == {"configs", "convert"}
     assert completed("convert", "--zero") == {"--zero-stage"}
     assert completed("convert", "--rng", "d") == {"derive", "drop"}
 
@@ -184,6 +184,6 @@ def test_a_shell_completes_options_and_their_words() -> None:
 def test_the_help_has_the_options_under_their_headings(cli: Cli) -> None:
     _, *sections = re.split(r"^([A-Z][^:\n]*):$", cli("convert", "--help").stdout, flags=re.MULTILINE)
     shown = dict(zip(sections[::2], sections[1::2], strict=True))
-    assert list(shown) == ["Positional arguments", *GROUPS, "Options"]
+    assert list(shown) == ["Positional arguments", *GROUPS, "Options", "Examples"]
     for row in of_command("convert"):
         assert f"  {row.flag} " in shown[row.group]
