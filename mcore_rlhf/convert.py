@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-from threading import Event
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from .core.account import Account, Report
 from .core.catalog import Traced
-from .core.execute import WINDOW_BYTES, FileRun, SourceBytes
-from .core.lowrank import LowRankSum, products_in_one_thread
+from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Unsupported, UsageError
+from .execution.fingerprint import Digests, Fingerprint, digest, identity, of_options
+from .execution.parts import Coverage, with_readings
+from .execution.run import Execution, publish
+from .execution.run import Progress as Progress
+from .execution.work import FileTask, Known, PlannedFile, PlannedTarget, Sums, Work
 from .families.crossing import crossed
 from .families.crossing.quantized import dequantized
 from .families.lora.bridge import with_peft_names
@@ -32,25 +34,12 @@ from .formats.merging import merged
 from .formats.peft import FORMAT as PEFT
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
-from .storage.destination import Destination, Moved, Publication
+from .storage.destination import Destination, Publication
 from .storage.manifest import FileEntry, Manifest, provenance
 from .storage.paths import ReadablePath, real_path
 from .storage.publish import MANIFEST_NAME
 from .storage.urls import checkpoint_path, publication, refuse_overlap, write_text
-from .verify.audit import Audit, Ledger, read_checksums
-
-_BUFFERS_PER_WORKER = 8
-"""A worker's buffer, the window of the source behind it, and what numpy makes of both while it gathers."""
-
-
-class Progress:
-    """How far long work has come, stage by stage; this one shows nothing."""
-
-    def stage(self, text: str, total_bytes: int) -> None:
-        """A new stage of the work begins; 0 bytes where nobody knows how many there will be."""
-
-    def advance(self, nbytes: int) -> None:
-        """So many more bytes are done. Called from many threads, thousands of times a second."""
+from .verify.audit import pairs
 
 
 @dataclass(slots=True)
@@ -66,6 +55,9 @@ class Job:
         published: The folder that was published, once it is; inside a run, only the checkpoint's own.
         seen: The source under the names of the target's family of formats; None where they are its own.
         account: What becomes of every item of the source.
+        fingerprint: What decides every byte of the target; None where nobody asked.
+        sizes: Bytes of the records of every file.
+        coverage: What of the source is read in one run each; None where nobody asked.
     """
 
     source: Source
@@ -76,6 +68,9 @@ class Job:
     published: ReadablePath | None = None
     seen: Source | None = None
     account: Account = field(default_factory=lambda: Account({}, ()))
+    fingerprint: Fingerprint | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    coverage: Coverage | None = None
 
     @property
     def report(self) -> Report:
@@ -114,9 +109,66 @@ class Job:
         for file in self.target.files:
             yield file, plan_file(file.path, file.layout().holds, self.target.source)
 
+    def work(self, options: ConvertOptions, name: str = "", place: Callable[[str], str] = str) -> Work:
+        """What has to be done, file by file.
 
-def prepare(source: ReadablePath, options: ConvertOptions) -> Job:
+        Args:
+            options: Those that it was planned with.
+            name: What its tasks are known by beside those of other models.
+            place: Where a file of the target goes in the folder that is published.
+        """
+        read = self.seen or self.source
+        checked = {"replicas": not options.trust_replicas, "parity": not options.write.no_optimizer}
+        made = () if read.computed is None else read.computed.computations.values()
+        work = Work(
+            name,
+            [
+                FileTask(place(file.path), self.sizes.get(file.path, 0), partial(self._planned, file))
+                for file in self.target.files
+            ],
+            lambda problems: pairs(self.source.catalog, problems, **checked),
+            lambda: self.source.files,
+            lambda: bytes_of(read),
+            self.source.distrust,
+            self.nbytes,
+            any(isinstance(one, LowRankSum) for one in made),
+        )
+        return work if self.coverage is None else with_readings(work, self.coverage)
+
+    def _planned(self, file: TargetFile) -> PlannedFile:
+        layout = file.layout()
+        plan = plan_file(file.path, layout.holds, self.target.source)
+        return PlannedFile(plan, layout.records, layout.container.layout(file.path))
+
+    def conversion(self, options: ConvertOptions, below: str = "") -> PlannedTarget:
+        """All of it; of a target with a tag, what is below the tag's folder, and no tracker."""
+        job = replace(self, target=replace(self.target, texts={})) if below else self
+
+        def place(path: str) -> str:
+            return path.removeprefix(below)
+
+        work = job.work(options, place=place)
+        return PlannedTarget([work], job.manifest({}), job.known(place), job.sums(place), job.fingerprint, job.space)
+
+    def known(self, place: Callable[[str], str] = str) -> dict[str, Known]:
+        """The small files of the target, and those that are taken over."""
+        return {
+            place(name): Known(content)
+            for name, content in chain(self.target.texts.items(), self.target.carried.items())
+        }
+
+    def sums(self, place: Callable[[str], str] = str) -> dict[str, Sums]:
+        """The files of the target that list SHA-256 sums of others."""
+        return {place(name): content_of for name, content_of in self.target.sums.items()}
+
+
+def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = False) -> Job:
     """Open the source, describe the target and plan every copy; nothing is written.
+
+    Args:
+        source: What is converted.
+        options: How.
+        by_parts: Whether parts of it will be done by different processes.
 
     Raises:
         UsageError: Options that mean nothing for the target, or impossible values; all of them.
@@ -131,25 +183,39 @@ def prepare(source: ReadablePath, options: ConvertOptions) -> Job:
     assert isinstance(traced, Traced)  # as all that was opened
     whole, seen, write = _seen_by(wanted, opened, options.read, options.write)
     job = Job(whole, wanted.target(seen, write), seen=None if seen is whole else seen)
+    job.coverage = Coverage() if by_parts else None
     bring_along(seen, job.target)
-    problems = Problems()
+    problems, digests = Problems(), Digests()
     for file in job.target.files:
         with traced:
             layout = file.layout()
             plan = plan_file(file.path, layout.holds, job.target.source)
         traced.plan(layout.holds)
+        if options.resume and not plan.problems:
+            digests.add(file.path, layout.container.layout(file.path), plan)
         problems.extend(plan.problems.found)
-        job.nbytes += sum(record.nbytes for record in layout.records)
+        if job.coverage is not None:
+            job.coverage.copies(plan.copies)
+        job.sizes[file.path] = sum(record.nbytes for record in layout.records)
+        job.nbytes += job.sizes[file.path]
         job.copies += len(plan.copies)
         job.casts = job.casts or not plan.lossless
     problems.raise_if_any()
     job.account = account_of(opened, seen, job.target, traced, without_optimizer=options.write.no_optimizer)
     job.report.close(job.account)
+    if options.resume:
+        job.fingerprint = _fingerprint(job, options, digests)
     if options.strict and not job.lossless:
         raise Lossy(
             "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.account.lost)
         )
     return job
+
+
+def _fingerprint(job: Job, options: ConvertOptions, digests: Digests) -> Fingerprint:
+    files = identity(job.source.root, job.source.files, job.target.carried.values())
+    told = (f"{name} {facts}" for name, facts in sorted(files.items()))
+    return Fingerprint(digest(told), of_options(options), digests.text(job.target.texts))
 
 
 def _seen_by(
@@ -222,12 +288,12 @@ def convert(
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
     source, target = checkpoint_path(source), checkpoint_path(target)
-    if options.to == "universal" and _is_run(target):
+    if options.to == "universal" and is_run(target):
         job = add_to_run(source, target, options, progress)
         name_latest(target, job, options)
         return job
     refuse_overlap(source, target)
-    with _publication(target, options) as publication:
+    with publication_of(target, options) as publication:
         job = prepare(source, options)
         _publish(job, publication, options, progress)
     return job
@@ -256,7 +322,7 @@ def publish_tag(job: Job, folder: ReadablePath, options: ConvertOptions, progres
     Raises:
         CheckpointError: Something is wrong; nothing was published.
     """
-    with _publication(folder, options) as publication:
+    with publication_of(folder, options) as publication:
         _publish(job, publication, options, progress, tag=str(job.target.texts[LATEST_UNIVERSAL]))
 
 
@@ -269,32 +335,30 @@ def name_latest(root: ReadablePath, job: Job, options: ConvertOptions) -> None:
     write_text(root / LATEST_UNIVERSAL, str(job.target.texts[LATEST_UNIVERSAL]), fsync=options.fsync)
 
 
-def _is_run(root: ReadablePath) -> bool:
+def is_run(root: ReadablePath) -> bool:
     """Whether a folder is the root of a DeepSpeed run, and not a universal checkpoint that was converted as a whole."""
     if (root / "latest").is_file():
         return True
     return (root / LATEST_UNIVERSAL).is_file() and not (root / MANIFEST_NAME).is_file()
 
 
-def _publication(folder: ReadablePath, options: ConvertOptions) -> Publication:
+def publication_of(folder: ReadablePath, options: ConvertOptions) -> Publication:
+    """The publication of a lone checkpoint."""
     return publication(folder, is_checkpoint, **published_by(options))
 
 
 def published_by(options: ConvertOptions) -> dict[str, Any]:
     """What of the options a publication is told."""
     memory = options.max_memory // (2 * max(1, options.workers))  # the other half are the windows
-    return {"overwrite": options.overwrite, "fsync": options.fsync, "memory": memory}
+    return {"overwrite": options.overwrite, "fsync": options.fsync, "memory": memory, "resumable": options.resume}
 
 
 def _publish(
     job: Job, publication: Publication, options: ConvertOptions, progress: Progress | None, *, tag: str = ""
 ) -> None:
-    """Write a target and publish it; of one with a tag, what is below the tag's folder, and no tracker."""
-    publication.check_space(job.space)
-    target, below = replace(job.target, texts={}) if tag else job.target, f"{tag}/" if tag else ""
-    to = Moved(publication, lambda path: path.removeprefix(below))
-    files = write_target(replace(job, target=target), to, options, progress)
-    job.published = publication.commit(job.manifest({to.path(path): entry for path, entry in files.items()}))
+    """Write a target and publish it."""
+    below = f"{tag}/" if tag else ""
+    job.published = publish(job.conversion(options, below), publication, options, progress or Progress())
 
 
 def write_target(
@@ -314,92 +378,10 @@ def write_target(
     Raises:
         CheckpointError: The source is damaged, or the target cannot be written.
     """
-    return _Conversion(job, to, options, progress or Progress()).run()
+    files = Execution(job.work(options), to, options, progress or Progress()).run()
+    return files | job.conversion(options).put_known(to, files)
 
 
 def is_checkpoint(path: ReadablePath) -> bool:
     """Whether a folder is one that ``--overwrite`` may replace."""
     return (path / MANIFEST_NAME).is_file() or any(known.detect(path) for known in FORMATS)
-
-
-@dataclass(slots=True)
-class _Conversion:
-    job: Job
-    to: Destination
-    options: ConvertOptions
-    progress: Progress
-    stopped: Event = field(default_factory=Event)
-
-    def run(self) -> dict[str, FileEntry]:
-        """Write every file and check every byte of the source; returns what was written."""
-        files: dict[str, FileEntry] = {}
-        job, problems = self.job, Problems()
-        read_checksums(job.source.files)
-        ledger = Ledger(job.source.files)
-        with bytes_of(job.seen or job.source) as source, self._pool() as pool:
-            self.progress.stage("converting", job.nbytes)
-            audit = Audit(job.source.catalog, source, ledger, problems, distrust=job.source.distrust)
-            parity = not self.options.write.no_optimizer
-            writes = (lambda file=file: self._write(file, source, ledger, files) for file in job.target.files)
-            # One file has one writer: workers that run out of files begin to compare.
-            self._all(pool, chain(writes, audit.tasks(replicas=not self.options.trust_replicas, parity=parity)))
-            self.progress.stage("checking", ledger.unread)
-            self._all(pool, ledger.tasks(source, problems, self._advance))
-        problems.raise_if_any()
-        for name, content in chain(job.target.texts.items(), job.target.carried.items()):
-            files[name] = self.to.put(name, content)
-        for name, content_of in job.target.sums.items():
-            folder = f"{name.rpartition('/')[0]}/"
-            beside = [path for path in files if path.rpartition("/")[0] == folder[:-1]]
-            files[name] = self.to.put(name, content_of({path[len(folder) :]: self.to.sha256(path) for path in beside}))
-        return files
-
-    def _write(self, file: TargetFile, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
-        layout = file.layout()
-        plan = plan_file(file.path, layout.holds, self.job.target.source)
-        with self.to.writer(file.path, layout.container.layout(file.path)) as writer:
-            records = sorted(layout.records, key=lambda record: writer.offset(record.key))  # in the file's order
-            run = FileRun(plan, records, source, writer, ledger, self._window(), self._advance, writer.offset)
-            files[file.path] = writer.finish(run.run(), fsync=self.options.fsync)
-
-    def _window(self) -> int:
-        share = self.options.max_memory // (max(1, self.options.workers) * _BUFFERS_PER_WORKER)
-        return max(64 << 10, min(WINDOW_BYTES, share))
-
-    def _advance(self, nbytes: int) -> None:
-        self._tick(0)
-        self.progress.advance(nbytes)
-
-    def _tick(self, nbytes: int) -> None:
-        """Stop a worker soon after another one failed, or the user interrupted."""
-        if self.stopped.is_set():
-            raise _Stopped
-
-    @contextmanager
-    def _pool(self) -> Iterator[ThreadPoolExecutor]:
-        pool = ThreadPoolExecutor(max(1, self.options.workers), "convert")
-        computed = (self.job.seen or self.job.source).computed
-        multiplies = computed is not None and any(isinstance(one, LowRankSum) for one in computed.computations.values())
-        with products_in_one_thread() if multiplies else nullcontext():
-            try:
-                yield pool
-            except BaseException:
-                self.stopped.set()
-                raise
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-
-    def _all(self, pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run tasks, many at a time but never all in memory; the first real error stops the rest."""
-        pending = iter(tasks)
-        while batch := list(islice(pending, 4096)):
-            futures = [pool.submit(task) for task in batch]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = [future.exception() for future in done if future.exception() is not None]
-            if failed:
-                self.stopped.set()
-                raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])  # type: ignore[misc]
-
-
-class _Stopped(Exception):
-    """Another worker failed first."""

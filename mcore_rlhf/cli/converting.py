@@ -4,21 +4,24 @@ and compared with the source.
 
 from __future__ import annotations
 
+import glob
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import click
 
-from mcore_rlhf.convert import Job, Progress
+from mcore_rlhf.convert import ConvertOptions, Job, Progress
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
-from mcore_rlhf.manager.convert_step import StepJob, convert_step
+from mcore_rlhf.manager.convert_step import StepJob, convert_part, convert_step, finish_parts
+from mcore_rlhf.manager.subject import Subject
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import MANIFEST_NAME
@@ -62,10 +65,14 @@ def run(job: ConversionJob, json: bool) -> None:
         click.exceptions.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
     """
     subject = job.subject()
+    if job.part is not None:
+        _run_part(job, subject, job.part, json)
+        return
+    carry_out = _executor(job)
     with shown_progress((4 if job.verify else 2) * len(subject.models)) as progress:
         target, began = job.target_folder(), time.monotonic()
         with _said_when_interrupted(target):
-            done = convert_step(subject, target, job.options, progress)
+            done = carry_out(subject, target, job.options, progress)
         seconds = time.monotonic() - began
         with _said_when_interrupted(target, done.published):
             proofs = _proofs(job, done, progress) if job.verify else {}
@@ -77,6 +84,39 @@ def run(job: ConversionJob, json: bool) -> None:
         (_print_model if subject.alone else print_step)(facts)
     if not all(proof["proved"] for proof in proofs.values()):
         raise click.exceptions.Exit(1)
+
+
+def _executor(job: ConversionJob) -> Callable[[Subject, ReadablePath, ConvertOptions, Progress], StepJob]:
+    if job.executor == "ray":
+        from mcore_rlhf.manager.convert_ray import convert_with_ray
+
+        return lambda subject, target, options, progress: convert_with_ray(
+            subject, target, options, job.address, progress
+        )
+    return finish_parts if job.finish else convert_step
+
+
+def _run_part(job: ConversionJob, subject: Subject, part: PartNumber, json: bool) -> None:
+    """Do one part, and say what it was.
+
+    Keys: ``part`` (number, total), ``target``, ``files`` and ``bytes`` of the part, ``seconds``, ``bytes_per_second``.
+    """
+    target, began = job.target_folder(), time.monotonic()
+    with shown_progress() as progress:
+        _, files = convert_part(subject, target, job.options, part, progress)
+    seconds, nbytes = time.monotonic() - began, sum(entry.nbytes for entry in files.values())
+    facts = {
+        "part": list(part),
+        "target": str(target),
+        "files": len(files),
+        "bytes": nbytes,
+        "seconds": round(seconds, 3),
+    }
+    if json:
+        emit_json({**facts, "bytes_per_second": round(nbytes / max(seconds, 1e-9))})
+        return
+    say(f"part {part} is done")
+    print_facts([("target", f"{target}: nothing is there before --finish"), ("written", _written(facts))])
 
 
 def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict[str, Facts]) -> Facts:
@@ -172,6 +212,15 @@ def _what_is_left(target: ReadablePath, before: str | None) -> str:
     if now is not None and now != before:
         return _published(target)
     left = _leftovers(target)
+    if (
+        left
+        and isinstance(target, Path)
+        and any(target.absolute().parent.glob(f".{glob.escape(target.name)}.journal-*"))
+    ):
+        return (
+            f"nothing was published at {target}; what is finished is kept in {left[0]}: the same command goes on there "
+            "(--no-resume starts anew)"
+        )
     if left:
         return f"nothing was published at {target}; another conversion to it, or what could not be removed, is in {left[0]}"
     return f"nothing was published at {target}; what was half-written has been removed"

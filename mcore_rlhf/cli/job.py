@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
 from mcore_rlhf.errors import Problems, UsageError, shown
+from mcore_rlhf.families.job_options import JobOptions
 from mcore_rlhf.families.options import (
     ConvertOptions,
-    JobOptions,
     ReadOptions,
     StoreOptions,
     WriteOptions,
@@ -137,6 +137,12 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
     refuse(options.to, read=options.read, write=options.write, run=options)
     if at["job"].get("newest_intact") and options.read.step is not None:
         raise UsageError(f"--newest-intact and --step {options.read.step} contradict each other\nGive one of them.")
+    if at["job"].get("part") and (at["job"].get("finish") or at["job"].get("verify")):
+        raise UsageError(
+            "--part: what --finish and --verify ask for can be done once all parts are\nGive --part alone."
+        )
+    if at["job"].get("executor") == "ray" and (at["job"].get("part") or at["job"].get("finish")):
+        raise UsageError("--executor ray: does all parts, and joins them\nLeave --part and --finish out.")
     return ConversionJob(**at["job"], options=options, **texts)
 
 

@@ -82,6 +82,10 @@ class _Reporter(Progress):
             self._shown = now
         self._show()
 
+    def note(self, text: str) -> None:
+        """Say it at once."""
+        self._say(text)
+
     def close(self, *, completed: bool) -> None:
         """End the last stage."""
         if completed:
@@ -125,6 +129,10 @@ class _JsonLines(_Reporter):
 
     def _end_stage(self, seconds: float) -> None:
         self._tell(done=True)
+
+    def note(self, text: str) -> None:
+        """As an object of its own."""
+        self._say(json.dumps({"note": text}))
 
     def _tell(self, *, done: bool) -> None:
         seconds = time.monotonic() - self._began
@@ -183,6 +191,9 @@ class _Bar(_Reporter):
         )
         self._task: Any = None
         self._bar.start()
+
+    def _say(self, text: str) -> None:
+        self._bar.console.print(printable(text))
 
     def _begin_stage(self) -> None:
         self._task = self._bar.add_task(self._text, total=self._total or None, speed="")

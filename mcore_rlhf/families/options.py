@@ -19,6 +19,7 @@ from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
 from .dist_options import DistOptions
+from .job_options import JobOptions
 from .option_types import (
     ADAPTERS,
     CONTENT,
@@ -349,29 +350,21 @@ class ConvertOptions:
         more="By renaming; other folders are never replaced.",
         commands=CONVERTING,
     )
+    resume: bool = flag(
+        "Start anew where a conversion was killed.",
+        "--resume",
+        True,
+        group=SPEED,
+        more="Without it, the same conversion of the same source goes on there: at most one file per worker is made again.",
+        name="no_resume",
+        commands=CONVERTING,
+        negated=True,
+    )
     trust_replicas: bool = flag(
         "Take replicas as equal without comparing.",
         "--compare-replicas",
         group=SPEED,
         more="Replicas are copies of one tensor on several ranks.",
-        commands=CONVERTING,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class JobOptions:
-    """What the command line and its job files can ask for besides a conversion."""
-
-    newest_intact: bool = flag(
-        "Of a root: the newest step that is intact, though newer ones are damaged.",
-        "--no-newest-intact",
-        group=SOURCE,
-        more="Its checksums all hold; newer ones are damaged, or not committed.",
-    )
-    verify: bool = flag(
-        "Afterwards verify the target deeply, and diff it with the source.",
-        "--no-verify",
-        group=SAFETY,
         commands=CONVERTING,
     )
 

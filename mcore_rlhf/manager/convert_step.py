@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, prepare, published_by, write_target
+from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, is_run, prepare, publication_of, published_by
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
-from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
-from mcore_rlhf.storage.destination import Destination, Moved
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
+from mcore_rlhf.execution.fingerprint import Fingerprint, digest, identity
+from mcore_rlhf.execution.parts import finish, run_part
+from mcore_rlhf.execution.run import publish
+from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
+from mcore_rlhf.families.job_options import PartNumber
+from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.publish import LocalPublication, check_space
 from mcore_rlhf.storage.urls import publication, refuse_overlap, write_text
 
 from .run import steps
@@ -51,8 +59,13 @@ class StepJob:
         return self.account.lossless and all(job.lossless for job in self.jobs.values())
 
 
-def prepare_step(source: Subject, options: ConvertOptions) -> StepJob:
+def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = False) -> StepJob:
     """Plan the conversion of every model; nothing is written.
+
+    Args:
+        source: What is converted.
+        options: How.
+        by_parts: Whether parts of it will be done by different processes.
 
     Raises:
         CheckpointError: A model cannot be converted, or a file beside them is damaged or would run code when it is loaded;
@@ -60,13 +73,13 @@ def prepare_step(source: Subject, options: ConvertOptions) -> StepJob:
     """
     if source.alone:
         (lone,) = source.models
-        return StepJob(source, {lone: prepare(source.folder, replace(options, read=source.options))})
+        return StepJob(source, {lone: prepare(source.folder, replace(options, read=source.options), by_parts=by_parts)})
     if not source.models:
         raise Unsupported(f"{source.folder}: none of its models is in a format that can be converted")
     problems, jobs = _unfit_values(source), {}
     for role, folder in source.models.items():
         try:
-            jobs[role] = prepare(folder, replace(options, read=source.reading(role)))
+            jobs[role] = prepare(folder, replace(options, read=source.reading(role)), by_parts=by_parts)
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")
     problems.raise_if_any()
@@ -131,53 +144,139 @@ def convert_step(
         (lone,) = source.models
         done = convert(source.folder, target, replace(options, read=source.options), progress)
         return StepJob(source, {lone: done}, published=done.published)
+    publication = _publication(source, target, options)
+    with publication:
+        job = prepare_step(source, options)
+        job.published = publish(conversion_of(job, options), publication, options, progress or Progress())
+    _track(source, target, job.published, options)
+    return job
+
+
+def convert_part(
+    source: Subject, target: ReadablePath, options: ConvertOptions, part: PartNumber, progress: Progress | None = None
+) -> tuple[StepJob, Mapping[str, FileEntry]]:
+    """Do one part of the conversion of a step, or of a lone checkpoint; nothing appears at the target.
+
+    Args:
+        source, target, options, progress: See :func:`convert_step`.
+        part: Which part.
+
+    Returns:
+        The whole job as it was planned, and the files of the part.
+
+    Raises:
+        CheckpointError: Something is wrong; the part was not published.
+    """
+    publication = _by_parts(source, target, options)
+    publication.check_target()
+    planned = prepare_step(source, replace(options, resume=True), by_parts=True)
+    conversion = conversion_of(planned, options)
+    check_space(publication.target.parent, conversion.space)
+    return planned, run_part(conversion, publication.target, part, options, progress or Progress())
+
+
+def finish_parts(
+    source: Subject, target: ReadablePath, options: ConvertOptions, progress: Progress | None = None
+) -> StepJob:
+    """Join the parts that were done with :func:`convert_part` and the same options, and publish.
+
+    Args:
+        source, target, options, progress: See :func:`convert_step`.
+
+    Raises:
+        CheckpointError: Parts are missing, or something is wrong; nothing was published.
+    """
+    with _by_parts(source, target, replace(options, resume=False)) as publication:
+        job = prepare_step(source, replace(options, resume=True))
+        conversion = conversion_of(job, options)
+        job.published = finish(conversion, publication.target, publication, options, progress or Progress())
+    if source.step is not None:
+        _track(source, target, job.published, options)
+    return job
+
+
+def _publication(source: Subject, target: ReadablePath, options: ConvertOptions) -> Publication:
+    """What is published: a step's new folder, or that of a lone checkpoint.
+
+    Raises:
+        CheckpointError: The target is not called what it should be, is the source, or is a run that goes on.
+    """
+    if source.step is None:
+        refuse_overlap(source.folder, target)
+        return publication_of(target, options)
     folder = target if steps.step_of(target) is not None else steps.step_folder(target, source.step)
     if steps.step_of(folder) != source.step:
         raise Unsupported(
             f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
         )
     refuse_overlap(source.folder, folder)
-    made = publication(folder, _is_step, manifest_name=steps.MANIFEST, **published_by(options))
-    with made:
-        job = prepare_step(source, options)
-        made.check_space(job.nbytes)
-        made.commit(_written(job, made, options, progress or Progress()))
-    job.published = folder
+    return publication(folder, _is_step, manifest_name=steps.MANIFEST, **published_by(options))
+
+
+def _by_parts(source: Subject, target: ReadablePath, options: ConvertOptions) -> LocalPublication:
+    """The same, of what is made of parts.
+
+    Raises:
+        Unsupported: The parts would have no place to lie in.
+    """
+    if options.to == "universal" and isinstance(target, Path) and is_run(target):
+        raise Unsupported(f"{target}: is a run that is there, and parts make a folder of their own\nGive a new folder.")
+    found = _publication(source, target, options)
+    if not isinstance(found, LocalPublication):
+        raise Unsupported(
+            f"{target}: lies in a store, and parts lie beside their target in a file system\n"
+            "Give a folder that all processes see, and copy what is published; or convert in one process."
+        )
+    return found
+
+
+def _track(source: Subject, target: ReadablePath, folder: ReadablePath, options: ConvertOptions) -> None:
+    """Let a root's tracker name the step, where it has no newer one."""
     newest = steps.newest(folder.parent)
-    if folder.parent == target and (newest is None or newest.step <= source.step):
-        write_text(target / TRACKER, str(source.step))
-    return job
+    if folder.parent == target and (newest is None or newest.step <= (source.step or 0)):
+        write_text(target / TRACKER, str(source.step), fsync=options.fsync)
 
 
 def _is_step(folder: ReadablePath) -> bool:
     return (folder / steps.MANIFEST).is_file()
 
 
-def _written(job: StepJob, to: Destination, options: ConvertOptions, progress: Progress) -> Manifest:
-    files: dict[str, FileEntry] = {}
-    parts, lines, accounts = [], {"step": job.report.as_json()}, {"step": job.account.as_json()}
+def conversion_of(job: StepJob, options: ConvertOptions) -> PlannedTarget:
+    """All that has to be done for a step, or for a lone checkpoint."""
+    if job.source.alone:
+        (lone,) = job.jobs.values()
+        return lone.conversion(options)
+    works, known, sums, parts = list[Work](), dict[str, Known](), dict[str, Sums](), list[dict[str, Any]]()
+    lines, accounts = {"step": job.report.as_json()}, {"step": job.account.as_json()}
     for role, planned in job.jobs.items():
-        below = Moved(to, f"{role}/".__add__)
-        written = write_target(planned, below, options, progress)
-        files.update((below.path(name), entry) for name, entry in written.items())
+        place = f"{role}/".__add__
+        works.append(planned.work(options, role, place))
+        known |= planned.known(place)
+        sums |= planned.sums(place)
         parts.append({**planned.part, "role": role})
         lines[role], accounts[role] = planned.report.as_json(), planned.account.as_json()
+    source, old = job.source, job.source.manifest
     for name in job.carried:
-        files[name] = _carry(job.source, name, to)
-    carried = [dict(part) for part in job.source.manifest.parts] if job.source.manifest else []
-    parts += [part for part in carried if part["role"] not in job.jobs]
-    old = dict(job.source.manifest.report) if job.source.manifest else {}
-    report = {**old, "converted_from": str(job.source.folder), "lines": lines, "account": accounts}
-    return Manifest(
-        files, step=job.source.step, parts=tuple(parts), lossless=job.lossless, provenance=provenance(), report=report
+        known[name] = Known(source.folder / name, None if old is None else old.files[name])
+    parts += [{**part} for part in (old.parts if old else ()) if part["role"] not in job.jobs]
+    report = {
+        **(old.report if old else {}),
+        "converted_from": str(source.folder),
+        "lines": lines,
+        "account": accounts,
+    }
+    manifest = Manifest(
+        {}, step=source.step, parts=tuple(parts), lossless=job.lossless, provenance=provenance(), report=report
     )
+    return PlannedTarget(works, manifest, known, sums, _fingerprint(job), job.nbytes)
 
 
-def _carry(source: Subject, name: str, to: Destination) -> FileEntry:
-    """Take a file over, and see that it is what the source's manifest says."""
-    here = source.folder / name
-    entry = to.put(name, here)
-    listed = source.manifest.files[name] if source.manifest is not None else entry
-    if entry != listed:
-        raise Corrupt(f"{here}: is damaged: CRC-32 {entry.crc32:08x}, the manifest says {listed.crc32:08x}")
-    return entry
+def _fingerprint(job: StepJob) -> Fingerprint | None:
+    """That of all models, and of what is carried beside them."""
+    found = {role: planned.fingerprint for role, planned in job.jobs.items()}
+    told = {role: one for role, one in found.items() if one is not None}
+    if len(told) < len(found):
+        return None
+    joined = Fingerprint.joined(told)
+    beside = identity(job.source.folder, (), [job.source.folder / name for name in job.carried])
+    return replace(joined, source=digest([joined.source, *(f"{name} {facts}" for name, facts in beside.items())]))

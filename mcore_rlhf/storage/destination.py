@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -166,6 +166,42 @@ class Publication(Destination):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+    def resume(self, why_not: Callable[[Path], str]) -> Path | None:
+        """Go on in what a process left that was killed, if that can be; what else dead ones left is cleaned up.
+
+        Args:
+            why_not: Says of a journal why nobody can go on with it; nothing where one can.
+
+        Returns:
+            Where the journal stands, or shall stand; None where none is kept.
+        """
+        del why_not
+        return None
+
+    def keep(self, files: Mapping[str, int]) -> set[str]:
+        """Of what a journal lists, what is there; everything else in the half-written folder is removed.
+
+        Args:
+            files: Length of each file, by path.
+        """
+        del files
+        return set()
+
+    def take(self, file: Path, name: str) -> None:
+        """Take over a file that was written elsewhere.
+
+        Args:
+            file: The file, which stays where it is.
+            name: Its path here; it must not be there.
+
+        Raises:
+            StorageError: It cannot be taken over.
+        """
+        self.put(name, file)
+
+    def leave(self) -> None:
+        """Leave what is half-written to whoever goes on with it."""
 
     @abstractmethod
     def check_space(self, nbytes: int) -> None:

@@ -31,10 +31,11 @@ from .destination import Publication
 from .manifest import PREFIX, FileEntry, Manifest
 from .objects import MANIFESTS, SCHEMES, ObjectStore
 from .paths import ReadablePath, human, storage_error
-from .publish import MANIFEST_NAME, new_transaction
+from .publish import MANIFEST_NAME
 from .reading import opened
 from .record_file import Layout, RecordFile
 from .store import StorePath
+from .transactions import new_transaction
 from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes
 
 _PAUSES = (0.1, 0.5, 2.0)

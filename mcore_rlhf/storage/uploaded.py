@@ -14,8 +14,9 @@ from typing import Any
 from .checksum import combine, crc32
 from .manifest import FileEntry
 from .objects import ObjectStore
-from .publish import check_space, new_transaction
+from .publish import check_space
 from .record_file import Layout, Piece, RecordFile
+from .transactions import new_transaction
 
 _PART_NBYTES = 8 << 20
 _MOST_PARTS = 9_000

@@ -49,6 +49,7 @@ def publication(
     fsync: bool = True,
     memory: int = 64 << 20,
     manifest_name: str = MANIFEST_NAME,
+    resumable: bool = False,
 ) -> Publication:
     """How a folder is published where it lies.
 
@@ -59,6 +60,7 @@ def publication(
         fsync: Whether a disk has everything before it appears.
         memory: Bytes of one file that may be on their way to a store.
         manifest_name: Name of the manifest in the folder.
+        resumable: Whether what a killed process left may be gone on with, where a folder can be.
 
     Raises:
         UsageError: Nothing can be written there.
@@ -68,7 +70,7 @@ def publication(
 
         return StorePublication(target, overwrite, replaceable, manifest_name, memory)
     assert isinstance(target, Path)
-    return LocalPublication(target, overwrite, fsync, replaceable, manifest_name)
+    return LocalPublication(target, overwrite, fsync, replaceable, manifest_name, resumable=resumable)
 
 
 def write_text(path: ReadablePath, text: str, *, fsync: bool = True) -> None:

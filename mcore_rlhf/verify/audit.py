@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,9 @@ Task = Callable[[], None]
 _Progress = Callable[[int], None]
 Span = tuple[int, int, int]
 """Start and stop in bytes from a record's start, and the CRC-32 of what lies between."""
+
+Spans = dict[tuple[str, str], list[Span]]
+"""What was read of a source: by file and record, disjoint and in order."""
 
 
 @dataclass(slots=True)
@@ -103,6 +107,17 @@ class Ledger:
             total += max(0, file.nbytes - records) if file.whole is not None else 0
         return total
 
+    def join(self, several: Iterable[Spans]) -> None:
+        """Take over what others saw; where spans overlap, the longest counts."""
+        found: dict[tuple[str, str], list[Span]] = {}
+        for spans in several:
+            for key, more in spans.items():
+                found.setdefault(key, []).extend(more)
+        for key, more in found.items():
+            seen = self._seen.setdefault(key, _Seen())
+            for span in sorted(more, key=lambda span: span[0] - span[1]):
+                seen.add(*span)
+
     def tasks(self, source: SourceBytes, problems: Problems, progress: _Progress) -> Iterator[Task]:
         """Tasks that read what nobody has read yet, and hold every record against its stored checksum.
 
@@ -123,7 +138,7 @@ class Ledger:
         key, offset, nbytes, expected = record
         crc, position = 0, 0
         for start, stop, seen in [*self._seen.get((file, key), _Seen()).spans, (nbytes, nbytes, 0)]:
-            crc = _read_on(crc, source, progress, file, offset + position, offset + start)
+            crc = read_on(crc, source, progress, file, offset + position, offset + start)
             crc = combine(crc, seen, stop - start)
             position = stop
         if crc != expected:
@@ -138,9 +153,9 @@ class Ledger:
         crc, position = 0, 0
         for _, offset, nbytes, expected in sorted(file.records, key=lambda record: record[1]):
             if offset >= position:
-                crc = _read_on(crc, source, progress, file.path, position, offset)
+                crc = read_on(crc, source, progress, file.path, position, offset)
                 crc, position = combine(crc, expected, nbytes), offset + nbytes
-        crc = _read_on(crc, source, progress, file.path, position, file.nbytes)
+        crc = read_on(crc, source, progress, file.path, position, file.nbytes)
         if crc != file.whole:
             problems.add(
                 Corrupt,
@@ -149,7 +164,41 @@ class Ledger:
             )
 
 
-def _read_on(crc: int, source: SourceBytes, progress: _Progress, file: str, start: int, stop: int) -> int:
+@dataclass(slots=True)
+class Watched:
+    """A ledger as one task sees it: what passes by is noted in the ledger, and here, for those who come after this process.
+
+    Args:
+        ledger: The ledger.
+    """
+
+    ledger: Ledger
+    _seen: dict[tuple[str, str], _Seen] = field(default_factory=dict)
+
+    @property
+    def spans(self) -> Spans:
+        """What this task saw."""
+        return {key: seen.spans for key, seen in self._seen.items()}
+
+    def crc32(self, data: memoryview) -> int:
+        """Checksum of a window."""
+        return crc32(data)
+
+    def combine(self, first: int, second: int, second_nbytes: int) -> int:
+        """Checksum of two adjacent pieces."""
+        return combine(first, second, second_nbytes)
+
+    def saw(self, record: Record, byte_offset: int, nbytes: int, crc32: int) -> None:
+        """See :meth:`Ledger.saw`."""
+        self.ledger.saw(record, byte_offset, nbytes, crc32)
+        self._seen.setdefault((record.file, record.key), _Seen()).add(byte_offset, byte_offset + nbytes, crc32)
+
+    def wants(self, record: Record, byte_offset: int, nbytes: int) -> bool:
+        """See :meth:`Ledger.wants`."""
+        return self.ledger.wants(record, byte_offset, nbytes)
+
+
+def read_on(crc: int, source: SourceBytes, progress: _Progress, file: str, start: int, stop: int) -> int:
     """The checksum of what was read so far and of a range of a file."""
     for at in range(start, stop, WINDOW_BYTES):
         size = min(WINDOW_BYTES, stop - at)
@@ -204,9 +253,65 @@ def _words(source: SourceBytes, record: Record, start: int, shape: Shape, stride
 _DAMAGED = "Either file is damaged or from another step."
 
 
+class Pair(NamedTuple):
+    """Two equally shaped chunks that must agree: replicas of one box, or a master and the parameter that it rounds to.
+
+    Args:
+        name: The tensor; of a master and its parameter, the master's.
+        a: The replica that is kept, or the master.
+        b: The other one.
+        parity: Whether it is a master and its parameter.
+    """
+
+    name: TensorName
+    a: Chunk
+    b: Chunk
+    parity: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read to compare them."""
+        return self.a.box.numel * (self.a.record.dtype.itemsize + self.b.record.dtype.itemsize)
+
+
+def pairs(catalog: Catalog, problems: Problems, *, replicas: bool, parity: bool) -> Iterator[Pair]:
+    """Everything in a catalogue that must agree with something else in it, tensor by tensor.
+
+    Args:
+        catalog: The catalogue.
+        problems: Told of every tensor that is not stored whole, each element once.
+        replicas: Whether copies of the same elements are compared.
+        parity: Whether fp32 masters, rounded, must be the parameters.
+    """
+    for name in catalog:
+        entry = catalog.get(name)
+        if entry is None:
+            continue
+        wrong = check_tiles(entry)
+        if wrong is not None:
+            problems.add(CoverageError, f"{name}: {wrong}")
+        if replicas:
+            for kept, other in entry.replicas():
+                yield Pair(name, kept, other)
+        if parity and name.state == MASTER:
+            yield from _masters(catalog, name, entry)
+
+
+def _masters(catalog: Catalog, name: TensorName, masters: TensorEntry) -> Iterator[Pair]:
+    params = catalog.get(name._replace(state=PARAM))
+    stored = params.primary() if params is not None else ()
+    by_box = {chunk.box: chunk for chunk in stored}
+    for master in masters.primary():
+        exact = by_box.get(master.box)  # else ZeRO cuts masters where it does not cut parameters
+        for param in (exact,) if exact is not None else stored:
+            box = master.box.intersect(param.box) if exact is None else master.box
+            if box is not None:
+                yield Pair(name, master.narrow(box), param.narrow(box), parity=True)
+
+
 @dataclass(slots=True)
 class Audit:
-    """Makes the tasks that check a catalogue.
+    """Compares what must agree.
 
     Args:
         catalog: What to check.
@@ -220,7 +325,7 @@ class Audit:
 
     catalog: Catalog
     source: SourceBytes
-    ledger: Ledger
+    ledger: Ledger | Watched
     problems: Problems
     progress: Callable[[int], None] = lambda nbytes: None
     distrust: str = ""
@@ -238,29 +343,15 @@ class Audit:
             replicas: Whether copies of the same elements are compared.
             parity: Whether fp32 masters, rounded, must be the parameters.
         """
-        for name in self.catalog:
-            entry = self.catalog.get(name)
-            if entry is None:
-                continue
-            wrong = check_tiles(entry)
-            if wrong is not None:
-                self.problems.add(CoverageError, f"{name}: {wrong}")
-            if replicas:
-                for kept, other in entry.replicas():
-                    yield partial(self._compare_replicas, name, kept, other)
-            if parity and name.state == MASTER:
-                yield from self._parity_tasks(name, entry)
+        for pair in pairs(self.catalog, self.problems, replicas=replicas, parity=parity):
+            yield partial(self.compare, pair)
 
-    def _parity_tasks(self, name: TensorName, masters: TensorEntry) -> Iterator[Task]:
-        params = self.catalog.get(name._replace(state=PARAM))
-        stored = params.primary() if params is not None else ()
-        by_box = {chunk.box: chunk for chunk in stored}
-        for master in masters.primary():
-            exact = by_box.get(master.box)  # else ZeRO cuts masters where it does not cut parameters
-            for param in (exact,) if exact is not None else stored:
-                box = master.box.intersect(param.box) if exact is None else master.box
-                if box is not None:
-                    yield partial(self._compare_master, name, master.narrow(box), param.narrow(box))
+    def compare(self, pair: Pair) -> None:
+        """Compare two chunks that must agree."""
+        if pair.parity:
+            self._compare_master(pair.name, pair.a, pair.b)
+        else:
+            self._compare_replicas(pair.name, pair.a, pair.b)
 
     def _compare_replicas(self, name: TensorName, kept: Chunk, other: Chunk) -> None:
         differing = 0

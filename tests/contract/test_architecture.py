@@ -21,7 +21,7 @@ MAX_LINES = 500
 # The rooms, lowest first, each with the rooms that it may import. Nowhere else is this written.
 _PURE = {"errors", "core", "models", "layouts"}
 _BELOW = _PURE | {"storage", "families"}
-_OFFLINE = _BELOW | {"formats", "verify", "convert"}
+_OFFLINE = _BELOW | {"formats", "verify", "execution", "convert"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "core": {"errors"},
@@ -31,7 +31,8 @@ ROOMS: dict[str, set[str]] = {
     "families": _PURE | {"storage"},
     "formats": _BELOW,
     "verify": _BELOW | {"formats"},
-    "convert": _BELOW | {"formats", "verify"},
+    "execution": _BELOW | {"verify"},
+    "convert": _BELOW | {"formats", "verify", "execution"},
     "consolidate": _OFFLINE,
     "engines": _OFFLINE,
     "manager": _OFFLINE | {"engines"},
@@ -55,6 +56,7 @@ ONLY_IN = {
     "transformer_engine": {"engines", "integrations", "demo"},
     "transformers": set(),
     "peft": set(),
+    "ray": {"manager"},
     "click": {"cli"},
     "rich": {"cli"},
 }

@@ -28,8 +28,9 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, crc_of_file, provenance
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
-from mcore_rlhf.storage.publish import new_transaction, replace_text, sync_tree
+from mcore_rlhf.storage.publish import replace_text, sync_tree
 from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
 

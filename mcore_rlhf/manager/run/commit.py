@@ -24,7 +24,8 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageErro
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import LocalPublication, Places, new_transaction, replace_text, write_new
+from mcore_rlhf.storage.publish import LocalPublication, replace_text, write_new
+from mcore_rlhf.storage.transactions import Places, new_transaction
 
 from .steps import MANIFEST, step_folder
 

@@ -26,8 +26,9 @@ from typing import Literal, Protocol, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
-from mcore_rlhf.storage.publish import Lock, Places, new_transaction, recover, sync_folder
+from mcore_rlhf.storage.publish import sync_folder
 from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recover
 
 from . import steps
 from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lock

@@ -17,7 +17,8 @@ from pathlib import Path
 from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import new_transaction, write_new
+from mcore_rlhf.storage.publish import write_new
+from mcore_rlhf.storage.transactions import new_transaction
 
 from .world import World
 

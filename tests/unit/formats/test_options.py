@@ -13,8 +13,9 @@ import pytest
 from mcore_rlhf.cli.job import make_job
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.errors import NotACheckpoint, UsageError
+from mcore_rlhf.families.job_options import JobOptions, PartNumber
 from mcore_rlhf.families.option_types import EVERY, GROUPS, Option
-from mcore_rlhf.families.options import OPTIONS, JobOptions, ReadOptions, WriteOptions
+from mcore_rlhf.families.options import OPTIONS, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import FORMATS
 from tests.helpers import option_tables
 from tests.helpers.option_tables import TARGETS, titles, written
@@ -25,6 +26,7 @@ INTERNAL = {"read.optimizer", "run.read", "run.write"}
 SAMPLES: dict[str, Any] = {
     "to": "hf", "dtype": "bf16", "optimizer": "plain", "rng": "drop", "transformer_impl": "local", "pipeline_layout": "3,5",
     "eos_token_ids": (1, 2), "lr_limits": (1e-5, 0.0), "stub": ("a.B",), "ignore_field": ("a",), "max_memory": 1 << 20, "rules": None,
+    "part": PartNumber(3, 16), "executor": "ray", "optimizer_sharding": "dp_reshardable",
 }  # fmt: skip
 
 

@@ -14,15 +14,8 @@ import pytest
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.storage import publish as publish_module
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
-from mcore_rlhf.storage.publish import (
-    MANIFEST_NAME,
-    LocalPublication,
-    Lock,
-    Places,
-    check_space,
-    recover,
-    replace_text,
-)
+from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication, check_space, replace_text
+from mcore_rlhf.storage.transactions import Lock, Places, recover
 from mcore_rlhf.storage.urls import refuse_overlap
 
 MANIFEST = Manifest({"a": FileEntry(3, 0)})
@@ -193,6 +186,19 @@ def test_leftovers_of_another_host_are_left_alone_for_a_day(tmp_path: Path) -> N
     os.utime(places.lock, (0, 0))
     assert recover(tmp_path / "out") == [f"removed {places.staging}: it was left half-written"]
     assert names(tmp_path) == []
+
+
+def test_a_requeued_job_takes_over_what_it_left_on_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"JOB_ID": "77", "STEP_ID": "0", "PROCID": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    places = Places(tmp_path / "out", "1")
+    places.staging.mkdir()
+    places.lock.write_text("another-host 77.0.2")
+    assert recover(tmp_path / "out") == []
+    places.lock.write_text("another-host 77.0.3")
+    assert recover(tmp_path / "out") == [f"removed {places.staging}: it was left half-written"]
 
 
 def test_an_old_target_is_kept_where_someone_made_a_new_one(tmp_path: Path) -> None:

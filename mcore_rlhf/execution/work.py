@@ -1,0 +1,188 @@
+"""What has to be done for a target, as independent tasks: files to be written, and pairs of chunks to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from mcore_rlhf.core.catalog import Record
+from mcore_rlhf.core.execute import SourceBytes
+from mcore_rlhf.core.plan import FilePlan
+from mcore_rlhf.errors import Corrupt, Problems
+from mcore_rlhf.families.source import StoredFile
+from mcore_rlhf.storage.destination import Destination
+from mcore_rlhf.storage.manifest import FileEntry, Manifest
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.record_file import Layout
+from mcore_rlhf.verify.audit import Pair
+
+from .fingerprint import Fingerprint
+
+_BLOCK_NBYTES = 64 << 20
+"""Pairs are compared, dealt out and noted as done in blocks of about so many bytes."""
+
+
+class PlannedFile(NamedTuple):
+    """A file of the target, laid out and planned."""
+
+    plan: FilePlan
+    records: Sequence[Record]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class FileTask:
+    """A file to be written.
+
+    Args:
+        path: In the folder that is published.
+        nbytes: Of its records; 0 where nobody has counted them.
+        planned: Lays it out and plans it.
+    """
+
+    path: str
+    nbytes: int
+    planned: Callable[[], PlannedFile]
+
+
+class Reading(NamedTuple):
+    """A range of a record of the source that is read only to be checked.
+
+    Args:
+        file, key: The record.
+        offset: Where the record begins in the file, in bytes.
+        start, stop: The range, from there.
+    """
+
+    file: str
+    key: str
+    offset: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.stop - self.start
+
+
+Checks = Callable[[Problems], Iterator[Pair]]
+"""What must agree in a source; problems that are seen on the way are noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that has to be done for one model.
+
+    Args:
+        name: What its tasks are known by beside those of other models.
+        files: The files to be written.
+        checks: What must agree in the source.
+        stored: The source's files, with their checksums.
+        source: Opens the source's bytes.
+        distrust: See :class:`~mcore_rlhf.families.source.Source`.
+        nbytes: Of all records to be written.
+        multiplies: Whether products of matrices are computed on the way.
+        readings: What one of many processes has to read only to check it.
+    """
+
+    name: str
+    files: Sequence[FileTask]
+    checks: Checks
+    stored: Callable[[], Sequence[StoredFile]]
+    source: Callable[[], AbstractContextManager[SourceBytes]]
+    distrust: str = ""
+    nbytes: int = 0
+    multiplies: bool = False
+    readings: Sequence[Reading] = ()
+
+    def blocks(self, problems: Problems) -> Iterator[tuple[str, list[Pair]]]:
+        """What must agree, in blocks, each with the name that it has in every process."""
+        return _blocks(self.checks(problems), f"compared {self.name}:")
+
+    def reading_blocks(self) -> Iterator[tuple[str, list[Reading]]]:
+        """What is read only to be checked, in blocks, each with the name that it has in every process."""
+        return _blocks(self.readings, f"read {self.name}:")
+
+    def owns(self, task: str) -> bool:
+        """Whether a block is one of this work."""
+        return task.startswith((f"compared {self.name}:", f"read {self.name}:"))
+
+
+_One = TypeVar("_One", Pair, Reading)
+
+
+def _blocks(items: Iterable[_One], name: str) -> Iterator[tuple[str, list[_One]]]:
+    block: list[_One] = []
+    number = nbytes = 0
+    for item in items:
+        block.append(item)
+        nbytes += item.nbytes
+        if nbytes >= _BLOCK_NBYTES:
+            yield f"{name}{number}", block
+            block, nbytes, number = [], 0, number + 1
+    if block:
+        yield f"{name}{number}", block
+
+
+Sums = Callable[[Mapping[str, str]], str]
+"""The content of a file that lists SHA-256 sums, from these, by the names of the files beside it."""
+
+
+class Known(NamedTuple):
+    """A file whose content is known.
+
+    Args:
+        content: A text, bytes, or another file.
+        entry: What it must be, where a manifest says that.
+    """
+
+    content: str | bytes | ReadablePath
+    entry: FileEntry | None = None
+
+
+@dataclass(slots=True)
+class PlannedTarget:
+    """A planned target, whole: of one model, or of several that are published together.
+
+    Args:
+        works: What has to be done for each model.
+        known: Files whose content is known, by path.
+        sums: Files that are written last, by path: each made of the SHA-256 of the others in its folder, by name.
+        manifest: Of the target, without its files.
+        fingerprint: What decides every byte; None where nothing is to be gone on with.
+        space: Bytes that it will take.
+    """
+
+    works: Sequence[Work]
+    manifest: Manifest
+    known: Mapping[str, Known] = field(default_factory=dict)
+    sums: Mapping[str, Sums] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
+    space: int = 0
+
+    def put_known(self, to: Destination, written: Iterable[str]) -> dict[str, FileEntry]:
+        """Write the files whose content is known, or follows from what was written.
+
+        Args:
+            to: Where.
+            written: Paths of the other files, which are there.
+
+        Raises:
+            Corrupt: One that is taken over is not what its manifest says.
+        """
+        files: dict[str, FileEntry] = {}
+        for name, (content, expected) in self.known.items():
+            files[name] = found = to.put(name, content)
+            if expected is not None and found != expected:
+                raise Corrupt(
+                    f"{content!s}: is damaged: CRC-32 {found.crc32:08x}, the manifest says {expected.crc32:08x}"
+                )
+        there = [*written, *files]
+        for name, content_of in self.sums.items():
+            folder, _, _ = name.rpartition("/")
+            beside = [path for path in there if path.rpartition("/")[0] == folder]
+            files[name] = to.put(name, content_of({path.rpartition("/")[2]: to.sha256(path) for path in beside}))
+        return files

@@ -1,0 +1,286 @@
+"""What one transaction uses beside its target, while it writes and after it died: names, a lock, and how the living clean up.
+
+Replacing an existing folder takes two renames (the old one aside, the new one in place). A crash between the
+two leaves neither at the target; the next :class:`LocalPublication` or :func:`recover` of the same
+target puts the old one back.
+
+For a target ``out`` a transaction uses, all in the same parent, so that a rename suffices:
+
+* ``.out.lock-<id>``     a file, locked with ``flock`` for as long as the writer lives; holds its host's name
+* ``.out.partial-<id>``  the folder being written
+* ``.out.journal-<id>``  what of it is finished, where whoever comes after a kill may go on with it
+* ``.out.old-<id>``      what was at ``out`` before, while it is being replaced
+
+The lock is made first and removed last. So after a crash every leftover has a lock file that nobody holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .manifest import Manifest
+from .paths import storage_error
+
+MANIFEST_NAME = "mcore_rlhf.json"
+_PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
+_FOREIGN_PATIENCE_S = 24 * 3600
+"""A lock of another host may be held although it seems free: some network file systems lock per host only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The names that one transaction uses.
+
+    Args:
+        target: What is published.
+        transaction: The transaction's id.
+    """
+
+    target: Path
+    transaction: str
+
+    def _beside(self, what: str) -> Path:
+        return self.target.with_name(f".{self.target.name}.{what}-{self.transaction}")
+
+    @property
+    def lock(self) -> Path:
+        """The lock file."""
+        return self._beside("lock")
+
+    @property
+    def staging(self) -> Path:
+        """The folder being written."""
+        return self._beside("partial")
+
+    @property
+    def doomed(self) -> Path:
+        """The folder that was being written, while it is removed."""
+        return self.staging.with_name(f"{self.staging.name}~")
+
+    @property
+    def journal(self) -> Path:
+        """What was finished in the folder being written."""
+        return self._beside("journal")
+
+    @property
+    def resumable(self) -> bool:
+        """Whether there is something that could be gone on with."""
+        return self.journal.is_file() and self.staging.is_dir() and not self.old.exists()
+
+    @property
+    def old(self) -> Path:
+        """What the target was before."""
+        return self._beside("old")
+
+    def is_published(self, manifest_name: str = MANIFEST_NAME) -> bool:
+        """Whether the target is what this transaction wrote: asked of the file system, not remembered."""
+        try:
+            return Manifest.read(self.target / manifest_name).transaction == self.transaction
+        except CheckpointError:
+            return False
+
+
+def new_transaction() -> str:
+    """An id that no other transaction has; later ones sort later."""
+    return f"{time.time_ns() // 1_000_000:013d}-{os.urandom(4).hex()}"
+
+
+class Lock:
+    """A lock file that is held until :meth:`release`, or until the process dies.
+
+    Args:
+        path: The file, which must not exist.
+        taken: Or the file, open and locked, that a dead process left.
+
+    Raises:
+        StorageError: It cannot be created.
+    """
+
+    def __init__(self, path: Path, taken: int = -1) -> None:
+        self.path, self._fd = path, taken
+        if taken >= 0:
+            os.ftruncate(taken, 0)
+            os.pwrite(taken, _owner().encode(), 0)
+            _HELD.add(self)
+            return
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise storage_error(error, path, "create") from error
+        try:
+            os.write(self._fd, _owner().encode())
+        except OSError as error:
+            self.release()  # an empty lock would pass for that of another host
+            raise storage_error(error, path, "create") from error
+        _try_lock(self._fd)  # without flock on this file system, nobody else will think that we are dead either
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """Remove the file and let go."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let go, and leave the file: whoever comes next cleans up."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child, such as a data loader's worker, may outlive the writer and must not pass for it."""
+    for lock in list(_HELD):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or not supported here
+        return False
+    return True
+
+
+def recover(target: Path, manifest_name: str = MANIFEST_NAME, *, resumable: bool = True) -> list[str]:
+    """Clean up what dead processes left beside a target. Safe at any time, in any number of processes.
+
+    A half-written folder is removed. An old target that was moved aside is put back where nothing was
+    published, and removed where the new one was.
+
+    Args:
+        target: The target.
+        manifest_name: Name of the manifest in it.
+        resumable: Whether a half-written folder with a journal is removed as well.
+
+    Returns:
+        What was done, one line each.
+    """
+    done: list[str] = []
+    for places, fd in dead(target):
+        if resumable or not places.resumable:
+            done += removed(places, manifest_name)
+        os.close(fd)
+    return done
+
+
+def dead(target: Path) -> Iterator[tuple[Places, int]]:
+    """The transactions of dead processes, each with its lock, which is held."""
+    prefix = f".{target.name}.lock-"
+    for lock in sorted(target.parent.glob(f"{_escaped(prefix)}*")) if target.parent.is_dir() else ():
+        fd = _lock_of_the_dead(lock)
+        if fd is not None:
+            yield Places(target, lock.name.removeprefix(prefix)), fd
+
+
+def removed(places: Places, manifest_name: str, why: str = "") -> list[str]:
+    """Settle a dead process's transaction; its lock goes last."""
+    try:
+        done = [f"{line}{why}" for line in settle(places, manifest_name)]
+        places.lock.unlink(missing_ok=True)
+    except OSError as error:
+        return [f"could not clean up {places.staging}: {error}"]
+    return done
+
+
+def settle(places: Places, manifest_name: str = MANIFEST_NAME) -> Iterator[str]:
+    """Bring a transaction that has ended, in whatever way, to all or nothing.
+
+    Returns:
+        What was done, one line each.
+    """
+    return iter(list(_settle(places, manifest_name)))
+
+
+def _settle(places: Places, manifest_name: str) -> Iterator[str]:
+    if places.old.exists():
+        if places.is_published(manifest_name):
+            shutil.rmtree(places.old)
+            yield f"removed {places.old}: what {places.target} was before it was replaced"
+        elif not _is_occupied(places.target):
+            os.rename(places.old, places.target)
+            yield f"put {places.target} back: its replacement was interrupted"
+        else:  # somebody made a new target meanwhile: both are kept
+            yield f"kept {places.old}: {places.target} was made anew by someone else"
+    if places.staging.exists() or places.doomed.exists():
+        _remove_staging(places)
+        yield f"removed {places.staging}: it was left half-written"
+    places.journal.unlink(missing_ok=True)
+
+
+def _remove_staging(places: Places) -> None:
+    """By another name: other ranks that still write there see at once that it was given up, and add nothing to it."""
+    _remove_tree(places.doomed)
+    with suppress(OSError):
+        os.rename(places.staging, places.doomed)
+    _remove_tree(places.doomed)
+    _remove_tree(places.staging)
+
+
+def _remove_tree(folder: Path) -> None:
+    """On a network file system, what others have open goes when they close it."""
+    for pause in (*_PAUSES, None):
+        try:
+            shutil.rmtree(folder)
+            return
+        except FileNotFoundError:
+            if not folder.exists():
+                return
+        except OSError:
+            if pause is None:
+                raise
+        time.sleep(pause or 0)
+
+
+def _is_occupied(target: Path) -> bool:
+    return target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir()))
+
+
+def _lock_of_the_dead(path: Path) -> int | None:
+    """Take over the lock of a process that is dead; None where it may be alive."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        owner = os.read(fd, 256).decode(errors="replace")
+        foreign = not _is_ours(owner) and time.time() - path.stat().st_mtime < _FOREIGN_PATIENCE_S
+        if not foreign and _try_lock(fd) and os.fstat(fd).st_ino == path.stat().st_ino:
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _owner() -> str:
+    """Who holds a lock: the host, and of a SLURM job which of its processes: after a requeue that one runs elsewhere."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+    process = ".".join(os.environ.get(name, "") for name in names)
+    return os.uname().nodename + (f" {process}" if all(name in os.environ for name in names) else "")
+
+
+def _is_ours(owner: str) -> bool:
+    """Whether a lock is of this host, where the kernel knows who holds it, or of what this process was before it was requeued."""
+    (host, _, process), (here, _, us) = owner.partition(" "), _owner().partition(" ")
+    return host == here or (process == us != "")
+
+
+def _escaped(name: str) -> str:
+    """For glob."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)

@@ -1,0 +1,169 @@
+"""A conversion that was killed goes on where it was, if its plan is still the same; the bytes are those of one that was not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.conversions import GOLDENS
+from tests.helpers.killed import begun, content, run, start
+
+SOURCE = GOLDENS / "tp2pp2dp2_bf16_do"
+TO = ("--tp", 1, "--pp", 4, "--workers", 1)
+FILES = 8
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(SOURCE, tmp_path_factory.mktemp("source") / "run"))
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("whole") / "out"
+    assert run("convert", source, target, *TO, "--no-fsync")[0] == 0
+    return target
+
+
+def killed(source: Path, target: Path, *options: object, after: int = 3, number: int = signal.SIGKILL) -> str:
+    code, _, stderr = run("convert", source, target, *TO, *options, after=after, number=number)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number), stderr
+    assert not target.exists()
+    return stderr
+
+
+def hidden(target: Path) -> list[str]:
+    return sorted(path.name for path in target.parent.iterdir() if path != target and path.name.startswith("."))
+
+
+@pytest.mark.parametrize("options", [(), ("--no-fsync",), ("--workers", 4)])
+def test_after_a_kill_at_most_one_file_per_worker_is_made_again(
+    source: Path, whole: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    target, log = tmp_path / "out", tmp_path / "log"
+    killed(source, target, *options)
+    assert [name.partition("-")[0] for name in hidden(target)] == [".out.journal", ".out.lock", ".out.partial"]
+    code, stdout, stderr = run("convert", source, target, *TO, *options, log=log)
+    assert (code, "lossless" in stdout) == (0, True), stderr
+    assert "went on in" in stderr
+    assert len(begun(log)) == FILES - 3
+    assert content(target) == content(whole)
+    assert hidden(target) == []
+
+
+def test_a_kill_while_it_compares_makes_no_file_again(source: Path, whole: Path, tmp_path: Path) -> None:
+    target, log = tmp_path / "out", tmp_path / "log"
+    killed(source, target, after=FILES + 1)
+    assert run("convert", source, target, *TO, log=log)[0] == 0
+    assert begun(log) == []
+    assert content(target) == content(whole)
+
+
+def test_killed_again_and_again(source: Path, whole: Path, tmp_path: Path) -> None:
+    target, log = tmp_path / "out", tmp_path / "log"
+    for _ in range(4):
+        assert run("convert", source, target, *TO, after=2, log=log)[0] == -signal.SIGKILL
+    assert run("convert", source, target, *TO, log=log)[0] == 0
+    assert sorted(begun(log)) == sorted(set(begun(log)))
+    assert content(target) == content(whole)
+
+
+def test_what_sigterm_ended_goes_on_as_well(source: Path, whole: Path, tmp_path: Path) -> None:
+    target, log = tmp_path / "out", tmp_path / "log"
+    stderr = killed(source, target, number=signal.SIGTERM)
+    assert "what is finished is kept" in stderr
+    assert run("convert", source, target, *TO, log=log)[0] == 0
+    assert len(begun(log)) <= FILES - 3
+    assert content(target) == content(whole)
+
+
+def test_ctrl_c_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    stderr = killed(source, tmp_path / "out", number=signal.SIGINT)
+    assert "what was half-written has been removed" in stderr
+    assert hidden(tmp_path / "out") == []
+
+
+def test_no_resume_starts_anew(source: Path, whole: Path, tmp_path: Path) -> None:
+    target, log = tmp_path / "out", tmp_path / "log"
+    killed(source, target)
+    assert run("convert", source, target, *TO, "--no-resume", log=log)[0] == 0
+    assert len(begun(log)) == FILES
+    assert content(target) == content(whole)
+    assert hidden(target) == []
+
+
+def test_other_options_start_anew_and_say_so(source: Path, tmp_path: Path) -> None:
+    target, log = tmp_path / "out", tmp_path / "log"
+    killed(source, target)
+    code, _, stderr = run("convert", source, target, "--tp", 1, "--pp", 4, "--dp", 2, log=log)
+    assert (code, len(begun(log))) == (0, FILES)
+    assert "not gone on with: it is of other options" in stderr
+    assert hidden(target) == []
+
+
+def test_a_source_that_was_changed_in_place_starts_anew(tmp_path: Path) -> None:
+    """Its length and the time of its last change are set back; what cannot be set back tells."""
+    source, target, log = tmp_path / "run", tmp_path / "out", tmp_path / "log"
+    shutil.copytree(SOURCE, source)
+    killed(source, target)
+    file = max(source.rglob("*.pt"), key=lambda path: path.stat().st_size)
+    before = file.stat()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    code, _, stderr = run("convert", source, target, *TO, log=log)
+    assert "not gone on with: it is of another source" in stderr
+    assert code == 1  # and what was flipped is found, as ever
+    assert "damaged" in stderr
+    assert len(begun(log)) == FILES
+
+
+def test_a_byte_that_only_the_killed_process_read_wrong_is_found(source: Path, tmp_path: Path) -> None:
+    """What was read before the kill is held against the source's checksums afterwards, though nobody reads it again."""
+    target = tmp_path / "out"
+    killed(source, target)
+    (journal,) = tmp_path.glob(".out.journal-*")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    from mcore_rlhf.execution.journal import _lines
+    from mcore_rlhf.storage.checksum import crc32
+
+    told = [line for _, line in _lines(journal)]
+    (done,) = told[1]["done"].values()
+    whole_row = next(row for row in done["seen"] if len(row) == 5)
+    whole_row[4] ^= 1
+    import json
+
+    text = json.dumps(told[1]).encode()
+    lines[1] = b"%08x %s\n" % (crc32(text), text)
+    journal.write_bytes(b"".join(lines))
+    code, _, stderr = run("convert", source, target, *TO)
+    assert (code, "damaged" in stderr, target.exists()) == (1, True, False), stderr
+
+
+def test_a_torn_line_and_a_file_of_another_length_are_done_again(source: Path, whole: Path, tmp_path: Path) -> None:
+    target, log = tmp_path / "out", tmp_path / "log"
+    killed(source, target, after=4)
+    (journal,), (staging,) = tmp_path.glob(".out.journal-*"), tmp_path.glob(".out.partial-*")
+    data = journal.read_bytes()
+    journal.write_bytes(data[:-7])
+    (staging / "stranger").write_text("?")
+    os.truncate(min(staging.rglob("*.pt")), 100)
+    assert run("convert", source, target, *TO, log=log)[0] == 0
+    assert len(begun(log)) == FILES - 2
+    assert content(target) == content(whole)
+
+
+def test_two_at_once_do_not_disturb_each_other(source: Path, whole: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    killed(source, target)
+    both = [start("convert", source, target, *TO) for _ in range(2)]
+    told = [(process.communicate(timeout=240)[1], process.returncode) for process in both]
+    assert sorted(code for _, code in told) in ([0, 2], [0, 0]), told
+    assert any("exists already" in text for text, code in told if code)
+    assert content(target) == content(whole)
+    assert hidden(target) == []
