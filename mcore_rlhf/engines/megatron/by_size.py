@@ -25,6 +25,7 @@ from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.dealing import Dealt, dealt_out
 from mcore_rlhf.families.megatron.folders import iteration_folder_name
 from mcore_rlhf.families.megatron.groups import LocalParam
+from mcore_rlhf.formats.megatron.plain import FACTORS
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
@@ -249,7 +250,7 @@ def _told(model: LiveModel, chain: Sequence[ChainMember]) -> Told:
             states = {name: dtype for name, (_, dtype) in _states(member, owned).items()}
             kept = member.inner.state.get(member.main_param(owned), {}) if member.stepped else {}
             numbers = {name: _number(value) for name, value in kept.items() if _number(value) is not None}
-            whole &= member.kind == DISTRIBUTED or kept.keys() <= {*states, *numbers}
+            whole &= member.kind == DISTRIBUTED or kept.keys() <= {*states, *numbers} - FACTORS
             parts.append(Part(names[owned.param], member.number, owned.group, states, numbers))
     return Told(parts, [_group_fields(member) for member in chain], whole)
 

@@ -18,6 +18,8 @@ from mcore_rlhf.families.megatron.groups import LocalParam, inner_state
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
+FACTORS = frozenset({"L", "R", "Q_L", "Q_R"})
+"""Of a square matrix they are shaped like it. Source: emerging_optimizers 0.3.0, ``soap/soap.py`` (``_init_group``)."""
 States = dict[str, StoredTensor]
 Scalars = dict[str, object]
 _LEFT = "Restore the file, or convert the weights alone with --no-optimizer."
@@ -133,6 +135,7 @@ def _require_alike(found: Mapping[tuple[int, str], States], file: str) -> None:
 
 def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, pt: PtFile) -> States:
     tensors: States = {}
+    _require_elements(state, param, pt.file)
     for name, value in state.items():
         if isinstance(value, StoredTensor) and value.shape:
             tensors[name] = _same_shape(value, param, pt.file, name)
@@ -144,6 +147,23 @@ def _tensors(state: Mapping[str, object], scalars: Scalars, param: LocalParam, p
                 "what a Megatron checkpoint of another layout can hold"
             )
     return tensors
+
+
+def _require_elements(state: Mapping[str, object], param: LocalParam, file: str) -> None:
+    """Where some states are shaped like a parameter and some are not, the optimizer is of a kind that works on whole matrices: what has the
+    right shape need not be of elements either (soap's moments lie in the basis that its factors give).
+
+    Raises:
+        Lossy: It is; names all that cannot be reshaped.
+    """
+    shapes = {name: one.shape for name, one in state.items() if isinstance(one, StoredTensor) and one.shape}
+    others = [f"{name} {shape}" for name, shape in shapes.items() if shape != param.shape or name in FACTORS]
+    if others and len(others) < len(shapes):
+        raise Lossy(
+            f"{file}: {', '.join(others)} of {param.name} {param.shape} belong to the whole matrix, as its rank has it, and not to its "
+            "elements: no other layout or format can hold the states of this optimizer\n"
+            "The engine resumes them at the layout that was saved; --no-optimizer converts the weights alone."
+        )
 
 
 def _same_shape(value: StoredTensor, param: LocalParam, file: str, state: str) -> StoredTensor:

@@ -14,7 +14,7 @@ import torch
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER
-from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.errors import Incomplete, Lossy, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing
 from mcore_rlhf.families.megatron.groups import ChainedOptimizer, LocalParam, Membership
@@ -72,6 +72,20 @@ def test_files_of_another_dealing_are_refused(tmp_path: Path) -> None:
     second.rename(first)
     (folder / "x").rename(second)
     with pytest.raises(Unsupported, match=r"param group 0 has \d+ parameters"):
+        open_checkpoint(root, ReadOptions())
+
+
+@pytest.mark.parametrize(("name", "rows"), [("L", False), ("moment2_buffer", True)])
+def test_states_of_whole_matrices_are_named(tmp_path: Path, name: str, rows: bool) -> None:
+    """Soap's factors also where they are shaped like their matrix; normuon's second moment has one column."""
+    root = tmp_path / "root"
+    shutil.copytree(GENUINE / "muon_pingpong_dp2_bf16", root)
+    for file in root.rglob("layer_wise_optimizer_*.pt"):
+        members = torch.load(file, weights_only=True)
+        for state in members[0]["optimizer"]["state"].values():
+            state[name] = state[MOMENTUM][:, :1].clone() if rows else state[MOMENTUM].clone()
+        torch.save(members, file)
+    with pytest.raises(Lossy, match=rf"{name} \(\d+, \d+\) of decoder\..*(?s:.*)--no-optimizer"):
         open_checkpoint(root, ReadOptions())
 
 
