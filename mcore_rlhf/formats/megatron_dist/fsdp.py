@@ -82,6 +82,12 @@ class FsdpFolder(DistFolder):
                 _put(nest, path, _value(dcp, fqn))
         if any(str(path[0]).startswith("model") and path[0] != _TENSORS for path in dcp.planner_data.values()):
             raise Unsupported(f"{located.folder}: {_PIPELINE}")
+        strange = [fqn for fqn, path in dcp.planner_data.items() if not _is_known(path, fqn in dcp.tensors)]
+        if strange:
+            raise Unsupported(
+                f"{located.folder}: {len(strange)} items of the model or the optimizer are not known, such as {strange[0]}\n"
+                "Save it with --ckpt-format torch_dist, or use a later mcore_rlhf."
+            )
         groups = nest.pop("optimizer", {}).get(_GROUPS, {})
         rng = {_pair(key): value for key, value in nest.pop("rng_state", {}).items()}
         if groups:
@@ -118,6 +124,18 @@ _PIPELINE = (
     "is of Megatron-FSDP with several pipeline stages or model chunks, whose layers go by the same names\n"
     "Save it with --ckpt-format torch_dist, or without pipeline parallelism."
 )
+
+
+def _is_known(path: Path_, is_tensor: bool) -> bool:
+    """Whether an item is one that is read: nobody else would say that it is not."""
+    match path:
+        case ("model", str()):
+            return is_tensor
+        case ("optimizer", "state", str(), state):
+            return is_tensor or state == "step"  # which the groups count as well
+        case ("optimizer", "param_to_group_meta", *_):
+            return True
+    return path[0] not in (_TENSORS, "optimizer")
 
 
 def _value(dcp: DcpFolder, fqn: str) -> object:

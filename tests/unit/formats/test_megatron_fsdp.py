@@ -102,16 +102,31 @@ def test_a_damaged_file_is_found(tmp_path: Path) -> None:
         converted(tmp_path / "root", tmp_path / "out", "megatron")
 
 
-def test_pipeline_stages_whose_layers_have_equal_names_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "more", "said"),
+    [
+        (2, {}, "Megatron-FSDP with several pipeline stages"),
+        (
+            1,
+            {("optimizer", "state", "module.x", "Q_L", "rows"): 1},
+            r"1 items of .* not known, such as optimizer\.state\.module\.x",
+        ),
+        (1, {("model0", "module.x"): 1}, "several pipeline stages or model chunks"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    stages: int, more: dict[tuple[str, ...], object], said: str, tmp_path: Path
+) -> None:
     """Made by hand from the code: every stage counts its layers from 0."""
     folder = tmp_path / "iter_0000006"
     folder.mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
-    values = {"args": Namespace({"pipeline_model_parallel_size": 2}), "rng_state.(0, 0).0": {}}
-    items = [ObjectItem(name, saved(value)) for name, value in values.items()]
+    args, rng = Namespace({"pipeline_model_parallel_size": stages}), ("rng_state", "(0, 0)", 0)
+    values: dict[tuple[str | int, ...], object] = {("args",): args, rng: {}, **more}
+    paths = {".".join(map(str, path)): path for path in values}
+    items = [ObjectItem(name, saved(value)) for name, value in zip(paths, values.values(), strict=True)]
     Distcp(items).create(folder / "__0_0.distcp").finish({})
-    paths = {"args": ("args",), "rng_state.(0, 0).0": ("rng_state", "(0, 0)", 0)}
     (folder / ".metadata").write_bytes(dcp_metadata({}, {"__0_0.distcp": items}, paths))
     assert detect(tmp_path).name == "megatron-dist"
-    with pytest.raises(Unsupported, match="Megatron-FSDP with several pipeline stages"):
+    with pytest.raises(Unsupported, match=said):
         opened(tmp_path)
