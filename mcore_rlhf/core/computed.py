@@ -1,7 +1,8 @@
 """Records that are stored nowhere: a plan copies from them like from any other, and their bytes are computed when they are looked at.
 
 Here is what a computation is, how one reads its operands (the executor with memory for a target), and the simplest of them:
-:class:`Scaled`, elements of few bits, each times the scale of its block, which is how weights are quantized. :mod:`.lowrank` is the other.
+:class:`Scaled`, elements of few bits, each times the scale of its block, which is how weights are quantized, and :class:`Shifted`.
+:mod:`.lowrank` is the other.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 import numpy as np
 
 from .cast import Words, convert
-from .catalog import FLOAT32, Box, Chunk, DType, FixedCatalog, Record, TensorEntry, row_major
+from .catalog import FLOAT32, Box, Chunk, DType, FixedCatalog, Record, TensorEntry, TensorName, row_major
 from .execute import WINDOW_BYTES, WORDS, FileRun, SourceBytes
 from .plan import plan_file
 
@@ -70,7 +72,7 @@ class ComputedBytes:
     def _block(self, file: str, found: Computation, number: int) -> memoryview:
         """A block; each thread keeps its last one, since windows of a file seldom end where blocks do."""
         if getattr(self._last, "key", None) != (file, number):
-            self._last.data = np.ascontiguousarray(found.block(number, self.source)).reshape(-1).view(np.uint8).data
+            self._last.data = np.ascontiguousarray(found.block(number, self)).reshape(-1).view(np.uint8).data
             self._last.key = (file, number)
         data: memoryview = self._last.data
         return data
@@ -193,3 +195,43 @@ class Scaled:
 
     def __str__(self) -> str:
         return f"{self.weight.name.param} · {self.scale.name.param}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """A small tensor with a number added to every element, rounded once: a norm that counts from 0 as one that counts from 1.
+
+    Args:
+        base: Of a type that converts to fp32 exactly; read whole.
+        by: What is added.
+        name: Whose tensor it becomes.
+        dtype: What the sum is rounded to.
+    """
+
+    base: TensorEntry
+    by: float
+    name: TensorName
+    dtype: DType
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The sum as a tensor."""
+        shape = self.base.global_shape
+        file = f"{COMPUTED}{self.name}, {self.by:+g} in {self.base.chunks[0].record.file}"  # another one where that is such a sum itself
+        record = Record(file, str(self), self.dtype, prod(shape), 0, computed=True)
+        return TensorEntry(self.name, shape, self.dtype, (Chunk(Box.whole(shape), record, 0, row_major(shape)),))
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of all of it."""
+        return prod(self.base.global_shape) * self.dtype.itemsize
+
+    def block(self, number: int, source: SourceBytes) -> Words:
+        """All of it, as words of its type."""
+        del number
+        values = floats(self.base, Box.whole(self.base.global_shape), source) + np.float32(self.by)
+        words = values.view(WORDS[FLOAT32.itemsize])
+        return words if self.dtype == FLOAT32 else convert(words, FLOAT32, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.base.name} {self.by:+g}"

@@ -88,13 +88,14 @@ def layer_classes() -> dict[str, Any]:
         def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
             super().__init__()
             self.weight, self.eps = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
+            self.centred = config.layernorm_zero_centered_gamma
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return normed(x, self.weight, self.eps)
+            return normed(x, self.weight, self.eps, self.centred)
 
-    def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + centred)).to(x.dtype)
 
     class NormColumn(ColumnParallelLinear):  # type: ignore[misc]
         def __init__(self, input_size: int, output_size: int, *, config: Any, **more: Any) -> None:
@@ -103,10 +104,10 @@ def layer_classes() -> dict[str, Any]:
             self._parameters.clear()
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
             self._parameters.update(weights)
-            self.eps = config.layernorm_epsilon
+            self.eps, self.centred = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
 
         def forward(self, x: torch.Tensor, *more: Any, **named: Any) -> Any:
-            return super().forward(normed(x, self.layer_norm_weight, self.eps), *more, **named)
+            return super().forward(normed(x, self.layer_norm_weight, self.eps, self.centred), *more, **named)
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
             state = self.state_dict(prefix="", keep_vars=True)

@@ -58,6 +58,7 @@ ROWS = {
     "test_negative_control": Row("broken conversions are noticed"),
     "test_pretrain": Row("Megatron-LM's own scripts, killed and resumed", (), (OLDEST, NEWEST), "0.16.1 needs `--megatron-lm`"),
     "test_public_configs": Row("public models without any option"),
+    "test_qwen3_next": Row("Qwen3-Next through Hugging Face's names", (), (NEWEST,), "its stand-ins are for 0.19"),
     "test_refusing_role": Row("a role that refuses leaves everything as it was"),
     "test_releases": Row("files of 0.16.1 in the newest, and back", (), (NEWEST,), "it runs two releases at a time"),
     "test_reshape": Row("`torch` at any TP, PP, EP, DP", ("tied_to_one", "experts_to_ep1", "fp32_to_pp2")),

@@ -207,6 +207,8 @@ def arguments(
         fp16=dtype == FLOAT16, params_dtype=torch_dtype(dtype.name), accumulate_allreduce_grads_in_fp32=True,
         mtp_num_layers=sizes.mtp or None,
     )  # fmt: skip
+    if args.get("layernorm_zero_centered_gamma"):
+        args["apply_layernorm_1p"] = True  # what Megatron-LM's scripts call it
     samples = source.state.other.get("global_samples")
     args["consumed_train_samples"] = samples if isinstance(samples, int) else 0
     return args

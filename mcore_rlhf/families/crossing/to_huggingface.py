@@ -34,6 +34,7 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
 from .description import EMBEDDING, LM_HEAD, Described, arguments_to_config, build_of, travelled_config
 from .groups import with_members
+from .shifting import shifted
 
 
 def to_huggingface(source: Source, options: WriteOptions) -> Source:
@@ -55,6 +56,7 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     _refuse_query_norm(source, shapes)
     relation = from_megatron(shapes, sizes, among)
+    source = shifted(source, {name: -by for _, name, by in relation.shifts}, notes)
     build = build_of(relation, model.tied)
     described = Described(source.state.args, sizes, relation.architecture, build, options, notes)
     config = described.config(reference, travelled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
@@ -24,7 +24,7 @@ from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_
 from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY
 from mcore_rlhf.models.huggingface.mtp import COPIES
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface
-from mcore_rlhf.models.huggingface.table import EXPERTS, TRANSFORMER_ENGINE, Sizes
+from mcore_rlhf.models.huggingface.table import EXPERTS, TRANSFORMER_ENGINE, Architecture, Sizes
 from mcore_rlhf.models.megatron import Traits, is_buffer, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
@@ -41,6 +41,7 @@ from .description import (
 )
 from .groups import as_megatron
 from .packing import on_disk
+from .shifting import shifted
 
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
 """What DeepSpeed counts for itself."""
@@ -67,9 +68,9 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     notes = source.notes.copy()
     sizes = sizes_of_config(config)
     shapes, sizes = _with_next_layers(source.model.shapes, sizes, notes)
-    relation = from_huggingface(
-        shapes, sizes, origin.spelling(options.transformer_impl), among, frozenset(family.buffers)
-    )
+    spelling = origin.spelling(_implementation(among, options))
+    relation = from_huggingface(shapes, sizes, spelling, among, frozenset(family.buffers))
+    source = shifted(source, {name: by for name, _, by in relation.shifts}, notes)
     tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes
     if tied and config.get("tie_word_embeddings") is False:
         raise LayoutMismatch(
@@ -95,6 +96,16 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
             **_waiting(source),
         }, origin=origin_of_module(source, family),
     )  # fmt: skip
+
+
+def _implementation(among: Sequence[Architecture], options: WriteOptions) -> str | None:
+    """What spells the names: as asked for, or the only one with which Megatron builds the model."""
+    only = among[0].implementation if len(among) == 1 else None
+    if None not in (only, options.transformer_impl) and only != options.transformer_impl:
+        raise Unsupported(
+            f"--transformer-impl {options.transformer_impl}: Megatron builds {among[0].class_name} with {only} alone"
+        )
+    return options.transformer_impl or only
 
 
 def _waiting(source: Source) -> dict[Item, Item]:
@@ -175,7 +186,7 @@ def _model(source: Source, relation: Relation, args: Arguments, tied: bool, size
     rows = padded_vocab_size(words, args.integer("make_vocab_size_divisible_by", DIVISOR), 1)
     shares, problems, specs = relation.of_megatron(), Problems(), []
     engine = relation.spelling.implementation == TRANSFORMER_ENGINE
-    traits = Traits(gated=True, transformer_engine=engine)
+    traits = Traits(gated=True, transformer_engine=engine, args=args.values)
     for name, shape in relation.megatron.items():
         parts = [spec for share in shares[name] if (spec := source.model.get(share.name)) is not None]
         if len({(spec.dtype, spec.trainable) for spec in parts}) > 1:

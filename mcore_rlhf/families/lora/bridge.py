@@ -25,6 +25,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.relation import Filled, filled, spelling_of
+from mcore_rlhf.models.huggingface.table import Sizes
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
 from .config import model_reference
@@ -60,7 +61,7 @@ def with_peft_names(source: Source, options: WriteOptions) -> Source:
         )
     names = [spec.name for spec in source.model.params]
     rows = {row.name: row for row in filled(architecture_of(config)[0], sizes, spelling_of(names))}
-    relation = _Relation(source, rows, sizes.groups)
+    relation = _Relation(source, rows, sizes)
     relation.fill()
     return _joined(source, base, relation)
 
@@ -92,12 +93,12 @@ class _Relation:
     Args:
         source: Megatron's.
         rows: The model's parameters by Megatron's names.
-        groups: Query groups.
+        sizes: Of the model.
     """
 
     source: Source
     rows: Mapping[str, Filled]
-    groups: int
+    sizes: Sizes
     shares: dict[str, tuple[Share, ...]] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
     adapted: set[str] = field(default_factory=set)
@@ -147,7 +148,7 @@ class _Relation:
     def _rows(self, spec: ParamSpec, row: Filled, tensor: str) -> Iterator[Share]:
         """``linear_out`` is cut like the rows of the base weight."""
         rank = spec.global_shape[1]
-        for link in row.links(self.groups):
+        for link in row.links(self.sizes):
             if link.huggingface == tensor:
                 box, other = link.huggingface_box, link.other_box
                 yield Share(

@@ -10,11 +10,12 @@ from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_next import QWEN3_NEXT
 from .qwen_moe import QWEN2_MOE, QWEN3_MOE
 from .table import Architecture
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, MIXTRAL, GPT_OSS, LLAMA, MISTRAL,
+    QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, MIXTRAL, GPT_OSS, LLAMA, MISTRAL,
 )  # fmt: skip
 """Those that are known. Where nothing but the tensors tells, the first one that fits counts: the most particular ones
 come first, since Llama's rows are all but a subset of the others', and Mistral's are Llama's."""
@@ -22,13 +23,10 @@ come first, since Llama's rows are all but a subset of the others', and Mistral'
 _ZERO_CENTRED = "its norms multiply by 1 + weight, and its embeddings by the root of the hidden size"
 _FOUR_NORMS = "its layers have four norms, after attention and feed-forward as well, for which Megatron has no place"
 
-_DELTA_NETS = (
-    "its attention has an output gate, and most of its layers are gated delta nets, whose last norm counts from 1 where Megatron's, with "
-    "--apply-layernorm-1p as all its others need, counts from 0: that takes arithmetic, and not copies alone"
-)
+_DELTA_NETS = "its gated delta nets have their input in four tensors, and its text lies below a model of images, which no table has"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
     "gemma": f"{_ZERO_CENTRED}, which Megatron's GPT does with options of its own that were not tried",
     "gemma2": _FOUR_NORMS,
     "gemma3": _FOUR_NORMS,

@@ -63,8 +63,56 @@ class LatentHeads(Field):
         }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaLayers(Field):
+    """Which layers are gated delta nets: all but every ``full_attention_interval``-th, unless ``layer_types`` says otherwise.
+
+    Source: transformers 5.23.0, ``models/qwen3_next/configuration_qwen3_next.py``; megatron-core 0.19.2,
+    ``models/gpt/experimental_attention_variant_module_specs.py`` (``get_linear_attention_pattern``).
+    """
+
+    names = ("layer_types", "full_attention_interval")
+    arguments = ("linear_attention_freq", "experimental_attention_variant")
+
+    def args(self, config: Values) -> dict[str, object]:
+        """A list with a 1 for every gated delta net, and what kind of attention that is."""
+        layers, types = integer(config, "num_hidden_layers"), config.get("layer_types")
+        every = integer(config, "full_attention_interval") or 4
+        if not isinstance(types, list):
+            types = [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(layers)]
+        if len(types) != layers or not set(types) <= {_FULL, _LINEAR}:
+            raise Unsupported(f"config.json: layer_types {types}: expected {layers} of {_LINEAR} and {_FULL}")
+        return {
+            "linear_attention_freq": [int(one == _LINEAR) for one in types],
+            "experimental_attention_variant": "gated_delta_net",
+        }
+
+    def config(self, args: Values) -> dict[str, object]:
+        """``layer_types``.
+
+        Raises:
+            Unsupported: Its attention is of another kind.
+        """
+        kind, linear = args.get("experimental_attention_variant"), delta_layers(args)
+        if kind != "gated_delta_net":
+            raise Unsupported(
+                f"args: experimental_attention_variant is {kind}, and transformers computes as with gated_delta_net"
+            )
+        return {"layer_types": [_LINEAR if n in linear else _FULL for n in range(integer(args, "num_layers"))]}
+
+
+def delta_layers(args: Values) -> frozenset[int]:
+    """Numbers of the decoder layers that are gated delta nets, as Megatron's arguments say."""
+    said, layers = args.get("linear_attention_freq"), range(integer(args, "num_layers"))
+    if args.get("experimental_attention_variant") != "gated_delta_net":
+        return frozenset()
+    if isinstance(said, int) and said > 0:
+        return frozenset(layer for layer in layers if (layer + 1) % said)
+    return frozenset(layer for layer, one in enumerate(said) if one) if isinstance(said, list) else frozenset()
+
+
 _SIZE, _LAYERS = "window_size", "window_attn_skip_freq"
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def last_layers(config: Values, layers: int) -> frozenset[int]:

@@ -18,12 +18,12 @@ from mcore_rlhf.models.meaning.declared import arguments, complete
 from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
 from . import ARCHITECTURES, REFUSED
-from .attention_fields import Heads
+from .attention_fields import Heads, delta_layers
 from .dense import FIELDS
 from .expert_fields import doubt_about_groups, mixture_layers
 from .fields import Field, integer
 from .relation import HOW_TO_ADD, Filled, filled
-from .table import SEQUENTIAL, Architecture, Sizes, Spelling
+from .table import LOCAL, SEQUENTIAL, Architecture, Sizes, Spelling
 
 Config = Mapping[str, object]
 
@@ -36,7 +36,12 @@ _LATENT = {
 _EXPERTS = {
     "experts": "num_experts", "expert_ffn": "moe_ffn_hidden_size", "shared": "moe_shared_expert_intermediate_size",
 }  # fmt: skip
-_LATENT_EPSILON, _LATENT_ATTENTION = 1e-6, "multi_latent_attention"
+_DELTA = {
+    "delta_keys": "linear_num_key_heads", "delta_key": "linear_key_head_dim", "delta_values": "linear_num_value_heads",
+    "delta_value": "linear_value_head_dim", "kernel": "linear_conv_kernel_dim",
+}  # fmt: skip
+_LATENT_EPSILON = 1e-6
+_KINDS_OF_ATTENTION = ("multi_latent_attention", "experimental_attention_variant")
 IGNORE = "To convert without it, and to have that stand in the report as lost: --ignore-field with its name."
 _UNBIASED = ("qwen2", "mistral", "mixtral")
 """Those whose ``config.json`` does not say whether there are biases: Qwen2 always has them, Mistral's two never."""
@@ -146,13 +151,15 @@ def sizes_of_args(args: Config, vocabulary: int) -> Sizes:
     heads = Heads().config(args)
     latent = _LATENT if args.get("multi_latent_attention") else {}  # others' args have defaults for these, too
     experts = _EXPERTS if args.get("num_experts") else {}
-    more = {size: integer(args, arg) for size, arg in {**latent, **experts}.items()}
+    linear = delta_layers(args)
+    delta = _DELTA if linear else {}
+    more = {size: integer(args, arg) for size, arg in {**latent, **experts, **delta}.items()}
     if experts:
         more["expert_ffn"] = more["expert_ffn"] or integer(args, "ffn_hidden_size")
     return Sizes(
         integer(args, "num_layers"), integer(args, "hidden_size"), integer(args, "ffn_hidden_size"),
         integer(args, "num_attention_heads"), integer(heads, "num_key_value_heads"), integer(heads, "head_dim"), vocabulary,
-        mixture=mixture_layers(args), mtp=integer(args, "mtp_num_layers"), **more,
+        mixture=mixture_layers(args), linear=linear, mtp=integer(args, "mtp_num_layers"), **more,
     )  # fmt: skip
 
 
@@ -247,8 +254,9 @@ def _refuse(
 def _can_say(known: Architecture, args: Config, names: tuple[str, ...]) -> bool:
     """Whether fields of an architecture speak of arguments, and have words for their values."""
     fields = [field for field in known.fields if set(field.arguments) & set(names)]
-    if bool(args.get(_LATENT_ATTENTION)) != any(_LATENT_ATTENTION in field.arguments for field in known.fields):
-        return False  # its attention is of another kind
+    for kind in _KINDS_OF_ATTENTION:
+        if bool(args.get(kind)) != any(kind in field.arguments for field in known.fields):
+            return False  # its attention is of another kind
     try:
         for field in fields:
             field.config(args)
@@ -373,7 +381,8 @@ def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape]) -> Iterat
     if _EMBEDDING not in shapes:
         return
     layers = max((int(match[1]) for name in shapes if (match := _LAYER.match(name))), default=-1) + 1
-    rows = tuple(filled(known, replace(sizes, mtp=max(0, layers - sizes.layers)), Spelling(experts=SEQUENTIAL)))
+    spelling = Spelling(known.implementation or LOCAL, SEQUENTIAL)
+    rows = tuple(filled(known, replace(sizes, mtp=max(0, layers - sizes.layers)), spelling))
     yield from _other_shapes(rows, shapes)
     if any(name.endswith(_PACKED) for name in shapes):  # named as in memory
         return

@@ -34,6 +34,7 @@ from .table import (
 )
 
 _OF_ALL = (Arrangement.SLICE, Arrangement.IN_TURN)
+_MIXED = (Arrangement.GATED, Arrangement.DELTA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +106,29 @@ class Filled:
         experts = len(self.tensors) // len(self.row.huggingface)
         return (experts, first[1], rows // experts)
 
-    def links(self, groups: int) -> Iterator[Link]:
+    def links(self, sizes: Sizes) -> Iterator[Link]:
         """Which part of the parameter is which part of which tensor, in the order of its rows.
 
         Args:
-            groups: Query groups of the model.
+            sizes: Of the model.
         """
+        if self.row.arrangement in _MIXED:
+            at = 0
+            for tensor, first, rows in (self._gated if self.row.arrangement is Arrangement.GATED else self._delta)(
+                sizes
+            ):
+                rest = self.tensors[tensor][1:]
+                zero = (0,) * len(rest)
+                yield Link(tensor, Box((first, *zero), (rows, *rest)), self.name, Box((at, *zero), (rows, *rest)))
+                at += rows
+            return
         if self.row.arrangement is Arrangement.EXPERTS:
             yield from self._transposed()
             return
         if self.row.arrangement in _OF_ALL:
             yield from self._of_all()
             return
-        blocks = groups if self.row.arrangement is Arrangement.GROUPED else 1
+        blocks = sizes.groups if self.row.arrangement is Arrangement.GROUPED else 1
         at = 0
         for block in range(blocks):
             for tensor, shape in self.tensors.items():
@@ -125,6 +136,27 @@ class Filled:
                 part, rest = (rows, *shape[1:]), (0,) * len(shape[1:])
                 yield Link(tensor, Box((block * rows, *rest), part), self.name, Box((at, *rest), part))
                 at += rows
+
+    def _gated(self, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+        """Tensor, first row and number of rows of each part of the parameter, from its first row on."""
+        query, key, value = self.tensors
+        heads, width = sizes.heads // sizes.groups, sizes.head
+        for group in range(sizes.groups):
+            for part in range(2):
+                for head in range(group * heads, (group + 1) * heads):
+                    yield query, (2 * head + part) * width, width
+            yield key, group * width, width
+            yield value, group * width, width
+
+    def _delta(self, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+        """The same for a gated delta net's input."""
+        each = sizes.delta_values // sizes.delta_keys
+        rows = {"key": sizes.delta_key, "value": each * sizes.delta_value, "one": each}
+        for tensor, parts in zip(self.tensors, self.row.parts, strict=True):
+            counts = [rows[part] for part in parts]
+            for number, count in enumerate(counts):
+                for head in range(sizes.delta_keys):
+                    yield tensor, head * sum(counts) + sum(counts[:number]), count
 
     def _of_all(self) -> Iterator[Link]:
         """Rows of the parameter are the last dimension of a tensor that has all experts."""
@@ -158,7 +190,7 @@ def filled(known: Architecture, sizes: Sizes, spelling: Spelling) -> Iterator[Fi
     for section, rows in groupby(known.rows, lambda row: _counted(row.megatron)):
         listed = list(rows)
         for layer in _layers(section, sizes):
-            traits = has | {sizes.kind(layer)}
+            traits = has | sizes.kinds(layer)
             yield from _experts([row for row in listed if traits.issuperset(row.needs)], sizes, layer)
 
 
@@ -229,6 +261,7 @@ class Relation:
         links: What they have in common.
         huggingface: Shapes of the tensors on disk, in the order of ``model.parameters()``.
         megatron: Shapes without padding, in the order of registration.
+        shifts: What is added to every element of a tensor of Hugging Face's for Megatron's parameter: both names, and the number.
     """
 
     architecture: Architecture
@@ -236,6 +269,7 @@ class Relation:
     links: tuple[Link, ...]
     huggingface: Mapping[str, Shape]
     megatron: Mapping[str, Shape]
+    shifts: tuple[tuple[str, str, float], ...] = ()
 
     def of_huggingface(self) -> dict[str, tuple[Share, ...]]:
         """For every Hugging Face tensor, in order, the parts of Megatron's that it is made of."""
@@ -374,10 +408,11 @@ def _best(candidates: Iterable[_Candidate]) -> _Candidate:
 
 
 def _relation(found: _Candidate, sizes: Sizes, spelling: Spelling) -> Relation:
-    links = tuple(link for row in found.rows for link in row.links(sizes.groups))
+    links = tuple(link for row in found.rows for link in row.links(sizes))
     tensors = {name: shape for row in found.rows for name, shape in row.tensors.items()}
     ordered = {name: tensors[name] for name in in_order(found.architecture.order, sizes) if name in tensors}
-    return Relation(found.architecture, spelling, links, ordered, {row.name: row.shape for row in found.rows})
+    shifts = tuple((next(iter(row.tensors)), row.name, row.row.shift) for row in found.rows if row.row.shift)
+    return Relation(found.architecture, spelling, links, ordered, {row.name: row.shape for row in found.rows}, shifts)
 
 
 def _padded(relation: Relation) -> frozenset[str]:

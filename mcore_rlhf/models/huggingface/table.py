@@ -23,7 +23,10 @@ MTP_LAYER, MTP_MODEL_LAYER = "transformer_layer", "mtp_model_layer"
 """What the decoder layer inside a multi-token-prediction layer is called: in 0.16.1, and in newer Megatron-LM."""
 
 DENSE, MIXTURE = "dense", "mixture"
-"""Kinds of decoder layers."""
+"""Kinds of decoder layers, by their feed-forward."""
+
+FULL, LINEAR = "full attention", "linear attention"
+"""Kinds of decoder layers, by their attention, where a model has both."""
 
 LAYER, NEXT, EXPERT = "{i}", "{k}", "{e}"
 """Stand for the number of a decoder layer, of a multi-token-prediction layer, and of a routed expert."""
@@ -54,6 +57,12 @@ class Sizes:
         nope: Width of a latent head's part without rotary positions.
         rope: Width of its part with them.
         v_head: Width of a latent head's values.
+        linear: Numbers of the decoder layers with linear attention, which are gated delta nets.
+        delta_keys: Their key heads, which are query heads.
+        delta_key: Width of one.
+        delta_values: Their value heads.
+        delta_value: Width of one.
+        kernel: Length of their convolution.
     """
 
     layers: int
@@ -73,6 +82,37 @@ class Sizes:
     nope: int = 0
     rope: int = 0
     v_head: int = 0
+    linear: frozenset[int] = frozenset()
+    delta_keys: int = 0
+    delta_key: int = 0
+    delta_values: int = 0
+    delta_value: int = 0
+    kernel: int = 0
+
+    @property
+    def gated_q_rows(self) -> int:
+        """Rows of all queries and of a gate for each."""
+        return 2 * self.q_rows
+
+    @property
+    def delta_v_rows(self) -> int:
+        """Rows of all values of a gated delta net, and of all gates."""
+        return self.delta_values * self.delta_value
+
+    @property
+    def delta_qkv_rows(self) -> int:
+        """Rows of a gated delta net's queries, keys and values, which its convolution sees."""
+        return 2 * self.delta_keys * self.delta_key + self.delta_v_rows
+
+    @property
+    def delta_qkvz_rows(self) -> int:
+        """The same with its gates."""
+        return self.delta_qkv_rows + self.delta_v_rows
+
+    @property
+    def delta_ba_rows(self) -> int:
+        """Rows of what decides how much a gated delta net writes and forgets."""
+        return 2 * self.delta_values
 
     @property
     def q_rows(self) -> int:
@@ -129,12 +169,13 @@ class Sizes:
         """Which sizes are not 0, as rows may need them."""
         return frozenset(name for name in _TRAITS if getattr(self, name))
 
-    def kind(self, layer: int) -> str:
-        """The kind of a layer. Those of multi-token prediction follow the decoder's, and are built as the last of them.
+    def kinds(self, layer: int) -> frozenset[str]:
+        """The kinds of a layer. Those of multi-token prediction follow the decoder's, and are built as the last of them.
 
         Source: megatron-core 0.16.1, ``models/gpt/gpt_layer_specs.py`` (``get_gpt_mtp_block_spec_for_backend``).
         """
-        return MIXTURE if min(layer, self.layers - 1) in self.mixture else DENSE
+        number = min(layer, self.layers - 1)
+        return frozenset((MIXTURE if number in self.mixture else DENSE, LINEAR if number in self.linear else FULL))
 
     def shape(self, dimensions: tuple[str, ...]) -> Shape:
         """A shape given as the names of sizes."""
@@ -147,6 +188,8 @@ class Arrangement(Enum):
     SAME = "one tensor, all rows in the same order"
     STACKED = "all rows of the first, then all rows of the second, ..."
     GROUPED = "for every query group: its query heads, its key head, its value head"
+    GATED = "for every query group: its query heads, their gates, its key head, its value head; each gate lies behind its query"
+    DELTA = "every part of all key heads, then the next part; where for every key head all its parts lie together"
     EXPERTS = "for every expert all rows of the first, then of the second, ...; transposed"
     SLICE = "the expert's slice of one tensor of them all; transposed, where it is a matrix"
     IN_TURN = "the same, where gate and up lie in turn"
@@ -195,6 +238,8 @@ class Row:
         arrangement: How.
         optional: Whether a model of the architecture may lack it.
         needs: What a model, or a layer, must have for the row to count: a spelling, a kind of layer, a size that is not 0.
+        parts: For every tensor, the parts that each key head has, as names of sizes per head; see :attr:`Arrangement.DELTA`.
+        shift: What is added to every element of Hugging Face's for Megatron's, in parameters and masters; 0 for copies.
     """
 
     megatron: str
@@ -202,6 +247,8 @@ class Row:
     arrangement: Arrangement = Arrangement.SAME
     optional: bool = False
     needs: tuple[str, ...] = ()
+    parts: tuple[tuple[str, ...], ...] = ()
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +277,7 @@ class Architecture:
         fields: What ``config.json`` and Megatron's arguments have in common.
         packed: Parameters that have other names, or other shapes, in memory than on disk.
         needs: Sizes that are not 0 in a model of this architecture.
+        implementation: The only ``--transformer-impl`` with which Megatron builds it; None where there are two.
     """
 
     model_type: str
@@ -239,3 +287,4 @@ class Architecture:
     fields: tuple[Field, ...]
     packed: tuple[Packed, ...] = ()
     needs: tuple[str, ...] = ()
+    implementation: str | None = None
