@@ -185,14 +185,16 @@ function shardPanel(label, model) {
 
 function shards(models) {
   const states = [...new Set(models.flatMap((m) => m.model.shards.states))];
-  view.state = states[0];
+  // The state that most tensors have: ZeRO 3 stores masters, and of parameters just the buffers.
+  const held = (state) => models.reduce((n, m) => n + m.model.shards.drawings.reduce((k, d) => k + d.held.filter((h) => h.states.includes(state)).reduce((j, h) => j + h.tensors, 0), 0), 0);
+  view.state = states.reduce((best, state) => (held(state) > held(best) ? state : best), states[0]);
   const radios = (name, legend_, values, key) => el("fieldset", {}, el("legend", {}, legend_), el("div", { class: "segments" }, values.map(([value, text]) => el("label", {}, el("input", { type: "radio", name, value, checked: view[key] === value, onchange: () => { view[key] = value; again(); } }), el("span", {}, text)))));
   const search = el("input", { type: "search", id: "search", placeholder: "layers.3.mlp, qkv, …", autocomplete: "off", spellcheck: "false", oninput: (event) => { view.query = event.target.value; const n = /layers?\.(\d+)/.exec(view.query); if (n) view.chosen[0] = Number(n[1]); again(); } });
   document.addEventListener("keydown", (event) => {
     if (event.key === "/" && !/^(input|textarea)$/i.test(event.target.tagName)) { event.preventDefault(); search.focus(); }
     if (event.key === "Escape") { view.chosen = [null, null]; view.query = search.value = ""; again(); }
   });
-  const marks = legend([[OKABE[0], "a part, in one file"], [svg("svg", { width: 18, height: 16 }, svg("rect", { x: 1, y: 5, width: 12, height: 9, fill: OKABE[1], class: "edge" }), svg("rect", { x: 4, y: 2, width: 12, height: 9, fill: OKABE[0], class: "edge" })), "stacked: replicas"], [svg("svg", { width: 14, height: 14 }, svg("rect", { width: 14, height: 14, fill: "url(#hatch)" })), "padding of the vocabulary"], [svg("svg", { width: 16, height: 12 }, svg("line", { x1: 0, x2: 16, y1: 6, y2: 6, class: "seam" })), "seam of fused parts"]]);
+  const marks = legend([[OKABE[0], "a part, in one file"], [svg("svg", { width: 18, height: 16 }, svg("rect", { x: 1, y: 5, width: 12, height: 9, fill: OKABE[1], class: "edge" }), svg("rect", { x: 4, y: 2, width: 12, height: 9, fill: OKABE[0], class: "edge" })), "stacked: replicas"], [svg("svg", { width: 14, height: 14 }, svg("rect", { width: 14, height: 14, fill: OKABE[0] }), svg("rect", { width: 14, height: 14, fill: "url(#hatch)" })), "padding of the vocabulary"], [svg("svg", { width: 16, height: 12 }, svg("line", { x1: 0, x2: 16, y1: 6, y2: 6, class: "seam" })), "seam of fused parts"]]);
   return [el("p", { class: "lead" }, "Every rectangle is a tensor, cut as it lies in the files. Sides grow with the logarithm of their length; tensors that are cut alike are drawn once. Choose a layer to see its files, a tensor for its numbers; “/” searches, Esc shows all."),
     el("div", { class: "controls" }, radios("state", "State", states.map((s) => [s, s]), "state"), radios("by", "Colour by", [["shard", "part of the tensor"], ["file", "file"]], "by"), el("div", { class: "wide" }, el("label", { class: "label", for: "search" }, "Search by name"), search)), marks,
     el("div", { class: models.length > 1 ? "stackwise" : null }, models.map(({ label, model }) => shardPanel(label, model)))];
