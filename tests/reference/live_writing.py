@@ -64,6 +64,7 @@ def _check_writers(state: LiveState) -> None:
 
 def _create(file: LiveFile, root: Path) -> RecordFile:
     assert file.container is not None
+    (root / file.path).parent.mkdir(parents=True, exist_ok=True)
     return LocalFolder(root).writer(file.path, file.container.layout(file.path))
 
 

@@ -139,7 +139,7 @@ def with_optimizer(kind: str) -> Iterator[None]:
         trainer.get_megatron_optimizer = partial(_by_0_16, layer_wise=layer_wise)  # type: ignore[assignment]
         given = {}
     given |= {key: getattr(torch, value) for key, value in given.items() if key.endswith("_dtype")}
-    given |= {"use_layer_wise_distributed_optimizer": True} if layer_wise else {}
+    given |= {"use_layer_wise_distributed_optimizer": True} if layer_wise and megatron() >= (0, 18) else {}
     trainer.OptimizerConfig = lambda **fields: usual["OptimizerConfig"](**{**fields, **given})  # type: ignore[assignment, misc]
     if "by layout" in kind:
         trainer.DistributedDataParallel = partial(_laid_out, usual["DistributedDataParallel"])  # type: ignore[assignment, misc]
