@@ -376,6 +376,12 @@ class Contents:
     def _homes(self, spec: ParamSpec) -> list[tuple[Home, int, int]]:
         """Where a parameter lies, with the first row and the number of rows at each place: its blocks have keys of their own."""
         home, rows = home_of(spec.name, self.spelling), (*spec.global_shape, 1)[0]
+        if ".linear_qkv_down_proj." in home.key:
+            # Source: megatron-core 0.19.2, transformer/multi_latent_attention.py, FusedMLASelfAttention.sharded_state_dict
+            raise Unsupported(
+                f"{spec.name}: torch_dist has what --mla-down-proj-fusion joins under the names of the two projections, and that is "
+                "not written\nConvert to megatron (--ckpt-format torch), which has it as one."
+            )
         blocks = blocks_of(home.key)
         if not blocks:
             return [(home, 0, rows)]

@@ -15,7 +15,7 @@ import torch
 
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.errors import LayoutMismatch, UsageError
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp.folder import DcpFolder
@@ -295,3 +295,20 @@ def test_keys_do_not_depend_on_the_module_that_holds_the_experts(
     stored = before.tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1, 3]
     packed = held.view(2, 16, -1)[1].T if name == "weight1" else held
     assert torch.equal(packed, stored)
+
+
+def test_fused_latent_projections_are_refused_by_name(tmp_path: Path) -> None:
+    """Megatron looks for the two that they are made of, and would end with a missing key."""
+    name = "decoder.layers.0.self_attention.linear_qkv_down_proj.weight"
+    source = Path(shutil.copytree(GOLDENS / "tp2pp2dp2_bf16_nodo", tmp_path / "source"))
+    for rank in (0, 1):
+        with edited(source / f"iter_0000002/mp_rank_{rank:02}_000/model_optim_rng.pt") as tree:
+            vars(tree["args"]).update(q_lora_rank=8, kv_lora_rank=8, qk_pos_emb_head_dim=4, no_save_optim=True)
+            tree["model"][name] = torch.zeros(10, 64, dtype=torch.bfloat16)
+            del tree["optimizer"]
+    for rank in (0, 1):
+        with edited(source / f"iter_0000002/mp_rank_{rank:02}_001/model_optim_rng.pt") as tree:
+            vars(tree["args"]).update(no_save_optim=True)
+            del tree["optimizer"]
+    with pytest.raises(Unsupported, match=f"{name}: torch_dist has what --mla-down-proj-fusion joins"):
+        converted(source, tmp_path / "target")
