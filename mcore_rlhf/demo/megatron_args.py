@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rlhf.demo.configs import GPT_OSS, Parallel, TinyGPT, Training
 from mcore_rlhf.demo.model import DTYPES, virtual_stages
+from mcore_rlhf.demo.versions import MEGATRON
 
 
 def build(
@@ -99,6 +100,7 @@ def _model(model: TinyGPT, parallel: Parallel) -> dict[str, Any]:
         seq_length=model.seq_length,
         encoder_seq_length=model.seq_length,
         mtp_num_layers=model.mtp_num_layers,
+        **({"hybrid_layer_pattern": None} if MEGATRON >= (0, 17) else {}),
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
         is_hybrid_model=False,

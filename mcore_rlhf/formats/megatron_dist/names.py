@@ -45,6 +45,7 @@ class Spelling:
         stacked: Whether all layers are of one kind, and lie in one tensor.
         singleton: Whether experts, and the halves of a gated matrix, have keys of their own (``singleton_local_shards``).
         conv_parameters: Whether Mamba's convolution is parameters of the mixer itself, and no module of its own.
+        inner_layer: Whether the layer in a GPT model's multi-token prediction is ``mtp_model_layer``, as since 0.17; its key stayed.
     """
 
     separate_norms: bool
@@ -52,6 +53,7 @@ class Spelling:
     stacked: bool
     singleton: bool = False
     conv_parameters: bool = False
+    inner_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ _EXPERTS = {
     ),
 }
 _CONV = tuple(_Row(f"mixer.conv1d_{kind}", f"mixer.conv1d.{kind}") for kind in ("weight", "bias"))
+_INNER = (_Row("mtp.layers.{n}.mtp_model_layer.", "mtp.layers.{n}.transformer_layer."),)
+"""Source: megatron-core 0.17.1 to 0.19.2, ``transformer/multi_token_prediction.py`` (``sharded_state_dict``); hybrid models keep it."""
 _SINGLETON_EXPERTS = (_Row("mlp.experts.local_experts.{n}.", "mlp.experts.experts.{n}."),)
 _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias)\d*)_([wv])")
 _BLOCKS = tuple(
@@ -150,7 +154,8 @@ def rows_of(spelling: Spelling) -> tuple[_Row, ...]:
     experts = _EXPERTS[spelling.experts]
     if spelling.singleton and spelling.experts is Experts.SEQUENTIAL:
         experts = _SINGLETON_EXPERTS
-    return (*layers, *norms, *experts, *(_CONV if spelling.conv_parameters else ()))
+    inner = _INNER if spelling.inner_layer else ()
+    return (*layers, *inner, *norms, *experts, *(_CONV if spelling.conv_parameters else ()))
 
 
 def home_of(name: str, spelling: Spelling) -> Home:
@@ -247,7 +252,8 @@ def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
     numbered = any(re.match(r"decoder\.layers\.\d+\.", key) for key in listed)
     singleton = any(_HALF.fullmatch(key) for key in listed)
     local = not args.transformer_engine and not args.flag("multi_latent_attention")
-    return Spelling(local, _experts_of(args), not numbered, singleton, has_conv_parameters(args.values))
+    inner = args.pattern is None and "hybrid_layer_pattern" in args.values  # which came with 0.17 as well
+    return Spelling(local, _experts_of(args), not numbered, singleton, has_conv_parameters(args.values), inner)
 
 
 def _experts_of(args: Arguments) -> Experts:
@@ -272,7 +278,9 @@ def spelling_of_names(names: Iterable[str], args: Arguments) -> Spelling:
         args: The run's arguments.
     """
     kinds: dict[str, set[str]] = {}
+    inner = False
     for name in names:
+        inner = inner or (args.pattern is None and ".mtp_model_layer." in name)
         match = _LAYERS.in_name(name)
         if match is not None:
             kinds.setdefault(match.group(1), set()).add(_unnumbered(name[match.end() :]))
@@ -285,7 +293,7 @@ def spelling_of_names(names: Iterable[str], args: Arguments) -> Spelling:
         experts = Experts.GROUPED
     same = len({frozenset(kind) for kind in kinds.values()}) <= 1
     conv = any(suffix.startswith("mixer.conv1d_") for suffix in suffixes)
-    return Spelling(separate, experts, same and not _several_kinds(args), conv_parameters=conv)
+    return Spelling(separate, experts, same and not _several_kinds(args), conv_parameters=conv, inner_layer=inner)
 
 
 def _unnumbered(suffix: str) -> str:
