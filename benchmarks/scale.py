@@ -1,0 +1,134 @@
+"""Row 16: planning the reshape of a 671B mixture of experts on a thousand GPUs, without its files. Run as a module, it plans.
+
+Layers, experts and shapes are those of DeepSeek-V3 (61 layers, the first three dense, 256 experts, latent attention), from its
+``config.json``. Everything else is as in row 12: the catalogue is made of the places that the writer's own layout gives.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Traced
+from mcore_rlhf.core.plan import plan_file
+from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.folders import file_ranks
+from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout
+from mcore_rlhf.families.megatron.new_layout import NewLayout
+from mcore_rlhf.formats.megatron.parameters import Holder, MegatronCatalog
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
+from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, Partition
+
+from . import planning
+from .measure import MIB, in_fresh_process, status
+from .table import Row
+
+LAYERS, DENSE, EXPERTS, HIDDEN, FFN, EXPERT_FFN, ROWS = 61, 3, 256, 7168, 18432, 2048, 129280
+HEADS, Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 128, 1536, 512, 128, 64, 128
+SOURCE = ParallelConfig(tp=1, pp=16, ep=64, etp=1, dp=64)
+TARGET = ParallelConfig(tp=1, pp=8, ep=64, etp=1, dp=64)
+_SPLITS = {16: PipelineSplit(first=4, last=1), 8: PipelineSplit(first=8, last=5)}
+_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+def row_16() -> Iterator[Row]:
+    found = in_fresh_process(__name__)
+    size = (
+        f"{found['tensors']:.0f} tensors, {found['chunks']:.0f} chunks → {found['files']:.0f} files, "
+        f"{found['copies']:.0f} copies; wall {found['wall']:.0f} s"
+    )
+    what = "plan 671B with optimizer, 1024 → 512 GPUs, catalogue included"
+    yield Row(16, f"{what}: cpu a chunk", found["cpu"] / found["chunks"] * 1e6, " µs", 60, 20, size)
+    yield Row(16, "the same: memory high-water", found["memory"], " MiB", 400, None)
+
+
+def model() -> ModelSpec:
+    """The parameters in registration order, as the local spec names them."""
+    made = planning._spec
+    params = [made("embedding.word_embeddings.weight", (ROWS, HIDDEN), VOCABULARY)]
+    for layer in range(LAYERS):
+        params += [made(f"decoder.layers.{layer}.{name}", shape, how) for name, shape, how in _layer(layer)]
+    params.append(made("decoder.final_layernorm.weight", (HIDDEN,), REPLICATED))
+    params.append(made("output_layer.weight", (ROWS, HIDDEN), VOCABULARY))
+    return ModelSpec(tuple(params), LAYERS, False, 0, EXPERTS, ROWS, ROWS)
+
+
+def _layer(number: int) -> Iterator[tuple[str, tuple[int, ...], Partition]]:
+    attention = "self_attention.linear_"
+    yield "input_layernorm.weight", (HIDDEN,), REPLICATED
+    yield f"{attention}proj.weight", (HIDDEN, HEADS * VALUE), ROW
+    yield f"{attention}q_down_proj.weight", (Q_RANK, HIDDEN), REPLICATED
+    yield f"{attention}q_up_proj.weight", (HEADS * (NOPE + ROPE), Q_RANK), COLUMN
+    yield f"{attention}kv_down_proj.weight", (KV_RANK + ROPE, HIDDEN), REPLICATED
+    yield f"{attention}kv_up_proj.weight", (HEADS * (NOPE + VALUE), KV_RANK), COLUMN
+    yield "self_attention.q_layernorm.weight", (Q_RANK,), REPLICATED
+    yield "self_attention.kv_layernorm.weight", (KV_RANK,), REPLICATED
+    yield "pre_mlp_layernorm.weight", (HIDDEN,), REPLICATED
+    if number < DENSE:
+        yield "mlp.linear_fc1.weight", (2 * FFN, HIDDEN), GATED
+        yield "mlp.linear_fc2.weight", (HIDDEN, FFN), ROW
+        return
+    yield "mlp.router.weight", (EXPERTS, HIDDEN), REPLICATED
+    for expert in range(EXPERTS):
+        yield f"mlp.experts.local_experts.{expert}.linear_fc1.weight", (2 * EXPERT_FFN, HIDDEN), GATED
+        yield f"mlp.experts.local_experts.{expert}.linear_fc2.weight", (HIDDEN, EXPERT_FFN), ROW
+    yield "mlp.shared_experts.linear_fc1.weight", (2 * EXPERT_FFN, HIDDEN), GATED
+    yield "mlp.shared_experts.linear_fc2.weight", (HIDDEN, EXPERT_FFN), ROW
+
+
+def blueprint(spec: ModelSpec, parallel: ParallelConfig) -> Blueprint:
+    """A checkpoint of that model at some layout."""
+    args = Arguments({"num_experts": EXPERTS, "use_distributed_optimizer": True, "bf16": True})
+    split = _SPLITS[parallel.pp]
+    choices = NewLayout(parallel, split, ROWS, None, "distributed", "derive")
+    chunks = model_chunks(LAYERS, parallel.pp, parallel.vpp, split, 0)
+    return Blueprint("actor", spec, args, choices, chunks, [param.name for param in spec.params], _MOMENTS, {})
+
+
+def source_catalog(spec: ModelSpec) -> MegatronCatalog:
+    """What opening such a checkpoint would give, without files."""
+    whole, holders = blueprint(spec, SOURCE), dict[str, list[Holder]]()
+    for at in file_ranks(SOURCE):
+        rank = RankLayout(whole, at, "iter_0000001")
+        states = planning._states(rank)
+        for item in rank.items:
+            name = item.item.name
+            holders.setdefault(name, []).append(Holder(at, rank.params[item.vpp_rank, item.key], states.get(name, {})))
+    return MegatronCatalog("actor", spec, (MASTER, *_MOMENTS), SOURCE, holders)
+
+
+def _main() -> None:
+    start, cpu = time.perf_counter(), time.process_time()
+    spec = model()
+    catalog = Traced(source_catalog(spec))
+    made = time.process_time() - cpu
+    whole = blueprint(spec, TARGET)
+    copies = files = 0
+    for at in file_ranks(TARGET):
+        rank = RankLayout(whole, at, "iter_0000001")
+        for records in (rank.model, rank.distrib):
+            with catalog:
+                plan = plan_file(records.file, records.entries, catalog)
+            catalog.plan(records.entries)
+            plan.problems.raise_if_any()
+            copies, files = copies + len(plan.copies), files + 1
+    assert catalog.complete
+    wall, cpu, memory = time.perf_counter() - start, time.process_time() - cpu, status("VmHWM") / MIB
+    chunks = sum(len(entry.chunks) for name in catalog if (entry := catalog.get(name)) is not None)
+    print(
+        json.dumps(
+            {
+                "wall": wall, "cpu": cpu, "make": made, "memory": memory, "tensors": len(catalog), "chunks": chunks,
+                "copies": copies, "files": files,
+            }
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    sys.exit(_main())
