@@ -16,7 +16,7 @@ from .planning import row_12
 from .reading import row_9, row_11, row_13, row_16
 from .reshape import row_3, row_4, row_5
 from .saving import row_1, row_2, row_8, row_10
-from .scale import row_16
+from .scale import row_20
 from .table import RESULTS, Row, as_markdown, as_text
 from .universal import row_6
 
@@ -38,7 +38,7 @@ ROWS: dict[int, Measure] = {
     14: lambda folder, gigabytes, rounds: row_14(folder, rounds),
     15: lambda folder, gigabytes, rounds: row_15(folder),
     16: lambda folder, gigabytes, rounds: row_16(folder, rounds),
-    16: lambda folder, gigabytes, rounds: row_16(),
+    20: lambda folder, gigabytes, rounds: row_20(),
 }
 
 
