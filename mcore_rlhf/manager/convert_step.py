@@ -147,8 +147,8 @@ def convert_step(
     publication = _publication(source, target, options)
     with publication:
         job = prepare_step(source, options)
-        job.published = publish(conversion_of(job, options), publication, options, progress or Progress())
-    _track(source, target, job.published, options)
+        publish(conversion_of(job, options), publication, options, progress or Progress())
+    _track(job, target, options)
     return job
 
 
@@ -191,7 +191,7 @@ def finish_parts(
         conversion = conversion_of(job, options)
         job.published = finish(conversion, publication.target, publication, options, progress or Progress())
     if source.step is not None:
-        _track(source, target, job.published, options)
+        _track(job, target, options)
     return job
 
 
@@ -204,7 +204,7 @@ def _publication(source: Subject, target: ReadablePath, options: ConvertOptions)
     if source.step is None:
         refuse_overlap(source.folder, target)
         return publication_of(target, options)
-    folder = target if steps.step_of(target) is not None else steps.step_folder(target, source.step)
+    folder = _step_folder(source, target)
     if steps.step_of(folder) != source.step:
         raise Unsupported(
             f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
@@ -230,11 +230,18 @@ def _by_parts(source: Subject, target: ReadablePath, options: ConvertOptions) ->
     return found
 
 
-def _track(source: Subject, target: ReadablePath, folder: ReadablePath, options: ConvertOptions) -> None:
-    """Let a root's tracker name the step, where it has no newer one."""
-    newest = steps.newest(folder.parent)
-    if folder.parent == target and (newest is None or newest.step <= (source.step or 0)):
-        write_text(target / TRACKER, str(source.step), fsync=options.fsync)
+def _step_folder(source: Subject, target: ReadablePath) -> ReadablePath:
+    """The new folder of a step, as it was named."""
+    assert source.step is not None
+    return target if steps.step_of(target) is not None else steps.step_folder(target, source.step)
+
+
+def _track(job: StepJob, target: ReadablePath, options: ConvertOptions) -> None:
+    """Say where a step was published; let a root's tracker name it, where it has no newer one."""
+    step, job.published = job.source.step or 0, _step_folder(job.source, target)
+    newest = steps.newest(job.published.parent)
+    if job.published.parent == target and (newest is None or newest.step <= step):
+        write_text(target / TRACKER, str(step), fsync=options.fsync)
 
 
 def _is_step(folder: ReadablePath) -> bool:

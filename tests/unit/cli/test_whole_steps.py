@@ -90,6 +90,15 @@ def test_what_the_manifest_does_not_list_is_left_behind_by_name(cli: Cli, root: 
     assert not (tmp_path / "new" / "global_step_2" / "notes").exists()
 
 
+def test_a_relative_target_is_named_as_it_was_given(
+    cli: Cli, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = cli("convert", root, "new", "--tp", "1", "--pp", "1", "--json")
+    assert outcome.json["target"] == "new/global_step_2"
+    assert Path("new/latest_checkpointed_iteration.txt").read_text() == "2"
+
+
 def test_the_tracker_of_a_root_never_goes_back(cli: Cli, root: Path, tmp_path: Path) -> None:
     make_step(tmp_path / "new", 7)
     (tmp_path / "new" / "latest_checkpointed_iteration.txt").write_text("7")
