@@ -12,6 +12,7 @@ from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import Corrupt, Problems
 from mcore_rlhf.families.source import StoredFile
+from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import Destination
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import ReadablePath
@@ -163,15 +164,15 @@ class PlannedTarget:
     fingerprint: Fingerprint | None = None
     space: int = 0
 
-    def put_known(self, to: Destination, written: Iterable[str]) -> dict[str, FileEntry]:
+    def put_known(self, to: Destination, written: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
         """Write the files whose content is known, or follows from what was written.
 
         Args:
             to: Where.
-            written: Paths of the other files, which are there.
+            written: The other files, which are there, by path.
 
         Raises:
-            Corrupt: One that is taken over is not what its manifest says.
+            Corrupt: One that is taken over is not what its manifest says, or one that was written is not what it was.
         """
         files: dict[str, FileEntry] = {}
         for name, (content, expected) in self.known.items():
@@ -180,9 +181,30 @@ class PlannedTarget:
                 raise Corrupt(
                     f"{content!s}: is damaged: CRC-32 {found.crc32:08x}, the manifest says {expected.crc32:08x}"
                 )
-        there = [*written, *files]
+        there = {**written, **files}
         for name, content_of in self.sums.items():
             folder, _, _ = name.rpartition("/")
             beside = [path for path in there if path.rpartition("/")[0] == folder]
-            files[name] = to.put(name, content_of({path.rpartition("/")[2]: to.sha256(path) for path in beside}))
+            sums = {path.rpartition("/")[2]: _sum_of(path, there[path], to) for path in beside}
+            files[name] = to.put(name, content_of(sums))
         return files
+
+
+def _sum_of(path: str, entry: FileEntry, to: Destination) -> str:
+    """SHA-256 of a file that was written, maybe by another process: nobody vouches for what was damaged since then.
+
+    Raises:
+        Corrupt: It is not what was written.
+    """
+    import hashlib  # only who lists sums asks
+
+    found, crc = hashlib.sha256(), 0
+    for piece in to.again(path):
+        found.update(piece)
+        crc = crc32(piece, crc)
+    if crc != entry.crc32:
+        raise Corrupt(
+            f"{path}: is damaged: CRC-32 {crc:08x} as it is read again, {entry.crc32:08x} as it was written\n"
+            "Write it again: with --no-resume, or the part that it is of once its folder is removed; and look at the disk."
+        )
+    return found.hexdigest()

@@ -6,7 +6,7 @@ Who makes a checkpoint asks a :class:`Publication` for writers and commits a man
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -70,8 +70,8 @@ class Destination(ABC):
         except OSError as error:
             raise storage_error(error, content, "copy") from error
 
-    def sha256(self, file: str) -> str:
-        """SHA-256 of a file that is complete, hexadecimal; it is read again.
+    def again(self, file: str) -> Iterator[memoryview]:
+        """The bytes of a file that is complete, read again.
 
         Args:
             file: Its path, with ``/``.
@@ -106,18 +106,13 @@ class LocalFolder(Destination):
             raise storage_error(error, path.parent, "create") from error
         return RecordFile(path, layout)
 
-    def sha256(self, file: str) -> str:
-        """See :meth:`Destination.sha256`."""
-        import hashlib  # only who lists sums asks
-
+    def again(self, file: str) -> Iterator[memoryview]:
+        """See :meth:`Destination.again`."""
         try:
-            with open(self.root / file, "rb") as data:
-                found = hashlib.sha256()
-                while piece := data.read(_PIECE_NBYTES):
-                    found.update(piece)
+            with open_bytes(self.root / file) as there:
+                yield from there.pieces(_PIECE_NBYTES)
         except OSError as error:
             raise storage_error(error, self.root / file, "read") from error
-        return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +131,9 @@ class Moved(Destination):
         """See :meth:`Destination.writer`."""
         return self.to.writer(self.path(file), layout)
 
-    def sha256(self, file: str) -> str:
-        """See :meth:`Destination.sha256`."""
-        return self.to.sha256(self.path(file))
+    def again(self, file: str) -> Iterator[memoryview]:
+        """See :meth:`Destination.again`."""
+        return self.to.again(self.path(file))
 
 
 class Publication(Destination):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,9 +85,9 @@ class LocalPublication(Publication):
         """See :meth:`.destination.Destination.writer`."""
         return LocalFolder(self.staging).writer(file, layout)
 
-    def sha256(self, file: str) -> str:
-        """See :meth:`.destination.Destination.sha256`."""
-        return LocalFolder(self.staging).sha256(file)
+    def again(self, file: str) -> Iterator[memoryview]:
+        """See :meth:`.destination.Destination.again`."""
+        return LocalFolder(self.staging).again(file)
 
     def resume(self, why_not: Callable[[Path], str]) -> Path | None:
         """See :meth:`Publication.resume`."""
