@@ -213,8 +213,11 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
 
 
 def _fingerprint(job: Job, options: ConvertOptions, digests: Digests) -> Fingerprint:
-    files = identity(job.source.root, job.source.files, job.target.carried.values())
+    root = job.source.root if job.source.computed is None else job.source.computed.root
+    files = identity(root, job.source.files, job.target.carried.values())
     told = (f"{name} {facts}" for name, facts in sorted(files.items()))
+    made = (job.seen or job.source).computed
+    digests.computed({} if made is None else made.computations)
     return Fingerprint(digest(told), of_options(options), digests.text(job.target.texts))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf import __version__
@@ -16,8 +16,10 @@ from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.paths import ReadablePath, storage_error
+from mcore_rlhf.storage.store import StoreStat
 
 if TYPE_CHECKING:
+    from mcore_rlhf.core.computed import Computation
     from mcore_rlhf.storage.record_file import Layout
 
 Identity = Mapping[str, str]
@@ -102,21 +104,10 @@ def _facts(path: ReadablePath) -> str:
         facts = path.stat()
     except OSError as error:
         raise storage_error(error, path, "look at it") from error
-    if isinstance(path, Path):
-        there = path.stat()
-        return f"{there.st_size} {there.st_mtime_ns} {there.st_ctime_ns}"
-    version = getattr(facts, "version", None)
-    if version is None:
-        version = _version_of(path)
-    return f"{facts.st_size} {version}"
-
-
-def _version_of(path: ReadablePath) -> str:
-    """An object's ETag, where its store tells one."""
-    store, inner = getattr(path, "store", None), getattr(path, "path", None)
-    tags = getattr(store, "_tags", {})
-    found = tags.get(str(inner))
-    return str(found[1]) if found and found[1] else ""
+    if isinstance(facts, StoreStat):
+        return f"{facts.st_size} {facts.version}"
+    there = os.stat(str(path))
+    return f"{there.st_size} {there.st_mtime_ns} {there.st_ctime_ns}"
 
 
 def changed(before: Identity, now: Identity) -> list[str]:
@@ -157,6 +148,11 @@ class Digests:
             crc = crc32(text.encode("utf-8", "surrogateescape"), crc)
         self._whole.update(f"{path} {layout.nbytes} {known} {crc}\n".encode("utf-8", "surrogateescape"))
 
+    def computed(self, computations: Mapping[str, Computation]) -> None:
+        """What is computed on the way, with its numbers: copies say only where from."""
+        for name in sorted(computations):
+            self._whole.update(f"{name} {computations[name]!r}\n".encode("utf-8", "surrogateescape"))
+
     def text(self, texts: Mapping[str, str | bytes]) -> str:
         """The digest, with the target's small files."""
         for name, text in sorted(texts.items()):
@@ -166,8 +162,8 @@ class Digests:
 
 
 def of_options(options: ConvertOptions) -> str:
-    """A digest of what options decide the bytes: not how many workers there are, nor what is waited for."""
-    told = {"to": options.to}
+    """A digest of what options decide the bytes, or what is compared: not how many workers there are, nor what is waited for."""
+    told = {"to": options.to, "trust_replicas": repr(options.trust_replicas)}
     for section in (options.read, options.write):
         for place in fields(section):
             told[f"{type(section).__name__}.{place.name}"] = repr(getattr(section, place.name))

@@ -67,6 +67,11 @@ class HubStore(FetchingStore):
         """See :meth:`Store.listed`; all folders were listed at once."""
         return self._folders.get(folder, {})
 
+    def version(self, path: str) -> str:
+        """See :meth:`Store.version`; the commit, of all of them."""
+        del path
+        return str(self._commit)
+
     def fetch(self, file: str, start: int, stop: int) -> bytes:
         """See :meth:`FetchingStore.fetch`."""
         from huggingface_hub import hf_hub_url

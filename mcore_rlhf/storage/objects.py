@@ -162,6 +162,11 @@ class ObjectStore(FetchingStore):
                 self._ask_length(real)
         return self._tags[real][0]
 
+    def version(self, path: str) -> str:
+        """See :meth:`Store.version`; its ETag."""
+        self.length(path)
+        return self._tags[self._real(path)][1] or ""
+
     def _ask_length(self, key: str) -> None:
         with self.asking(key, "read"):
             found = _obstore().head(self.client, key)

@@ -64,6 +64,11 @@ class Store(ABC):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"{self}{path}")
         return nbytes
 
+    def version(self, path: str) -> str:
+        """What tells a file, which is there, from what it was before; empty where nothing does."""
+        del path
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class StorePath:
@@ -142,7 +147,8 @@ class StorePath:
         return StoreFile(self)
 
     def stat(self) -> StoreStat:
-        return StoreStat(self._size() or 0)
+        nbytes = self._size()
+        return StoreStat(nbytes or 0, "" if nbytes is None else self.store.version(_key(self.path)))
 
     def iterdir(self) -> Iterator[StorePath]:
         return (self / name for name in self.store.listed(_key(self.path)))
@@ -166,9 +172,15 @@ def _key(path: PurePosixPath) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoreStat:
-    """What a store knows of a file."""
+    """What a store knows of a file.
+
+    Args:
+        st_size: Its length.
+        version: What tells it from what it was before; empty where the store does not say.
+    """
 
     st_size: int
+    version: str = ""
 
 
 class StoreFile(ByteSource):
