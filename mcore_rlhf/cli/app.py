@@ -22,7 +22,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> 
 
 app = GuardedGroup(
     "mcore-rlhf",
-    help="Inspect, reshape, convert and prove the checkpoints of RLHF runs on Megatron-core and DeepSpeed.",
+    help="Inspect, reshape, convert and prove the checkpoints of RLHF runs on Megatron-core, DeepSpeed and FSDP.",
     epilog="Exit codes: 0 done, equal, intact; 1 damaged, different, lossy; 2 usage, not a checkpoint, I/O; 130 interrupted.",
     params=[
         o.flag("--version", help="Print the version.", callback=_print_version, is_eager=True, expose_value=False),

@@ -336,7 +336,12 @@ def _is_plain_http(scheme: str, settings: Mapping[str, str]) -> bool:
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether it is about rights; of listings the class does not say it."""
-    return "status code: 403" in str(error) or "status code: 401" in str(error)
+    return not _lacks_credentials(error) and any(f"status code: {code}" in str(error) for code in (401, 403))
+
+
+def _lacks_credentials(error: BaseException | None) -> bool:
+    """Whether the environment has none: then obstore asks the machine's own metadata service, which is no store."""
+    return any(host in str(error) for host in ("://169.254.169.254", "://169.254.170.2", "://metadata.google.internal"))
 
 
 _ANSWER = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL)
@@ -345,6 +350,8 @@ _ANSWER = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL
 def said(error: BaseException | None) -> str:
     """What the store said, without its XML, and without where in Rust that arrived."""
     text = str(error).strip().partition("Debug source")[0].strip()
+    if _lacks_credentials(error):
+        return "No credentials: the environment names none, and this machine has no role that would give them."
     answer = _ANSWER.search(text)
     return f"{answer[1]}: {answer[2]}" if answer else text
 

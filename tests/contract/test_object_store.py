@@ -11,7 +11,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.objects import open_url
+from mcore_rlhf.storage.objects import open_url, said
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import read_bytes
 from mcore_rlhf.storage.torchzip import read_directory
@@ -159,3 +159,15 @@ def test_refusals(s3: S3) -> None:
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     folder = GOLDENS / ONE_OF_EACH["hf"]
     assert open_checkpoint(f"file://{folder}", ReadOptions()).root == folder
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "PUT http://169.254.169.254/latest/api/token in 7ms - Server returned non-2xx status code: 403 Forbidden",
+        "GET http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token: error sending request",
+    ],
+)
+def test_a_machine_without_credentials_hears_that_and_not_of_its_metadata_service(asked: str) -> None:
+    """What obstore 0.12.1 says where the environment has none: it asks the cloud's machine for a role."""
+    assert said(OSError(f"Generic S3 error: Error performing {asked}")).startswith("No credentials: ")
