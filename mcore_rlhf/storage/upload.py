@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -161,7 +161,11 @@ class StorePublication(Publication):
 
     def commit(self, manifest: Manifest) -> StorePath:
         """See :meth:`Publication.commit`; the old one, where there is one, is removed afterwards."""
-        doomed = self._doomed() if self.overwrite else []
+        there = {item["path"]: item["size"] for item in self._store.objects(str(self.target.path))}
+        self._check_sent(manifest, there)
+        if not self.overwrite:
+            self._check_strangers(there)
+        doomed = self._doomed(there) if self.overwrite else []
         whole = replace(manifest, transaction=self.transaction, prefix=self.prefix)
         self._tag = self._put_manifest(whole, self._tag)
         self._settled = True
@@ -174,13 +178,33 @@ class StorePublication(Publication):
             self._make_plain(whole)
         return self.target
 
-    def _doomed(self) -> list[str]:
+    def _check_sent(self, manifest: Manifest, there: Mapping[str, int]) -> None:
+        """All that the manifest will name must be there: rules of the bucket, and :func:`dead`, may take a slow writer for a dead one."""
+        prefix = self._key(self.prefix)
+        gone = [name for name, entry in manifest.files.items() if there.get(f"{prefix}/{name}") != entry.nbytes]
+        if gone:
+            raise StorageError(
+                f"{self.target}: was not published: {len(gone)} of {len(manifest.files)} files that were sent are not there as they were, "
+                f"such as {gone[0]}\nDid a lifecycle rule of the bucket, or prune --dead, remove {prefix}? Convert again."
+            )
+
+    def _check_strangers(self, there: Mapping[str, int]) -> None:
+        """What appeared there since the beginning is somebody's; where it is a manifest, the conditional put says so."""
+        marker, sending = str(self.target.path), f"{self._key('')}{PREFIX}"
+        others = [key for key in there if not key.startswith(sending) and key.rstrip("/") != marker]
+        if others and self._key(self.manifest_name) not in others:
+            raise StorageError(
+                f"{self.target}: something else was written there meanwhile: {self._store}{others[0]}\n"
+                "It was left alone, and nothing of this one is there. Choose another target."
+            )
+
+    def _doomed(self, there: Iterable[str]) -> list[str]:
         """What the old one is made of: whatever lies there now, but the manifest and what other writers are sending."""
         own = f"{self._key('')}{PREFIX}"
         old = f"{self._key(self._old.prefix)}/" if self._old is not None and self._old.prefix else None
         return [
             key
-            for key in keys(self._store, str(self.target.path))
+            for key in there
             if key != self._key(self.manifest_name)
             and (not key.startswith(own) or (old is not None and key.startswith(old)))
         ]

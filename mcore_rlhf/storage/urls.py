@@ -119,7 +119,7 @@ def refuse_overlap(source: ReadablePath, target: ReadablePath) -> None:
         UsageError: They overlap.
     """
     if isinstance(source, StorePath) and isinstance(target, StorePath):
-        if str(source.store) != str(target.store):
+        if _bucket(source) != _bucket(target):
             return
         source = StorePath(target.store, source.path)
     elif isinstance(source, StorePath) or isinstance(target, StorePath):
@@ -131,3 +131,12 @@ def refuse_overlap(source: ReadablePath, target: ReadablePath) -> None:
         raise UsageError(f"{target}: lies inside the source {source}.\nChoose a target outside it.")
     if real_source.is_relative_to(real_target):
         raise UsageError(f"{target}: holds the source {source}.\nChoose a target outside it.")
+
+
+_ALIASES = {"s3a": "s3", "abfs": "az"}
+
+
+def _bucket(path: StorePath) -> str:
+    """A bucket by one name: two schemes may name the same one."""
+    scheme, _, rest = str(path.store).partition(":")
+    return f"{_ALIASES.get(scheme, scheme)}:{rest}"

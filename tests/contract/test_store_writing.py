@@ -278,6 +278,32 @@ def test_of_two_writers_exactly_one_wins(s3: S3, overwrite: bool) -> None:
     assert keys(key) == [f"{key}/{prefix}/who", f"{key}/{MANIFEST_NAME}"]
 
 
+def _publish_late(key: str, names: str, meanwhile: Callable[[StorePublication], None]) -> None:
+    with StorePublication(at(key)) as writing:
+        manifest = Manifest({name: writing.put(name, b"ours") for name in names})
+        meanwhile(writing)
+        writing.commit(manifest)
+
+
+def test_what_was_sent_and_is_gone_is_not_published(s3: S3) -> None:
+    """A rule of the bucket, or whoever prunes what is dead, took a slow writer's files."""
+    with pytest.raises(StorageError, match="was not published: 1 of 2 files"):
+        _publish_late(
+            "slow", "xy", lambda writing: upload.object_store(at("slow")).remove([f"slow/{writing.prefix}/y"])
+        )
+    assert keys("slow") == []
+
+
+def test_what_another_tool_wrote_meanwhile_is_left_alone(s3: S3) -> None:
+    with (
+        stores_with(StoreSettings(plain=True)),
+        pytest.raises(StorageError, match="something else was written there meanwhile"),
+    ):
+        _publish_late("taken", "x", lambda writing: s3.put("taken/x", b"theirs"))
+    assert keys("taken") == ["taken/x"]
+    assert read_bytes(at("taken") / "x") == b"theirs"
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_lost_answer_is_no_failure(s3: S3) -> None:
     lost = []
@@ -411,6 +437,12 @@ def test_what_is_dead_goes_and_nothing_else(s3: S3) -> None:
     for one in found:
         upload.object_store(at("dying")).remove(one.keys)
     assert keys("dying") == before
+
+
+def test_a_bucket_by_its_other_name_is_the_same_one(s3: S3) -> None:
+    convert(SOURCE, Path(url("alias")), ConvertOptions(to="hf", **FAST))
+    with pytest.raises(UsageError, match="are the same folder"):
+        convert(Path(f"s3a://{BUCKET}/alias"), Path(url("alias")), ConvertOptions(to="hf", overwrite=True, **FAST))
 
 
 def test_a_deletion_takes_the_manifest_first(s3: S3) -> None:
