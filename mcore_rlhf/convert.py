@@ -174,8 +174,8 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
         UsageError: Options that mean nothing for the target, or impossible values; all of them.
         CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
     """
-    refuse(options.to, read=options.read, write=options.write, run=options)
     wanted = format_named(options.to)
+    refuse(wanted.name, read=options.read, write=options.write, run=options)
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
         raise Unsupported(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")

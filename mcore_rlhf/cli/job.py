@@ -37,6 +37,7 @@ from mcore_rlhf.families.options import (
     read_values,
     refuse,
 )
+from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.settings import SETTINGS
@@ -134,7 +135,7 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
     at = placed({"workers": default_workers(), **values})
     SETTINGS.set(StoreOptions(**at["store"]).settings())
     options = ConvertOptions(read=ReadOptions(**at["read"]), write=WriteOptions(**at["write"]), **at["run"])
-    refuse(options.to, read=options.read, write=options.write, run=options)
+    refuse(format_named(options.to).name, read=options.read, write=options.write, run=options)
     if at["job"].get("newest_intact") and options.read.step is not None:
         raise UsageError(f"--newest-intact and --step {options.read.step} contradict each other\nGive one of them.")
     if at["job"].get("part") and (at["job"].get("finish") or at["job"].get("verify")):

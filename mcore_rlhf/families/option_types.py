@@ -13,8 +13,6 @@ from mcore_rlhf.models.spec import Rules, read_rules
 from mcore_rlhf.storage.paths import parse_size
 
 MEGATRON = ("megatron", "megatron-dist")
-EVERY = (*MEGATRON, "deepspeed", "universal", "dcp", "hf", "peft")
-"""All target formats, as the registry names them."""
 READING = ("inspect", "plan", "convert", "verify", "diff")
 PLANNING = ("plan", "convert")
 CONVERTING = ("convert",)
@@ -69,7 +67,7 @@ class Option:
         more: What the page on the command line says besides.
         name: Key of a YAML job; the command line's has dashes. Empty for the field's own.
         commands: The commands that have it.
-        targets: The target formats for which it means something.
+        targets: The target formats for which it means something; empty for all there are.
         default: What is done without it, where that is not obvious.
         opposite: A flag's other name, by which the command line takes back what a job file says.
         negated: Whether the field says the opposite of the option.
@@ -82,7 +80,7 @@ class Option:
     more: str = ""
     name: str = ""
     commands: tuple[str, ...] = PLANNING
-    targets: tuple[str, ...] = EVERY
+    targets: tuple[str, ...] = ()
     default: str = ""
     opposite: str = ""
     negated: bool = False
@@ -92,6 +90,10 @@ class Option:
     def flag(self) -> str:
         """How the command line spells it."""
         return f"--{self.name.replace('_', '-')}"
+
+    def is_for(self, to: str) -> bool:
+        """Whether it means something for a target format."""
+        return not self.targets or to in self.targets
 
 
 def number(least: int = 1, most: int | None = None, metavar: str = "N") -> OptionType:

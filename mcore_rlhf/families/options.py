@@ -26,7 +26,6 @@ from .option_types import (
     CONVERTING,
     COUNT,
     DTYPE,
-    EVERY,
     FILE,
     FOLDER,
     HUGGING_FACE,
@@ -442,7 +441,7 @@ def refuse(to: str, **sections: DataclassInstance) -> None:
     """Refuse options that mean nothing for a target, or have values that they cannot have.
 
     Args:
-        to: The target's format. One that is unknown is refused elsewhere, with a better message.
+        to: The target's format, which is one of the registry's.
         sections: ``read``, ``write``, ``run``: the options' objects.
 
     Raises:
@@ -475,7 +474,7 @@ def _default(holder: DataclassInstance, name: str) -> object:
 
 
 def _check(row: Option, value: object, to: str, problems: Problems) -> None:
-    if to in EVERY and to not in row.targets:
+    if not row.is_for(to):
         meant = " or ".join(f"--to {name}" for name in row.targets)
         text = f"{row.flag}: means nothing with --to {to}; it is for {meant}"
         problems.add(UsageError, text, "Leave it out, or say which format is meant.")

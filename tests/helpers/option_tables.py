@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mcore_rlhf.families.option_types import EVERY, GROUPS, Option
+from mcore_rlhf.families.option_types import GROUPS, MEGATRON, Option
 from mcore_rlhf.families.options import OPTIONS
+from mcore_rlhf.formats.registry import FORMATS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 TARGETS = "targets"
-_COLUMNS = (("megatron", "megatron-dist"), *((name,) for name in EVERY[2:]))
+_COLUMNS = (MEGATRON, *((known.name,) for known in FORMATS if known.name not in MEGATRON))
 _PLACE = re.compile(r"(<!-- options: ([^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -30,7 +31,7 @@ def titles(page: str) -> list[str]:
 def _table(title: str) -> str:
     rows = [row for row in OPTIONS if row.commands]
     if title == TARGETS:
-        return _of_targets([row for row in rows if row.targets != EVERY])
+        return _of_targets([row for row in rows if row.targets])
     assert title in GROUPS
     lines = [f"| `{row.flag}` | {_cell(row)} |" for row in rows if row.group == title]
     return "\n".join(["| option | is |", "|---|---|", *lines, ""])

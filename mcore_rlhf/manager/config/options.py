@@ -113,7 +113,7 @@ def _export(section: ExportSection) -> Export:
         tokenizer=section.tokenizer,
         generation_config=section.generation_config,
     )
-    beside = [row.name for row, _ in given(write=write) if section.format not in row.targets]
+    beside = [row.name for row, _ in given(write=write) if not row.is_for(section.format)]
     if beside:
         raise Unsupported(
             f"checkpoint.export: {' and '.join(beside)}: means nothing for format: {section.format}\n"
