@@ -5,8 +5,8 @@ its own checksum, so that a line that was torn, and everything behind it, counts
 journal is; lines of files say their length and CRC-32, and which bytes of the source were read for them with which CRC-32: whoever
 goes on holds these against the source's own checksums as if it had read them itself.
 
-The bytes of a finished file are not read again by whoever goes on, only its length is looked at: they were on the disk before the
-line was, the manifest lists their CRC-32, and ``--verify`` reads them all the same.
+The bytes of a finished file are not read again by whoever goes on: its length is looked at, and that nobody has touched it since the
+last line. They were on the disk before the line was, the manifest lists their CRC-32, and ``--verify`` reads them all the same.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Journal:
     Args:
         path: The file; one that is there is read, and gone on with.
         fingerprint: Of the plan.
-        durable: Whether lines, and what they speak of, are on the disk before anything else is done.
+        durable: Whether lines, and what they speak of, are on the disk before anything else is done. A journal that was begun so
+            stays so: whoever comes after a reboot believes all of it.
 
     Raises:
         StorageError: It cannot be written.
@@ -101,6 +102,7 @@ class Journal:
         try:
             good = 0
             for end, line in _lines(path) if path.exists() else ():
+                self.durable = self.durable or bool(line.get("durable"))
                 self.done |= {str(name): Done.of_plain(told) for name, told in line.get("done", {}).items()}
                 good = end
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -175,7 +177,7 @@ def why_not(path: Path, fingerprint: Fingerprint) -> str:
     differs = fingerprint.differs(header["fingerprint"])
     if differs:
         return f"it is of {differs}"
-    if not header.get("durable") and header.get("boot") != _boot():
+    if not header.get("durable") and (header.get("boot") != _boot() or not _boot()):
         return "it was written with --no-fsync before this machine started"
     return ""
 

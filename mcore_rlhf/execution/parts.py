@@ -199,6 +199,7 @@ class Joined:
 
     done: dict[str, Done]
     folders: dict[str, Path]
+    durable: bool = False
 
     def __contains__(self, name: str) -> bool:
         return name in self.done
@@ -263,13 +264,31 @@ def joined_parts(target: Path, fingerprint: Fingerprint) -> tuple[Path, Joined]:
     folders: dict[str, Path] = {}
     for part, place in places.items():
         ledger = _ledger(place, part, fingerprint)
-        check(place, ledger, sizes_only=True).raise_if_any()
+        _check_files(place, ledger)
         for name, told in ledger.report["done"].items():
             entry = ledger.files.get(name)
             done[name] = replace(Done.of_plain(told), entry=entry)
             if entry is not None:
                 folders[name] = place
     return folder, Joined(done, folders)
+
+
+def _check_files(place: Path, ledger: Manifest) -> None:
+    """Look at the length of every file of a part, and read those again that were written after its ledger.
+
+    Raises:
+        CheckpointError: Some are missing, or damaged.
+    """
+    problems = check(place, ledger, sizes_only=True)
+    if not problems:
+        noted = (place / LEDGER).stat().st_mtime_ns
+        files = {name: entry for name, entry in ledger.files.items() if (place / name).stat().st_mtime_ns > noted}
+        problems = check(place, replace(ledger, files=files))
+    if problems:
+        problems.add(
+            Corrupt, f"{place}: is not what the part has left there", "Remove that folder, and do the part again."
+        )
+    problems.raise_if_any()
 
 
 def _folder_of(target: Path, fingerprint: Fingerprint) -> tuple[Path, int]:
@@ -301,9 +320,12 @@ def _ledger(folder: Path, part: PartNumber, fingerprint: Fingerprint) -> Manifes
     """What a part says that it did.
 
     Raises:
-        Corrupt: It is damaged, or is another part's.
+        CheckpointError: It is damaged, or is another part's.
     """
-    found = Manifest.read(folder / LEDGER)
+    try:
+        found = Manifest.read(folder / LEDGER)
+    except CheckpointError as error:
+        raise type(error)(f"{error}\nRemove {folder}, and do part {part} again.") from error
     if found.report.get("part") != list(part) or found.report.get("fingerprint") != asdict(fingerprint):
         raise Corrupt(
             f"{folder / LEDGER}: is not that of part {part} of this plan\nRemove {folder}, and do the part again."

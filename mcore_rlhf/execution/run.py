@@ -101,6 +101,8 @@ def journal_of(
 class Tasks(Protocol):
     """Which tasks were done before, and who hears of those that are done."""
 
+    durable: bool
+
     @property
     def done(self) -> Mapping[str, Done]:
         """By the task's name."""
@@ -190,10 +192,11 @@ class Execution:
 
     def _write(self, file: FileTask, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
         planned, watched = file.planned(), Watched(ledger)
+        fsync = self.options.fsync or (self.journal is not None and self.journal.durable)
         with self.to.writer(file.path, planned.layout) as writer:
             records = sorted(planned.records, key=lambda record: writer.offset(record.key))  # in the file's order
             run = FileRun(planned.plan, records, source, writer, watched, self._window(), self._advance, writer.offset)
-            files[file.path] = writer.finish(run.run(), fsync=self.options.fsync)
+            files[file.path] = writer.finish(run.run(), fsync=fsync)
         if self.journal is not None:
             self.journal.add(file.path, Done(files[file.path], watched.spans))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ class LocalPublication(Publication):
     transaction: str = field(default_factory=new_transaction)
     recovered: list[str] = field(default_factory=list)
     resumable: bool = False
+    _noted_ns: int = 0
     _lock: Lock | None = None
     _made: tuple[Path, ...] = ()
 
@@ -102,16 +104,19 @@ class LocalPublication(Publication):
                 continue
             self._clean_up()
             self.transaction, self._lock, taken = places.transaction, Lock(places.lock, fd), True
+            self._noted_ns = places.journal.stat().st_mtime_ns
             self.recovered.append(f"went on in {places.staging}, which a process left that was killed")
         return self._places.journal if self.resumable else None
 
     def keep(self, files: Mapping[str, int]) -> set[str]:
-        """See :meth:`Publication.keep`."""
+        """See :meth:`Publication.keep`; a file that was touched after the journal's last line is not what was noted there."""
         kept: set[str] = set()
         for parent, _, names in os.walk(self.staging):
             for path in (Path(parent, name) for name in names):
                 name = path.relative_to(self.staging).as_posix()
-                if files.get(name) == path.lstat().st_size and not path.is_symlink():
+                facts = path.lstat()
+                untouched = stat.S_ISREG(facts.st_mode) and facts.st_ctime_ns <= self._noted_ns
+                if untouched and files.get(name) == facts.st_size:
                     kept.add(name)
                 else:
                     path.unlink()

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rlhf.execution import journal
+from mcore_rlhf.execution.fingerprint import Fingerprint
+from mcore_rlhf.execution.journal import Journal, why_not
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.killed import begun, content, run, start
 
@@ -156,6 +159,55 @@ def test_a_torn_line_and_a_file_of_another_length_are_done_again(source: Path, w
     assert run("convert", source, target, *TO, log=log)[0] == 0
     assert len(begun(log)) == FILES - 2
     assert content(target) == content(whole)
+
+
+def test_a_finished_file_that_somebody_touched_is_made_again(source: Path, whole: Path, tmp_path: Path) -> None:
+    """Its length and the time of its last change are as before."""
+    target, log = tmp_path / "out", tmp_path / "log"
+    killed(source, target, after=4)
+    (staging,) = tmp_path.glob(".out.partial-*")
+    name = begun_in(tmp_path)[0]
+    before = (staging / name).stat()
+    data = bytearray((staging / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (staging / name).write_bytes(data)
+    os.utime(staging / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert run("convert", source, target, *TO, log=log)[0] == 0
+    assert name in begun(log)
+    assert len(begun(log)) == FILES - 3
+    assert content(target) == content(whole)
+
+
+def begun_in(folder: Path) -> list[str]:
+    """The files that a killed process's journal lists."""
+    from mcore_rlhf.execution.journal import _lines
+
+    (journal,) = folder.glob(".out.journal-*")
+    return [name for _, line in _lines(journal) for name in line.get("done", {})]
+
+
+def test_a_journal_that_was_begun_durable_stays_so(tmp_path: Path) -> None:
+    """Whoever comes after a reboot believes all of it, so that nobody may add what is not on the disk."""
+    path, fingerprint = tmp_path / "journal", Fingerprint("source", "options", "layouts")
+    Journal(path, fingerprint, durable=True).close()
+    again = Journal(path, fingerprint, durable=False)
+    again.close()
+    assert again.durable
+    assert why_not(path, fingerprint) == ""
+
+
+def test_a_journal_that_was_not_durable_is_of_no_use_after_a_reboot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fingerprint = tmp_path / "journal", Fingerprint("source", "options", "layouts")
+    Journal(path, fingerprint, durable=False).close()
+    assert why_not(path, fingerprint) == ""
+    monkeypatch.setattr(journal, "_boot", lambda: "another")
+    assert "before this machine started" in why_not(path, fingerprint)
+    path.unlink()
+    monkeypatch.setattr(journal, "_boot", lambda: "")  # where nothing tells one start from another
+    Journal(path, fingerprint, durable=False).close()
+    assert "before this machine started" in why_not(path, fingerprint)
 
 
 def test_two_at_once_do_not_disturb_each_other(source: Path, whole: Path, tmp_path: Path) -> None:

@@ -102,6 +102,23 @@ def test_a_ledger_that_was_damaged_is_refused(three: Path, source: Path, tmp_pat
     ledger.write_text(ledger.read_text().replace('"crc32": ', '"crc32": 1', 1))
     code, _, stderr = run("convert", source, target, *TO, "--finish")
     assert (code, "damaged" in stderr, target.exists()) == (1, True, False), stderr
+    assert "do part 1/3 again" in stderr
+
+
+def test_a_byte_of_a_part_that_was_flipped_since_is_found(three: Path, source: Path, tmp_path: Path) -> None:
+    """Files that are as old as they should be are linked and not read; those that were written since are read."""
+    target = copied(three, tmp_path)
+    file = max(target.parent.glob(".out.parts-*/part-0002/*/*/*.pt"))
+    with file.open("r+b") as data:
+        data.seek(file.stat().st_size // 2)
+        byte = data.read(1)[0]
+        data.seek(-1, 1)
+        data.write(bytes([byte ^ 1]))
+    code, _, stderr = run("convert", source, target, *TO, "--finish")
+    assert (code, target.exists()) == (1, False)
+    assert f"{file}: is damaged" in stderr
+    assert f"{target.parent / file.parents[2].relative_to(target.parent)}" in stderr
+    assert "do the part again" in stderr
 
 
 def test_a_byte_of_the_source_that_only_a_part_read_is_checked_when_they_are_joined(tmp_path: Path) -> None:
