@@ -180,7 +180,7 @@ class TestIntoRun:
             seen.append(_is_whole(path.parent / text))
             raise StorageError("no space")
 
-        monkeypatch.setattr(converting, "replace_text", refuse)
+        monkeypatch.setattr(converting, "write_text", refuse)
         with pytest.raises(StorageError):
             convert(run, run, OPTIONS)
         assert seen == [True]  # whole, and under its name, before anything names it
