@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .manager.rlhf.sampler import PromptSampler
     from .manager.rlhf.state import RlhfState
     from .manager.run.manager import CheckpointManager, Resumed
-    from .manager.run.options import ManagerOptions
+    from .manager.run.options import ManagerOptions, Mirror
     from .verify.checkpoint import Depth
     from .verify.checkpoint import verify as verify_checkpoint
 
@@ -45,6 +45,7 @@ __all__ = [
     "Job",
     "ManagerOptions",
     "MegatronEngine",
+    "Mirror",
     "PromptSampler",
     "ReadOptions",
     "Resumed",
@@ -75,6 +76,7 @@ _HOMES = {
     "Job": "convert:Job",
     "ManagerOptions": "manager.run.options:ManagerOptions",
     "MegatronEngine": "engines.megatron:MegatronEngine",
+    "Mirror": "manager.run.options:Mirror",
     "PromptSampler": "manager.rlhf.sampler:PromptSampler",
     "ReadOptions": "families.options:ReadOptions",
     "Resumed": "manager.run.manager:Resumed",

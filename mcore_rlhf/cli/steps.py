@@ -14,6 +14,7 @@ from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run import adopt, retention, steps
 from mcore_rlhf.manager.run.adopt import Adoption
+from mcore_rlhf.manager.run.mirror_status import MirrorStatus
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
 from mcore_rlhf.storage.manifest import Manifest
@@ -52,11 +53,11 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
         steps.release(steps.step_folder(root, release))
     if quarantine is not None:
         steps.quarantine(steps.step_folder(root, quarantine), reason)
-    found = _with_advice(steps.listed(root))
+    found, mirror = _with_advice(steps.listed(root)), MirrorStatus.read(root) if isinstance(root, Path) else None
     if json:
-        emit_json([step_facts(step) for step in found])
+        emit_json([step_facts(step, mirror) for step in found])
     else:
-        _print_steps(root, found)
+        _print_steps(root, found, mirror)
     if not any(step.state == "committed" for step in found):
         raise click.exceptions.Exit(1)
 
@@ -89,10 +90,12 @@ def require_root(given: Path) -> ReadablePath:
     return root
 
 
-def step_facts(step: Step) -> Facts:
+def step_facts(step: Step, mirror: MirrorStatus | None = None) -> Facts:
     """``step``, ``path``, ``state``, ``bytes``, ``roles``, ``time``, ``why``, ``metrics``, ``quarantined`` (texts are empty
-    where there is nothing to say).
+    where there is nothing to say); where the root has a mirror, also ``mirror`` (``mirrored``, ``waiting``, ``failed``) and
+    ``mirror_why``.
     """
+    told = {} if mirror is None else {"mirror": mirror.of(step), "mirror_why": _mirror_why(step, mirror)}
     return {
         "step": step.step,
         "path": str(step.path),
@@ -103,27 +106,47 @@ def step_facts(step: Step) -> Facts:
         "why": step.why,
         "metrics": dict(step.metrics),
         "quarantined": step.quarantined,
+        **told,
     }
 
 
-def _print_steps(root: ReadablePath, found: list[Step]) -> None:
+def _mirror_why(step: Step, mirror: MirrorStatus) -> str:
+    state = mirror.of(step)
+    return mirror.failed[step.transaction] if state == "failed" else mirror.problem if state == "waiting" else ""
+
+
+def _print_steps(root: ReadablePath, found: list[Step], mirror: MirrorStatus | None) -> None:
     committed = sum(step.state == "committed" for step in found)
     say(f"{root}: {count(len(found), 'step')}, {committed} committed")
+    if mirror is not None:
+        say(_mirror_line(found, mirror))
     if not found:
         return
     columns = [Column("step", True), Column("state"), Column("size", True), Column("roles"), Column("time"), Column("")]
-    print_table(columns, [_step_row(step) for step in found])
+    if mirror is not None:
+        columns.insert(2, Column("mirror"))
+    print_table(columns, [_step_row(step, mirror) for step in found])
 
 
-def _step_row(step: Step) -> tuple[str, ...]:
+def _mirror_line(found: list[Step], mirror: MirrorStatus) -> str:
+    waiting = [step for step in found if mirror.of(step) == "waiting"]
+    backlog = f", {len(waiting)} waiting ({size(sum(step.nbytes for step in waiting))})" if waiting else ""
+    failed = sum(mirror.of(step) == "failed" for step in found)
+    more = (f", {failed} failed" if failed else "") + (f"; {mirror.problem}" if mirror.problem else "")
+    return f"mirror {mirror.url}: {count(len(mirror.mirrored), 'step')}{backlog}{more}"
+
+
+def _step_row(step: Step, mirror: MirrorStatus | None) -> tuple[str, ...]:
     note = f"quarantined: {step.quarantined}" if step.quarantined else ""
+    failed = mirror.failed.get(step.transaction, "") if mirror is not None else ""
     return (
         str(step.step),
         step.state,
+        *(() if mirror is None else (mirror.of(step),)),
         size(step.nbytes),
         ", ".join(step.roles),
         step.time,
-        "; ".join(text for text in (note, step.why) if text),
+        "; ".join(text for text in (note, step.why, failed) if text),
     )
 
 

@@ -152,7 +152,7 @@ class AdapterEngine:
         rest = self._prepare_rest(request)
         return AdapterLoad(self.adapter, request.folder, stored, rest, report)
 
-    def _check(self, stored: SafetensorsFile, folder: Path) -> None:
+    def _check(self, stored: SafetensorsFile, folder: ReadablePath) -> None:
         problems, live = Problems(), self.adapter.tensors()
         where = str(folder / SAFETENSORS)
         for name in sorted({*stored.tensors, *live}):
@@ -166,7 +166,7 @@ class AdapterEngine:
         refuse_unwritable(live, where, problems)
         problems.raise_if_any()
 
-    def _check_base(self, folder: Path, report: Report) -> None:
+    def _check_base(self, folder: ReadablePath, report: Report) -> None:
         origin = SavedAdapter.read(folder)
         if origin is None or origin.base is None or origin.base.fingerprint is None:
             report.add(Fate.NOTE, "the adapter has no fingerprint of its base model, so that the base was not checked")
@@ -192,7 +192,7 @@ class AdapterLoad:
     """A load of an adapter, checked, and of what the plain engine has besides."""
 
     adapter: LiveAdapter
-    folder: Path
+    folder: ReadablePath
     stored: SafetensorsFile
     rest: PreparedLoad | None
     report: Report

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mcore_rlhf.core.account import Report
@@ -121,7 +120,7 @@ class LoadRequest:
         optimizer: Whether the optimizer is restored; without it only weights are.
     """
 
-    folder: Path
+    folder: ReadablePath
     role: str
     step: int | None = None
     optimizer: bool = True

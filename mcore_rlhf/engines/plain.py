@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import Pt, PtFile, StoredTensor, read_pt
 
 from .base import LiveFile, LiveState, LoadRequest, PreparedLoad, StateTensor
@@ -163,7 +163,7 @@ class _Hooks:
 
     engine: TorchEngine
     pt: PtFile
-    where: Path
+    where: ReadablePath
     parts: Sequence[str]
     report: Report
     optimizer: bool

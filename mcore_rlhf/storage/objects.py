@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -316,9 +316,14 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
         ) from None
     top = f"{parts.scheme}://{parts.netloc}/"
     settings: Any = {**SETTINGS.get().options, **(options or {})}
+    patience = SETTINGS.get().patience
+    retries: Any = {} if patience is None else {"retry_config": {"retry_timeout": timedelta(seconds=patience)}}
     try:
         client = stores.from_url(
-            top, config=settings, client_options={"allow_http": _is_plain_http(parts.scheme, settings), "timeout": "5m"}
+            top,
+            config=settings,
+            client_options={"allow_http": _is_plain_http(parts.scheme, settings), "timeout": "5m"},
+            **retries,
         )
     except (refused.BaseError, ValueError, TypeError) as error:
         raise UsageError(f"{url}: obstore cannot open such a store: {said(error)}") from error

@@ -18,12 +18,14 @@ class StoreSettings:
         connections: Requests at a time, of one store.
         staging: A local folder for files that cannot be sent as they are made.
         plain: Whether what is written gets the names that other loaders look for, once it is published.
+        patience: Seconds for which a request that fails is tried again; None for three minutes.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
     connections: int = 16
     staging: Path | None = None
     plain: bool = False
+    patience: float | None = None
 
 
 SETTINGS: ContextVar[StoreSettings] = ContextVar("SETTINGS", default=StoreSettings())  # noqa: B039 # it is frozen

@@ -57,6 +57,8 @@ class StorePublication(Publication):
         replaceable: Says whether an existing folder is one that may be deleted.
         manifest_name: Name of the manifest in the folder.
         memory: Bytes that may be on their way, of one file.
+        transaction: Its id.
+        goes_on: Whether a process that is no more may have begun this transaction: what it has sent is used.
     """
 
     target: StorePath
@@ -65,6 +67,7 @@ class StorePublication(Publication):
     manifest_name: str = MANIFEST_NAME
     memory: int = 64 << 20
     transaction: str = field(default_factory=new_transaction)
+    goes_on: bool = False
     recovered: list[str] = field(default_factory=list)
     _store: ObjectStore = field(init=False)
     _tag: str | None = None
@@ -114,8 +117,10 @@ class StorePublication(Publication):
     def _ask_for_conditions(self) -> None:
         key, here = f"{self._key(self.prefix)}.writer", os.uname().nodename.encode()
         if not self._store.put_if(key, here, None):
-            raise StorageError(f"{self._store}{key}: is there already, though no two writers have the same name.")
-        if self._store.put_if(key, here, None):
+            if not self.goes_on:
+                raise StorageError(f"{self._store}{key}: is there already, though no two writers have the same name.")
+            self._store.put(key, here)  # younger now: what the dead one sent is nobody's no more
+        elif self._store.put_if(key, here, None):
             raise StorageError(
                 f"{self._store}: puts an object where one is, though it was asked not to (If-None-Match): of two writers both would "
                 "believe that they published.\nUse a store with conditional puts: S3, Google Cloud Storage, Azure, MinIO, R2, Ceph "
@@ -133,6 +138,15 @@ class StorePublication(Publication):
         self._settled = True
         with suppress(CheckpointError, OSError):
             self._store.remove([*keys(self._store, self._key(self.prefix)), f"{self._key(self.prefix)}.writer"])
+
+    def leave(self) -> None:
+        """See :meth:`Publication.leave`."""
+        self._settled = True
+
+    def sent(self) -> dict[str, int]:
+        """Length of every file that is there as a whole, by path."""
+        prefix = self._key(self.prefix)
+        return {item["path"][len(prefix) + 1 :]: item["size"] for item in self._store.objects(prefix)}
 
     def check_space(self, nbytes: int) -> None:
         """A store has no end."""
@@ -201,7 +215,8 @@ class StorePublication(Publication):
     def _doomed(self, there: Iterable[str]) -> list[str]:
         """What the old one is made of: whatever lies there now, but the manifest and what other writers are sending."""
         own = f"{self._key('')}{PREFIX}"
-        old = f"{self._key(self._old.prefix)}/" if self._old is not None and self._old.prefix else None
+        before = self._old.prefix if self._old is not None else ""
+        old = f"{self._key(before)}/" if before and before != self.prefix else None
         return [
             key
             for key in there

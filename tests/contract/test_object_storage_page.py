@@ -7,12 +7,15 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.manager.run.adopt import adopt
+from mcore_rlhf.manager.run.steps import committed
+from mcore_rlhf.storage.objects import open_url
 from tests.contract.test_store import GOLDENS
 from tests.helpers.object_store import BUCKET, serving
 
@@ -36,6 +39,24 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             refused = CliRunner().invoke(app, ["steps", f"s3://{BUCKET}/tp2", "--store-option", option])
             assert refused.exit_code == 2, refused.output
             assert said in refused.output
+
+
+def test_the_pages_training_is_mirrored_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = compile(block.replace("s3://checkpoints", f"s3://{BUCKET}"), "train.py", "exec")
+    with serving():
+        found: dict[str, Any] = {}
+        exec(code, found)
+        assert found["still_waiting"] == []
+        assert [step.step for step in committed(open_url(f"s3://{BUCKET}/grpo-7b"))] == [10, 20, 30]
+        told = json.loads(CliRunner().invoke(app, ["steps", "checkpoints", "--json"]).stdout)
+        assert [(step["step"], step["mirror"]) for step in told] == [(20, "mirrored"), (30, "mirrored")]
+        table = CliRunner().invoke(app, ["steps", "checkpoints"])
+        assert "grpo-7b: 3 steps" in table.stdout
+        shutil.rmtree("checkpoints")
+        exec(code, found)
+        assert found["resumed"].step == 30
 
 
 def test_a_job_in_yaml_takes_urls_and_options_of_stores(tmp_path: Path) -> None:

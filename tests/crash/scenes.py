@@ -16,8 +16,9 @@ from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.commit import Transaction, new_transaction
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Reporter
-from mcore_rlhf.manager.run.save import SaveJob, _replaceable
+from mcore_rlhf.manager.run.save import SaveJob
 from mcore_rlhf.manager.run.snapshot import Components, described
+from mcore_rlhf.manager.run.steps import is_replaceable
 from mcore_rlhf.manager.run.world import World, Worlds
 from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.distributed.sharded_engine import ShardedEngine
@@ -107,7 +108,7 @@ class Ranks:
         """Save on all ranks together; what fails is in :attr:`errors`, by the rank's name."""
         identity, self.errors = new_transaction(), {}
         jobs = [self._job(world, rank, step, identity) for world in self.engines for rank in range(self.size(world))]
-        jobs[0].transaction.open(_replaceable)
+        jobs[0].transaction.open(is_replaceable)
         threads = [
             threading.Thread(target=self._run, args=(job,), name=job.world.rank_name, daemon=True) for job in jobs
         ]

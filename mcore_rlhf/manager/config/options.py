@@ -12,11 +12,11 @@ from mcore_rlhf.families.options import WriteOptions, given
 from ..rlhf.controls import AdaptiveKL, FixedKL, KLController
 from ..rlhf.data_state import Indexable
 from ..rlhf.sampler import PromptSampler
-from ..run.options import Export, ManagerOptions
+from ..run.options import Export, ManagerOptions, Mirror
 from ..run.policies import AnyOf, AtEnd, BeforeDeadline, Deadline, EveryMinutes, EverySteps, OnSignal, SavePolicy
 from ..run.retention import KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from .run import RunConfig, config_hash
-from .sections import ExportSection, KeepSection
+from .sections import ExportSection, KeepSection, MirrorSection
 
 
 def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
@@ -46,6 +46,7 @@ def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
         "timeout": section.timeout,
         "catch_signals": section.save.on_signal,
         "deadline": Deadline.after(limit) if limit is not None else Deadline.of_job(),
+        "mirror": None if section.mirror is None else _mirror(section.mirror),
         "exports": () if section.export is None else (_export(section.export),),
         "provenance": {"config_hash": config_hash(config)},
         "tensorboard": None if section.tensorboard is None else Path(section.tensorboard),
@@ -103,6 +104,11 @@ def _retention(keep: KeepSection) -> Retention:
     if keep.every is not None:
         rules.append(KeepEvery(keep.every))
     return Retention(tuple(rules), None if keep.max_size is None else SizeCap(keep.max_size))
+
+
+def _mirror(section: MirrorSection) -> Mirror:
+    more = section.model_dump(include={"url", "most_waiting", "on_error", "connections", "memory", "store"})
+    return Mirror(**more, keep=_retention(section.keep))
 
 
 def _export(section: ExportSection) -> Export:

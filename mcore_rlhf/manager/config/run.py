@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
     from typing_extensions import Self
 
-    from ..run.load import Resume
+    from ..run.candidates import Resume
 
 
 Key = tuple[str | int, ...]
@@ -397,7 +397,7 @@ def parse_resume(value: str | int | os.PathLike[str] | None) -> Resume:
     Raises:
         UsageError: It is none of these, or names a variable that is not set.
     """
-    from ..run.load import Resume
+    from ..run.candidates import Resume
 
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null", "auto")):
         return Resume.parse(value)

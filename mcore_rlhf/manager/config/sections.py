@@ -145,6 +145,18 @@ class ExportSection(Section):
     generation_config: PathText | None = None
 
 
+class MirrorSection(Section):
+    """An object store that committed steps are sent to, behind the training."""
+
+    url: Annotated[str, Field(min_length=1)]
+    keep: KeepSection = KeepSection()
+    most_waiting: Positive = 4
+    on_error: Literal["continue", "raise"] = "continue"
+    connections: Positive = 8
+    memory: Size = 256 << 20
+    store: dict[str, str] = Field(default_factory=dict)
+
+
 class CheckpointSection(Section):
     """How the run is saved and resumed."""
 
@@ -160,6 +172,7 @@ class CheckpointSection(Section):
     save: SaveSection = SaveSection()
     keep: KeepSection = KeepSection()
     export: ExportSection | None = None
+    mirror: MirrorSection | None = None
 
 
 Fraction = Annotated[float, Field(ge=0, le=1)]

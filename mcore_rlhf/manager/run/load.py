@@ -5,33 +5,33 @@ It is installed with one undo for the whole run, and only then the first tensor 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Literal, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
 from mcore_rlhf.engines.stateful import Undo
 from mcore_rlhf.engines.values import torch_values
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, StorageError, Unsupported
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.paths import ReadablePath, local_path
+from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.store import StorePath
 
 from ..rlhf.state import tensor_file_stems
-from . import steps
+from .candidates import Candidates, Resume, StepToTry
 from .checks import check_file
 from .options import LOG, ManagerOptions, Reporter
 from .retention import left_behind
 from .rng import Policy, RngKeeper, RngState, captured, put_back
 from .snapshot import DATA_FILE, STATE_FILE, Components
-from .steps import MANIFEST, RNG_FILE, Step
+from .steps import MANIFEST, RNG_FILE
 from .world import World, raisable
 
 T = TypeVar("T")
@@ -52,14 +52,16 @@ class StepLoad:
         world: The ranks.
         rng: What happens to RNG states where the layout is another one.
         optimizer: Whether optimizers are restored.
+        mirrored: Whether it lies in the mirror of the root.
     """
 
-    folder: Path
+    folder: ReadablePath
     step: int
     parts: Components
     world: World
     rng: Policy
     optimizer: bool = True
+    mirrored: bool = False
     report: Report = field(default_factory=Report)
     manifest: Manifest | None = None
     _models: dict[str, PreparedLoad] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class StepLoad:
         """Length of the files that this rank reads from, as far as they are still there."""
         return sum(file.stat().st_size for file in dict.fromkeys(self._files) if file.is_file())
 
-    def role_folder(self, role: str) -> Path:
+    def role_folder(self, role: str) -> ReadablePath:
         """Where a role's files are: a single model may also lie in the folder itself."""
         below = self.folder / role
         alone = len(self.parts.roles) == 1 and self.manifest is None and not below.is_dir()
@@ -194,11 +196,17 @@ class StepLoad:
             CheckpointError: Bytes are damaged; all damaged files are named.
         """
         listed = [self.folder / name for name in self.manifest.files] if whole and self.manifest else []
-        wanted = sorted({str(file) for files in self.world.all_gather([*self._files, *listed]) for file in files})
+        mine = [str(file.path if isinstance(file, StorePath) else file) for file in (*self._files, *listed)]
+        wanted = sorted({file for files in self.world.all_gather(mine) for file in files})
         problems = Problems()
         for path in wanted[share::shares]:
-            self._collect(problems, partial(check_file, Path(path), self.folder, self.manifest))
+            self._collect(problems, partial(check_file, self._file(path), self.folder, self.manifest))
         problems.raise_if_any()
+
+    def _file(self, text: str) -> ReadablePath:
+        """A file that another rank names."""
+        here = self.folder
+        return StorePath(here.store, PurePosixPath(text)) if isinstance(here, StorePath) else Path(text)
 
     def install(self, undo: Undo) -> None:
         """Do all that may refuse, of all roles, the data and the RNG states; no tensor of a model is filled yet.
@@ -245,7 +253,7 @@ def _naming(what: str, advice: str = "Nothing of the run was changed: all of it 
         raise kind(f"{what}: {text}\n{advice}") from error
 
 
-def _consistent(manifest: Manifest, roles: Iterable[str], where: Path) -> Manifest:
+def _consistent(manifest: Manifest, roles: Iterable[str], where: ReadablePath) -> Manifest:
     """The manifest, in which a role that has files is also named: nothing else tells a name that was damaged from another.
 
     Raises:
@@ -270,39 +278,6 @@ class _Damaged(Exception):
         self.error = error
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """What to resume from.
-
-    Args:
-        kind: ``none``, ``auto``, ``step`` or ``path``.
-        step: The step's number, for ``step``.
-        path: A folder, for ``path``.
-    """
-
-    kind: Literal["none", "auto", "step", "path"]
-    step: int = 0
-    path: Path = Path()
-
-    @classmethod
-    def parse(cls, which: str | int | Path | None) -> Resume:
-        """Understand ``auto``, ``none``, a number, or a path (``~`` and variables are expanded)."""
-        text = "" if which is None else str(which).strip()
-        if text.lower() in ("", "none", "null"):
-            return cls("none")
-        if text.lower() == "auto":
-            return cls("auto")
-        if not isinstance(which, Path) and text.isdecimal():
-            return cls("step", step=int(text))
-        return cls("path", path=local_path(os.path.expandvars(text)).expanduser().absolute())
-
-
-@dataclass(frozen=True, slots=True)
-class _StepToTry:
-    folder: Path
-    step: int
-
-
 @dataclass(slots=True)
 class Resumer:
     """Finds a step and loads it, on all ranks together.
@@ -322,6 +297,10 @@ class Resumer:
     options: ManagerOptions
     reporter: Reporter
     optimizer: bool
+    _candidates: Candidates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._candidates = Candidates(self.root, self.options, self.reporter)
 
     def load(self, resume: Resume, must_exist: bool) -> StepLoad | None:
         """Load what was asked for.
@@ -336,7 +315,7 @@ class Resumer:
             return None
         started = time.monotonic()
         candidates = self._agreed(resume)
-        tried: list[_StepToTry] = []
+        tried: list[StepToTry] = []
         while todo := [candidate for candidate in candidates if candidate not in tried]:
             tried.append(todo[0])
             prepared = self._prepared(todo[0], skip=resume.kind == "auto")
@@ -346,55 +325,26 @@ class Resumer:
             if len(todo) == 1 and resume.kind == "auto":  # another run may meanwhile have replaced what was listed
                 candidates = self._agreed(resume)
         if must_exist or tried:
-            raise self._nothing_intact()
+            raise self._candidates.nothing_intact()
         if self.world.rank == 0:
             self.reporter.say("load", None, f"nothing to resume in {self.root}: starting from the beginning")
         return None
 
-    def _nothing_intact(self) -> NotACheckpoint:
-        return NotACheckpoint(
-            f"{self.root}: no committed step that is intact\n"
-            f"mcore-rlhf steps {self.root} says what is there and what is wrong with it; begin anew with resume: null."
-        )
-
-    def _agreed(self, resume: Resume) -> list[_StepToTry]:
+    def _agreed(self, resume: Resume) -> list[StepToTry]:
         """What to try, in order, as rank 0 sees it."""
-        found = self.world.on_all_ranks("resuming", lambda: self._candidates(resume) if self.world.is_rank0 else [])
+        found = self.world.on_all_ranks("resuming", lambda: self._candidates.of(resume) if self.world.is_rank0 else [])
         return self.world.broadcast(found)
 
-    def _candidates(self, resume: Resume) -> list[_StepToTry]:
-        if resume.kind == "step":
-            return [_named(steps.step_folder(self.root, resume.step), self.root)]
-        if resume.kind == "path":
-            return [_named(resume.path, self.root)]
-        listed = steps.listed(self.root)
-        found = list(self._newest_first(listed))
-        visible = [step for step in listed if step.path.name == steps.step_folder(self.root, step.step).name]
-        newest = found[0].step if found else -1
-        for step in visible:
-            if step.step > newest and step.state == "damaged" and not step.quarantined:
-                _refuse_newer_release(step)
-        if not found and any(step.state != "committed" and step.nbytes and not step.quarantined for step in visible):
-            raise self._nothing_intact()  # beginning anew would overwrite what can perhaps be mended
-        return found
-
-    def _newest_first(self, listed: list[Step]) -> Iterator[_StepToTry]:
-        for step in reversed(listed):
-            if step.resumable:
-                yield _StepToTry(step.local, step.step)
-            elif step.path.name == steps.step_folder(self.root, step.step).name:
-                why = f"in quarantine: {step.quarantined}" if step.quarantined else f"{step.state}: {step.why}"
-                self.reporter.say("skip", step.step, f"{step.path.name} is not resumed from: {why}")
-
-    def _prepared(self, candidate: _StepToTry, skip: bool) -> StepLoad | None:
-        load = StepLoad(candidate.folder, candidate.step, self.parts, self.world, self.options.rng, self.optimizer)
+    def _prepared(self, candidate: StepToTry, skip: bool) -> StepLoad | None:
+        folder, mirrored = self._candidates.folder(candidate), not candidate.where
+        load = StepLoad(folder, candidate.step, self.parts, self.world, self.options.rng, self.optimizer, mirrored)
         try:
             self._prepare(load)
         except _Damaged as damaged:
             error = damaged.error
             if not skip:
                 raise error from None
-            self.reporter.say("skip", candidate.step, f"{candidate.folder.name} is not resumed from: {error}")
+            self.reporter.say("skip", candidate.step, f"{_called(load)} is not resumed from: {error}")
             return None
         return load
 
@@ -438,7 +388,7 @@ class Resumer:
         for fate, text in load.report.lines:
             LOG.log(30 if fate is Fate.LOST else 20, "rank=0 step=%d event=load %s: %s", load.step, fate.value, text)
         text, speed = (
-            f"resumed from {load.folder.name}; next step {load.step + 1}",
+            f"resumed from {_called(load)}; next step {load.step + 1}",
             load.nbytes / max(seconds, 1e-9) / 1e9,
         )
         self.reporter.say("load", load.step, text, seconds=seconds, bytes=load.nbytes, gb_per_s=speed)
@@ -452,38 +402,5 @@ class Resumer:
             )
 
 
-def _refuse_newer_release(step: Step) -> None:
-    """A step that a newer release wrote is not damaged: going on from an older one would leave it behind unasked.
-
-    Raises:
-        Unsupported: It is one.
-    """
-    if steps.is_of_newer_release(step.path):
-        raise Unsupported(
-            f"{step.path}: {step.why}\n"
-            f"Resume with that release; or quarantine the step (mcore-rlhf steps {step.path.parent} --quarantine {step.step}), or "
-            "name an older one."
-        )
-
-
-def _named(folder: Path, root: Path) -> _StepToTry:
-    """A step, or a model, that the user names.
-
-    Raises:
-        NotACheckpoint: It does not exist; what is there is listed.
-        Corrupt: It has a manifest, and is not what that says.
-    """
-    if not folder.is_dir():
-        there = ", ".join(str(step.step) for step in steps.committed(root)) or "none"
-        raise NotACheckpoint(f"{folder}: does not exist\nCommitted steps in {root}: {there}.")
-    number = steps.step_of(folder)
-    if not (folder / steps.MANIFEST).is_file():
-        return _StepToTry(folder, number or 0)
-    if number is None:  # a copy under a name of its own
-        manifest = steps.read_manifest(folder)
-        check(folder, manifest, sizes_only=True).raise_if_any()
-        return _StepToTry(folder, manifest.step or 0)
-    if not steps.is_committed(folder):
-        why = steps.why_not_committed(folder) or "it is not what it lists"
-        raise Corrupt(f"{folder}: is damaged: {why}\nResume from another step: mcore-rlhf steps {folder.parent}")
-    return _StepToTry(folder, number)
+def _called(load: StepLoad) -> str:
+    return str(load.folder) if load.mirrored else load.folder.name

@@ -10,16 +10,19 @@ from types import TracebackType
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.errors import Problems, UsageError
-from mcore_rlhf.storage.paths import local_path
+from mcore_rlhf.storage.paths import ReadablePath, local_path
 
 from ..rlhf.state import RlhfState
-from .load import Resume, Resumer
-from .options import ManagerOptions, Reporter
+from .candidates import Resume
+from .load import Resumer
+from .mirror import Mirroring
+from .options import ManagerOptions, Mirror, Reporter
 from .policies import AnyOf, BeforeDeadline, Deadline, OnSignal, SaveClock, SavePolicy, SignalFlag
 from .retention import clean_up, remember
 from .root import RootLock, open_root, remove_unguarded
 from .save import Saver
 from .snapshot import Components, Data, Role, components
+from .steps import step_folder
 from .world import World
 
 __all__ = ["CheckpointManager", "ManagerOptions", "Resumed"]
@@ -36,7 +39,7 @@ class Resumed:
     """
 
     step: int
-    path: Path
+    path: ReadablePath
     report: Report
 
 
@@ -69,6 +72,9 @@ class CheckpointManager:
     ) -> None:
         self.root = local_path(root).absolute()
         self.options = options or ManagerOptions()
+        self._mirror = self.options.mirror if isinstance(self.options.mirror, Mirror) else None
+        if self._mirror is not None:
+            self._mirror.open()
         self.parts: Components = components(roles, data, state)
         self.world = World.current(self.options.timeout, self.options.worlds)
         self.reporter = Reporter(self.world.rank, self.options.on_event, self.options.tensorboard)
@@ -100,6 +106,9 @@ class CheckpointManager:
             )  # another world's may be alive
             for line in [*clean_up(self.root), *unguarded]:
                 self.reporter.say("clean", None, line)
+            if self._mirror is not None:
+                going_on = self.options.on_existing == "continue"
+                self._saver.mirror = Mirroring(self.root, self._mirror, self.reporter, going_on)
 
     def save(
         self,
@@ -161,9 +170,9 @@ class CheckpointManager:
         with one undo for the whole run; and only when all parts of all ranks have, the first tensor is overwritten.
 
         Args:
-            which: ``auto``: the newest committed step of the root that is intact; damaged ones are skipped with a line that
-                says why. A number: that step of the root. A path: that step, or a single model in any format that is read.
-                ``None`` or ``none``: nothing.
+            which: ``auto``: the newest committed step of the root, or of the mirror, that is intact; damaged ones are skipped
+                with a line that says why. A number: that step of the root, or else of the mirror. A path: that step, or a single
+                model in any format that is read. ``None`` or ``none``: nothing.
             must_exist: Whether finding nothing is an error; it always is for a number or a path.
             optimizer: Whether optimizers are restored, or weights only.
 
@@ -180,11 +189,14 @@ class CheckpointManager:
         self.wait()
         resumer = Resumer(self.root, self.parts, self.world, self.options, self.reporter, optimizer)
         found = resumer.load(Resume.parse(which), must_exist)
-        if found is None:
-            return None
-        remember(found.folder)
-        self._saver.resumed_from = found.step if found.folder.parent == self.root else None
-        return Resumed(found.step, found.folder, found.report)
+        if found is not None:
+            remember(found.folder)
+            if found.mirrored:  # it is the root's own
+                remember(step_folder(self.root, found.step))
+            self._saver.resumed_from = found.step if found.mirrored or found.folder.parent == self.root else None
+        if self._saver.mirror is not None:
+            self._saver.mirror.start()
+        return None if found is None else Resumed(found.step, found.folder, found.report)
 
     def wait(self) -> None:
         """Wait until the last save is committed.
@@ -193,6 +205,20 @@ class CheckpointManager:
             CheckpointError: It failed; on every rank. Raised once.
         """
         self._saver.wait()
+
+    def wait_for_mirror(self, seconds: float | None = None) -> list[int]:
+        """Wait until every committed step that shall be in the mirror is there: at the end of a run, where no other will go on.
+
+        Not collective: ranks other than the one that commits have nothing to wait for.
+
+        Args:
+            seconds: How long at most; None for as long as it takes.
+
+        Returns:
+            Steps that still wait; empty where all is there, or there is no mirror.
+        """
+        self._check_open()
+        return [] if self._saver.mirror is None else self._saver.mirror.wait(seconds)
 
     def reserve(self) -> None:
         """Make the host memory that an asynchronous save needs, so that the first one is as quick as the others."""

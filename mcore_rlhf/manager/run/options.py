@@ -12,6 +12,8 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named
+from mcore_rlhf.storage.settings import StoreSettings, stores_with
+from mcore_rlhf.storage.store import StorePath
 
 from .policies import AnyOf, Deadline, SavePolicy
 from .retention import Retention, exports_of
@@ -30,10 +32,69 @@ _CHOICES = {
 
 LOG = logging.getLogger("mcore_rlhf.manager")
 
-Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "failed"]
+Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "mirror", "drop", "failed"]
 
-_LEVELS: dict[Kind, int] = {"skip": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG}
+_LEVELS: dict[Kind, int] = {
+    "skip": logging.WARNING, "drop": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG,
+}  # fmt: skip
 """Deleting logs a line of its own, with the size, wherever it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """A second place for committed steps, in an object store: they are sent there behind training.
+
+    Args:
+        url: Folder of all steps there: ``s3://checkpoints/run7``.
+        keep: What is kept there; everything by default.
+        most_waiting: So many steps that are not there yet stay in the root, whatever :attr:`ManagerOptions.keep` says; of more,
+            the oldest are deleted by its rules.
+        on_error: What a failure is: something that is said, and tried again (``continue``), or that the next save raises
+            (``raise``).
+        connections: Requests at a time.
+        memory: Bytes that may be on their way.
+        store: The store's settings by obstore's names, such as ``endpoint``; the environment's are read without.
+
+    Raises:
+        UsageError: Something has a value that it cannot have; all of it is named.
+    """
+
+    url: str
+    keep: Retention | None = None
+    most_waiting: int = 4
+    on_error: Literal["continue", "raise"] = "continue"
+    connections: int = 8
+    memory: int = 256 << 20
+    store: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        if self.on_error not in ("continue", "raise"):
+            problems.add(UsageError, f"mirror.on_error: expected 'continue' or 'raise', found {self.on_error!r}")
+        for name in ("most_waiting", "connections", "memory"):
+            if getattr(self, name) < 1:
+                problems.add(UsageError, f"mirror.{name}: should be positive, found {getattr(self, name)}")
+        problems.raise_if_any()
+
+    def open(self, patience: float | None = None) -> StorePath:
+        """It, as it is now.
+
+        Args:
+            patience: Seconds for which a request that fails is tried again; None for three minutes.
+
+        Raises:
+            UsageError: It is no URL of a store that can be written to.
+        """
+        from mcore_rlhf.storage.objects import SCHEMES, open_url  # a mirror is seldom meant
+
+        scheme, _, rest = self.url.partition("://")
+        if scheme not in SCHEMES or not rest.partition("/")[2].strip("/"):
+            raise UsageError(
+                f"mirror: {self.url}: expected a folder in an object store, such as s3://checkpoints/run7\n"
+                "Steps on a file system need no mirror: the root itself may lie there."
+            )
+        with stores_with(StoreSettings(self.store, self.connections, patience=patience)):
+            return open_url(self.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +120,7 @@ class ManagerOptions:
         tensorboard: Folder for scalars, or None.
         read_only: Whether this run only loads: nothing is locked, made or cleaned up.
         worlds: Other ``torch.distributed`` worlds that save with this one.
+        mirror: Where committed steps are sent as well, a URL or more; :meth:`~.manager.CheckpointManager.load` looks there, too.
 
     Raises:
         UsageError: Something has a value that it cannot have; all of it is named.
@@ -81,8 +143,11 @@ class ManagerOptions:
     tensorboard: Path | None = None
     read_only: bool = False
     worlds: Worlds | None = None
+    mirror: Mirror | str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.mirror, str):
+            object.__setattr__(self, "mirror", Mirror(self.mirror))
         problems = Problems()
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
@@ -145,7 +210,8 @@ class Event:
     Args:
         kind: ``save``: the live state was copied aside, and training goes on. ``commit``: the step is published. ``load``: a
             step was loaded. ``skip``: a step was passed over on resume. ``delete``, ``clean``: a step, or what a dead run had
-            left, was removed. ``export``: a by-product was made. ``failed``: a save, or a by-product, was given up.
+            left, was removed. ``export``: a by-product was made. ``mirror``: the step is published in the mirror. ``drop``: it was deleted
+            before it was. ``failed``: a save, or a by-product, was given up, or the mirror cannot be written now.
         step: The step; None where there is none.
         rank: The rank that says so.
         values: Numbers: ``stall_s``, ``seconds``, ``bytes``, ``gb_per_s``.

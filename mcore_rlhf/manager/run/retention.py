@@ -39,7 +39,7 @@ EXPORTS = "exports"
 _Path = TypeVar("_Path", bound=ReadablePath)
 """Folder in a root that holds what was exported from its steps, as ``exports/global_step_N``."""
 
-_OF_THIS_RUN: set[Path] = set()
+_OF_THIS_RUN: set[str] = set()
 """What this process has loaded or committed, by whichever manager: a run may open several, one after the other."""
 
 _SHOWN = 10
@@ -184,6 +184,18 @@ def plan_deletions(
         CheckpointError: See :func:`~.steps.listed`.
     """
     visible = [step for step in steps.listed(root) if not is_hidden(step.path)]
+    return planned(visible, policy, protect, include_damaged=include_damaged)
+
+
+def planned(
+    visible: Sequence[Step], policy: Retention, protect: Collection[int] = (), *, include_damaged: bool = False
+) -> list[Deletion]:
+    """See :func:`plan_deletions`.
+
+    Args:
+        visible: The steps of a root, oldest first; it need not be one that there is yet.
+        policy, protect, include_damaged: See there.
+    """
     committed = [step for step in visible if step.resumable]
     if not committed:
         return []
@@ -355,9 +367,19 @@ def _remove_tree(folder: Path) -> None:
             continue
 
 
-def remember(folder: Path) -> None:
+def remember(folder: ReadablePath) -> None:
     """Note that this run has loaded or committed a step, or a model in it."""
-    _OF_THIS_RUN.add(folder.resolve())
+    _OF_THIS_RUN.add(_identity(folder))
+
+
+def is_of_this_run(root: ReadablePath) -> bool:
+    """Whether this run has loaded or committed a step of a root."""
+    top = _identity(root)
+    return any(f"{folder}/".startswith(f"{top}/") for folder in _OF_THIS_RUN)
+
+
+def _identity(folder: ReadablePath) -> str:
+    return str(folder.resolve() if isinstance(folder, Path) else folder).rstrip("/")
 
 
 def refuse_others(root: Path) -> None:
@@ -369,7 +391,7 @@ def refuse_others(root: Path) -> None:
     Raises:
         UsageError: There are committed steps, and this run has neither loaded nor written any of them.
     """
-    if any(folder.is_relative_to(root.resolve()) for folder in _OF_THIS_RUN):
+    if is_of_this_run(root):
         return
     found = [step.step for step in steps.committed(root)]
     if found:

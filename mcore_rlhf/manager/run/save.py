@@ -17,9 +17,10 @@ from mcore_rlhf.storage.publish import replace_text
 from ..rlhf.carried import Carried
 from . import retention, steps
 from .commit import RankPart, Stopped, Transaction, new_transaction, refuse_untaken, why_it_vanished
+from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
-from .retention import leave_behind, move_aside, refuse_others, remember
+from .retention import Retention, leave_behind, move_aside, refuse_others, remember
 from .rng import WORLDS, RngState, file_content
 from .snapshot import DATA_FILE, Components, HostStaging, Snapshot, accounted, aside, described, dumps, loads
 from .steps import RNG_FILE, TRACKER
@@ -41,6 +42,7 @@ class Saver:
         own: Steps that this run has committed, on the rank that commits.
         resumed_from: The step of the root that was loaded; it is kept while the run goes on.
         hold: Sees, on the rank that commits, that this run still has the root to itself.
+        mirror: Sends committed steps away, on the rank that commits.
     """
 
     root: Path
@@ -52,6 +54,8 @@ class Saver:
     own: set[int] = field(default_factory=set)
     resumed_from: int | None = None
     hold: Callable[[], None] = lambda: None
+    mirror: Mirroring | None = None
+    _last: int = -1
     _staging: HostStaging = field(default_factory=HostStaging)
     _background: Background = field(init=False)
 
@@ -124,8 +128,10 @@ class Saver:
         self._staging.reserve(described(self.parts, self.world, 0).files)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back; what is not in the mirror is the next start's."""
         self._background.close()
+        if self.mirror is not None:
+            self.mirror.close()
         self._staging.free()
 
     def _finish_previous(self, step: int) -> None:
@@ -154,8 +160,10 @@ class Saver:
             self.hold()
             if self.options.on_existing == "refuse":
                 refuse_others(self.root)
+            if self.mirror is not None:
+                self.mirror.begins(step, prepared.id)
             self._make_way(prepared)
-            for line in prepared.open(_replaceable):
+            for line in prepared.open(steps.is_replaceable):
                 self.reporter.say("clean", step, line)
 
     def _make_way(self, prepared: Transaction) -> None:
@@ -185,7 +193,11 @@ class Saver:
         """What the coordinator does behind training once a step is committed."""
         folder = steps.step_folder(self.root, step)
         self.own.add(step)
+        self._last = step
         remember(folder)
+        if self.mirror is not None:
+            self.mirror.saved()
+            self.mirror.then = self._after_mirroring
         for number in leave_behind(self.root, step, self.own):
             self.reporter.say(
                 "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"
@@ -194,9 +206,24 @@ class Saver:
             if export.wants(step):
                 self._export(export, step, folder)
         if self.options.keep is not None:
-            protected = {step} if self.resumed_from is None else {step, self.resumed_from}
-            for gone in retention.apply(self.root, retention.plan_deletions(self.root, self.options.keep, protected)):
+            self._delete_old(self.options.keep)
+
+    def _delete_old(self, keep: Retention) -> None:
+        """What no rule keeps, and what is in the mirror or waits for it too long."""
+        waiting = [] if self.mirror is None else [found.step for found in self.mirror.waiting()]
+        staying = waiting[-self.mirror.most_waiting :] if self.mirror is not None else []
+        protected = {self._last, *staying} if self.resumed_from is None else {self._last, self.resumed_from, *staying}
+        for gone in retention.apply(self.root, retention.plan_deletions(self.root, keep, protected)):
+            if gone.step in waiting:
+                text = f"deleted before it was mirrored, as {len(staying)} newer steps wait: {gone.reason}"
+                self.reporter.say("drop", gone.step, text, bytes=gone.nbytes)
+            else:
                 self.reporter.say("delete", gone.step, gone.reason, bytes=gone.nbytes)
+
+    def _after_mirroring(self) -> None:
+        """What stayed because it waited may go now."""
+        if self.options.keep is not None:
+            self._delete_old(self.options.keep)
 
     def _export(self, export: Export, step: int, folder: Path) -> None:
         """A by-product that cannot be made neither stops training nor keeps old steps from being deleted."""
@@ -204,12 +231,6 @@ class Saver:
             self.reporter.say("export", step, str(export.run(folder)))
         except CheckpointError as error:
             self.reporter.say("failed", step, f"the step is safe, but its export to {export.format} failed: {error}")
-
-
-def _replaceable(folder: Path) -> bool:
-    """A step of ours may be saved again, and replaces what it was; what has no manifest of ours is never replaced."""
-    found = steps.found_at(folder)
-    return found is not None and found.state in ("committed", "damaged")
 
 
 @dataclass(slots=True)

@@ -162,6 +162,7 @@ class Step:
         why: What is wrong with it, one line; empty for a committed step.
         metrics: What was measured at it, as the manifest's report says.
         quarantined: Why resume leaves it alone; empty where it does not.
+        transaction: Identity of its commit; empty where that is not known.
     """
 
     step: int
@@ -173,6 +174,7 @@ class Step:
     why: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     quarantined: str = ""
+    transaction: str = ""
 
     @property
     def local(self) -> Path:
@@ -265,6 +267,12 @@ def is_committed(folder: ReadablePath) -> bool:
         return False
 
 
+def is_replaceable(folder: ReadablePath) -> bool:
+    """Whether a step of ours lies there, which may be saved again; what has no manifest of ours is never replaced."""
+    found = found_at(folder)
+    return found is not None and found.state in ("committed", "damaged")
+
+
 def is_of_newer_release(folder: ReadablePath) -> bool:
     """Whether a step has a manifest that this release is too old for: whatever it holds, it is not damaged."""
     return is_newer(folder / MANIFEST)
@@ -355,7 +363,8 @@ def _visible(number: int, path: ReadablePath) -> Step:
     roles = tuple(dict.fromkeys(str(part["role"]) for part in manifest.parts if "role" in part))
     written = str(manifest.provenance.get("time") or _changed(path))
     state: State = "damaged" if why else "committed"
-    return Step(number, path, state, nbytes, roles, written, why, _comparable(manifest), quarantined)
+    comparable = _comparable(manifest)
+    return Step(number, path, state, nbytes, roles, written, why, comparable, quarantined, manifest.transaction)
 
 
 def _without_manifest(number: int, path: ReadablePath) -> Step:

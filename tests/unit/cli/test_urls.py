@@ -14,7 +14,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.config.run import load_run_config, parse_resume
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
-from mcore_rlhf.manager.run.load import Resume
+from mcore_rlhf.manager.run.candidates import Resume
 from mcore_rlhf.manager.subject import whole_step
 from mcore_rlhf.verify.checkpoint import verify
 

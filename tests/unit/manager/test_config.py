@@ -27,8 +27,10 @@ from mcore_rlhf.manager.config.run import (
     text,
 )
 from mcore_rlhf.manager.config.sections import duration, size
-from mcore_rlhf.manager.run.load import Resume
+from mcore_rlhf.manager.run.candidates import Resume
+from mcore_rlhf.manager.run.options import Mirror
 from mcore_rlhf.manager.run.policies import AtEnd, BeforeDeadline, EveryMinutes, EverySteps, OnSignal
+from mcore_rlhf.manager.run.retention import KeepLast, Retention
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "run-config.md"
 
@@ -366,6 +368,15 @@ def test_an_export_is_passed_on_or_refused() -> None:
     )
     with pytest.raises(Unsupported, match=r"checkpoint\.export: tokenizer: means nothing for format: "):
         manager_options(_load(checkpoint__export={"format": "megatron", "tokenizer": "/t"}))
+
+
+def test_a_mirror_is_passed_on_with_rules_of_its_own() -> None:
+    asked = {"url": "s3://b/run", "keep": {"last": 5}, "on_error": "raise", "memory": "64MiB", "store": {"region": "x"}}
+    mirror = manager_options(_load(checkpoint__mirror=asked)).mirror
+    assert mirror == Mirror(
+        "s3://b/run", Retention((KeepLast(5),)), on_error="raise", memory=64 << 20, store={"region": "x"}
+    )
+    assert manager_options(_load()).mirror is None
 
 
 def test_the_sampler_has_the_runs_settings() -> None:

@@ -1,0 +1,55 @@
+"""A small run whose steps are mirrored: model, optimizer, data, RLHF state; also in a process of its own, which can be killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.options import Mirror
+from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
+
+
+class MirroredRun:
+    """Training that draws, so that a state which was not restored shows."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        self.model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Dropout(0.5), torch.nn.Linear(60, 3))
+        self.critic = torch.nn.Linear(50, 50)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state = RlhfState(algorithm="grpo", kl=AdaptiveKL(0.2, 6.0, 1000))
+        self.sampler = PromptSampler(100, seed=3, batch_size=4)
+
+    def step(self) -> float:
+        batch = self.sampler.next_batch()
+        loss = self.model(torch.randn(4, 60)).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.sampler.acknowledge_all(batch)
+        self.state.kl["actor"].update(loss.item(), 4)
+        return loss.item() + batch[0].prompt_id
+
+    def manager(self, root: Path, mirror: Mirror | str, **more: Any) -> CheckpointManager:
+        options = ManagerOptions(**{"catch_signals": False, "fsync": False, "mirror": mirror, **more})
+        roles = {"actor": TorchEngine(self.model, self.optimizer), "critic": TorchEngine(self.critic)}
+        return CheckpointManager(root, roles, data=self.sampler, state=self.state, options=options)
+
+
+def save_there(root: str, mirror: str, environment: Mapping[str, str], last: int) -> None:
+    """Train, save every step and wait for the mirror; the server's address stands in the environment."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    run = MirroredRun()
+    with run.manager(Path(root), mirror) as manager:
+        for step in range(1, last + 1):
+            run.step()
+            manager.save(step, blocking=True)
+        manager.wait_for_mirror()
