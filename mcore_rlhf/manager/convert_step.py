@@ -189,7 +189,11 @@ def finish_parts(
     with _by_parts(source, target, replace(options, resume=False)) as publication:
         job = prepare_step(source, replace(options, resume=True))
         conversion = conversion_of(job, options)
-        job.published = finish(conversion, publication.target, publication, options, progress or Progress())
+        try:
+            job.published = finish(conversion, publication.target, publication, options, progress or Progress())
+        except CheckpointError:
+            publication.check_target()  # another one may have joined them meanwhile, and taken the parts away
+            raise
     if source.step is not None:
         _track(job, target, options)
     return job

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rlhf.errors import StorageError
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
+from mcore_rlhf.manager import subject
+from mcore_rlhf.manager.convert_step import finish_parts
+from mcore_rlhf.storage.publish import LocalPublication
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.killed import begun, content, run, start
 
@@ -54,6 +59,26 @@ def test_joined_they_are_what_one_process_makes(three: Path, source: Path, whole
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
+def test_of_two_that_join_the_one_that_loses_says_what_happened(
+    three: Path, source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts are gone while it takes them: it is not told to do them again."""
+    target, options = copied(three, tmp_path), ConvertOptions(write=WriteOptions(tp=4, pp=1), fsync=False)
+    taken = LocalPublication.take
+
+    def late(self: LocalPublication, file: Path, name: str) -> None:
+        if not target.exists():
+            monkeypatch.setattr(LocalPublication, "take", taken)
+            finish_parts(subject.find(source, ReadOptions()), target, options)
+        taken(self, file, name)
+
+    monkeypatch.setattr(LocalPublication, "take", late)
+    with pytest.raises(StorageError, match="exists already"):
+        finish_parts(subject.find(source, ReadOptions()), target, options)
+    assert content(target) == content(whole)
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
 def test_every_file_and_every_byte_of_the_source_is_some_parts(three: Path) -> None:
     ledgers = [json.loads(path.read_text()) for path in sorted(three.glob(".out.parts-*/*/part.json"))]
     files = [name for ledger in ledgers for name in ledger["files"]]
@@ -68,9 +93,6 @@ def test_what_joins_reads_next_to_nothing(
 ) -> None:
     """The parts have checked nearly all records; what they saw in pieces that overlap is read once more."""
     from mcore_rlhf.execution import run as runs
-    from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
-    from mcore_rlhf.manager import subject
-    from mcore_rlhf.manager.convert_step import finish_parts
 
     read: list[int] = []
     monkeypatch.setattr(runs.Execution, "_advance", lambda self, nbytes: read.append(nbytes))
