@@ -24,20 +24,11 @@ from ..errors import NotACheckpoint, StorageError, UsageError
 from .fetched import FetchingStore
 from .manifest import PREFIX, Manifest
 from .publish import MANIFEST_NAME
-from .settings import SETTINGS
+from .settings import SCHEMES, SETTINGS
 from .store import Store, StorePath
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
-
-SCHEMES = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL",
-    "s3a": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS (or GOOGLE_SERVICE_ACCOUNT)",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or a managed identity",
-    "abfs": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or a managed identity",
-}
-"""What can be read and written, and the environment variables that say with which rights."""
 
 MANIFESTS = (MANIFEST_NAME, "manifest.json")
 """Names of our manifests: of a checkpoint, and of a step."""

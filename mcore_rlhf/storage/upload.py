@@ -28,11 +28,12 @@ from typing import Any
 from ..errors import CheckpointError, StorageError, UsageError
 from .destination import Publication
 from .manifest import PREFIX, FileEntry, Manifest
-from .objects import MANIFESTS, SCHEMES, ObjectStore
+from .objects import MANIFESTS, ObjectStore
 from .paths import ReadablePath, human, storage_error
 from .publish import MANIFEST_NAME
 from .reading import opened
 from .record_file import Layout, RecordFile
+from .settings import SCHEMES
 from .store import StorePath
 from .transactions import new_transaction
 from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes

@@ -5,12 +5,51 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import UsageError
 from .destination import Publication
 from .paths import ReadablePath, local_path, real_path, storage_error, url_in
 from .publish import MANIFEST_NAME, LocalPublication, replace_text
+from .settings import SCHEMES
 from .store import StorePath
+
+
+def _open_objects(url: str) -> StorePath:
+    from .objects import open_url  # a store is seldom meant
+
+    return open_url(url)
+
+
+def _open_hub(url: str) -> StorePath:
+    from .hub import open_hub
+
+    return open_hub(url)
+
+
+def _in_objects(
+    target: StorePath, overwrite: bool, replaceable: Callable[[ReadablePath], bool], manifest_name: str, memory: int
+) -> Publication:
+    from .upload import StorePublication
+
+    return StorePublication(target, overwrite, replaceable, manifest_name, memory)
+
+
+class Backend(NamedTuple):
+    """What answers to one kind of URL.
+
+    Args:
+        open: Gives the path that a URL names.
+        publication: How a folder is published there; it is given what :func:`publication` is, but what only disks know. The one of
+            object stores refuses what is none.
+    """
+
+    open: Callable[[str], StorePath]
+    publication: Callable[[StorePath, bool, Callable[[ReadablePath], bool], str, int], Publication] = _in_objects
+
+
+BACKENDS: dict[str, Backend] = {**dict.fromkeys(SCHEMES, Backend(_open_objects)), "hf": Backend(_open_hub)}
+"""What is no folder of a file system, by its scheme: a new one is a :class:`~.store.Store`, and one line here."""
 
 
 def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePath:
@@ -27,16 +66,11 @@ def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePat
     url = url_in(given)
     if url is None or url.lower().startswith("file:"):
         return local_path(given)
-    from .objects import SCHEMES, open_url  # a store is seldom meant
-
-    if url.partition(":")[0] in SCHEMES:
-        return open_url(url)
-    if url.startswith("hf:"):
-        from .hub import open_hub
-
-        return open_hub(url)
+    backend = BACKENDS.get(url.partition(":")[0])
+    if backend is not None:
+        return backend.open(url)
     raise UsageError(
-        f"{url}: is a URL of a kind that is not read; those that are: {', '.join(f'{scheme}://' for scheme in SCHEMES)}, hf://, file://\n"
+        f"{url}: is a URL of a kind that is not read; those that are: {', '.join(f'{scheme}://' for scheme in (*BACKENDS, 'file'))}\n"
         "Copy it to a local folder first, or mount it."
     )
 
@@ -66,9 +100,8 @@ def publication(
         UsageError: Nothing can be written there.
     """
     if isinstance(target, StorePath):
-        from .upload import StorePublication
-
-        return StorePublication(target, overwrite, replaceable, manifest_name, memory)
+        backend = BACKENDS.get(str(target).partition(":")[0], Backend(_open_objects))
+        return backend.publication(target, overwrite, replaceable, manifest_name, memory)
     assert isinstance(target, Path)
     return LocalPublication(target, overwrite, fsync, replaceable, manifest_name, resumable=resumable)
 

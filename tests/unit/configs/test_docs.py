@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import tarfile
 import textwrap
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,12 +18,13 @@ import yaml
 
 import mcore_rlhf
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
-from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.errors import CheckpointError, Lossy, StorageError, Unsupported
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.megatron import FORMAT as MEGATRON
 from mcore_rlhf.models.spec import read_rules
-from mcore_rlhf.storage import containers
+from mcore_rlhf.storage import containers, urls
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
@@ -180,6 +183,54 @@ def test_the_format_of_the_documentation_is_honest(flat: ModuleType, tmp_path: P
     data[1000] ^= 1
     (tmp_path / "flat" / "weights.bin").write_bytes(data)
     assert "CRC-32" in verify(tmp_path / "flat", ReadOptions(), Depth.FULL).problems.describe()
+
+
+@pytest.fixture
+def tar(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The storage backend that the documentation adds, under its scheme."""
+    (block,) = _blocks(_page("how-to/add-a-storage-backend.md"), "python")
+    module = ModuleType("tar")
+    monkeypatch.setitem(__import__("sys").modules, "tar", module)
+    exec(compile(block, "add-a-storage-backend.md", "exec"), module.__dict__)
+    monkeypatch.setitem(urls.BACKENDS, "tar", module.TAR)
+    return module
+
+
+def test_the_backend_of_the_documentation_is_read(tar: ModuleType, tmp_path: Path) -> None:
+    """An archive that another program made."""
+    with tarfile.open(tmp_path / "golden.tar", "w") as archive:
+        archive.add(GOLDEN, ".")
+    there = f"tar://{tmp_path}/golden.tar"
+    assert verify(urls.checkpoint_path(there), ReadOptions(), Depth.DEEP).intact
+    for source, target in ((GOLDEN, "here"), (there, "there")):
+        convert(source, tmp_path / target, ConvertOptions(write=WriteOptions(tp=4, pp=1)))
+    assert _files(tmp_path / "there") == _files(tmp_path / "here")
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "golden.tar").read_bytes()[:100_000])
+    with pytest.raises(CheckpointError):
+        convert(f"tar://{tmp_path}/cut.tar", tmp_path / "cut", ConvertOptions())
+
+
+def test_the_backend_of_the_documentation_is_written(tar: ModuleType, tmp_path: Path) -> None:
+    options, there = ConvertOptions(write=WriteOptions(tp=4, pp=1)), f"tar://{tmp_path}/made.tar"
+    convert(GOLDEN, there, options)
+    convert(GOLDEN, tmp_path / "here", options)
+    with tarfile.open(tmp_path / "made.tar") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert _files(tmp_path / "unpacked") == _files(tmp_path / "here")
+    assert verify(urls.checkpoint_path(there), ReadOptions(), Depth.FULL).intact
+    before = (tmp_path / "made.tar").read_bytes()
+    with pytest.raises(StorageError, match="exists already"):
+        convert(GOLDEN, there, options)
+    with pytest.raises(CheckpointError):
+        convert(tmp_path / "nowhere", there, replace(options, overwrite=True))
+    assert (tmp_path / "made.tar").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "made.tar", "unpacked"]
+
+
+def _files(root: Path) -> dict[str, bytes]:
+    """All but the manifest, which has the times."""
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
 def test_the_container_of_the_documentation_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
