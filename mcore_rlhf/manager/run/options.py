@@ -12,7 +12,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named
-from mcore_rlhf.storage.settings import StoreSettings, stores_with
+from mcore_rlhf.storage.settings import SCHEMES, StoreSettings, stores_with
 from mcore_rlhf.storage.store import StorePath
 
 from .policies import AnyOf, Deadline, SavePolicy
@@ -85,7 +85,7 @@ class Mirror:
         Raises:
             UsageError: It is no URL of a store that can be written to.
         """
-        from mcore_rlhf.storage.objects import SCHEMES, open_url  # a mirror is seldom meant
+        from mcore_rlhf.storage.objects import open_url  # a mirror is seldom meant
 
         scheme, _, rest = self.url.partition("://")
         if scheme not in SCHEMES or not rest.partition("/")[2].strip("/"):
