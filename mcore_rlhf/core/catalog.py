@@ -53,6 +53,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The region that both boxes cover, or None where they do not meet. Empty boxes meet nothing."""
+        if self == other:
+            return self if all(self.shape) else None
         if self.step is not None or other.step is not None:
             return self._meet(other)
         start = tuple(map(max, self.offset, other.offset))
@@ -109,7 +111,7 @@ def row_major(shape: Shape) -> Shape:
 
 def dot(index: Shape, strides: Shape) -> int:
     """Element offset of ``index`` in a view with those strides."""
-    return sum(i * s for i, s in zip(index, strides, strict=True))
+    return sum([i * s for i, s in zip(index, strides, strict=True)])
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
@@ -261,6 +263,8 @@ class Chunk:
 
     def narrow(self, box: Box) -> Chunk:
         """The part of this chunk that holds ``box``, which must lie inside it."""
+        if box == self.box:
+            return self
         if self.box.step is not None or box.step is not None:
             return self._stepped(box)
         step = dot(tuple(b - a for a, b in zip(self.box.offset, box.offset, strict=True)), self.strides)
@@ -294,8 +298,15 @@ class TensorEntry:
 
     def primary(self) -> tuple[Chunk, ...]:
         """One chunk for every distinct box: the first replica of each."""
-        first: dict[Box, Chunk] = {}
+        if len(self.chunks) < 2:
+            return self.chunks
+        objects: dict[
+            int, Chunk
+        ] = {}  # ranks that hold the same mostly share one box: hundreds of them need no comparison
         for chunk in self.chunks:
+            objects.setdefault(id(chunk.box), chunk)
+        first: dict[Box, Chunk] = {}
+        for chunk in objects.values():
             first.setdefault(chunk.box, chunk)
         return tuple(first.values())
 
@@ -337,11 +348,16 @@ class FixedCatalog:
         return self.entries.get(name)
 
 
+_MOST_CHUNKS = 20_000
+"""Of the entries that are kept: about 10 MB."""
+
+
 @dataclass(slots=True)
 class Traced:
     """An opened source's catalogue, which remembers what was planned of it: all views of it end here.
 
-    The last entry is kept, since parts of one stored tensor (experts that are packed in it) are asked for in turn.
+    Entries are kept for a while: every rank of a target's stage asks for the same tensors, of which every rank of the source may have
+    a replica; and parts of one stored tensor (experts that are packed in it) are asked for in turn.
 
     Args:
         catalog: The format's own.
@@ -353,7 +369,8 @@ class Traced:
     _wanted: set[str] = field(default_factory=set)
     _missing: int = 0
     _planning: bool = False
-    _last: TensorEntry | None = None
+    _recent: dict[TensorName, TensorEntry] = field(default_factory=dict)
+    _chunks: int = 0
 
     def __iter__(self) -> Iterator[TensorName]:
         return iter(self.catalog)
@@ -363,14 +380,22 @@ class Traced:
 
     def get(self, name: TensorName, /) -> TensorEntry | None:
         """The entry of that name, or None."""
-        found = self._last
-        if found is None or found.name != name:
-            found = self._last = self.catalog.get(name)
+        found = self._recent.get(name) or self._looked_up(name)
         if self._planning and found is not None:
             bit = self._states.setdefault(name.state, 1 << len(self._states))
             known = self._planned.get(name.param, 0)
             self._planned[name.param] = known | bit
             self._missing += 0 if known else prod(found.global_shape)
+        return found
+
+    def _looked_up(self, name: TensorName) -> TensorEntry | None:
+        found = self.catalog.get(name)
+        if found is not None:
+            if self._chunks > _MOST_CHUNKS:
+                self._recent.clear()
+                self._chunks = 0
+            self._recent[name] = found
+            self._chunks += len(found.chunks)
         return found
 
     def plan(self, holds: Iterable[TensorEntry]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 
 from mcore_rlhf.errors import CoverageError, Incomplete, Problems
 
@@ -131,14 +132,14 @@ def coalesced(shape: Shape, source: Chunk, target: Chunk) -> Copy:
     Dimensions are put in the order in which they lie in the target (which may be transposed), outermost first.
     """
     dims: list[tuple[int, int, int]] = []  # (count, source stride, target stride)
-    pairs = zip(shape, source.strides, target.strides, strict=True)
-    for count, s, t in sorted((dim for dim in pairs if dim[0] != 1), key=lambda dim: -dim[2]):
+    given = [dim for dim in zip(shape, source.strides, target.strides, strict=True) if dim[0] != 1]
+    for count, s, t in sorted(given, key=itemgetter(2), reverse=True):
         if dims and dims[-1][1] == s * count and dims[-1][2] == t * count:
             dims[-1] = (dims[-1][0] * count, s, t)
         else:
             dims.append((count, s, t))
     dims = dims or [(1, 1, 1)]
-    counts, s_strides, t_strides = (tuple(column) for column in zip(*dims, strict=True))
+    counts, s_strides, t_strides = zip(*dims, strict=True)
     return Copy(counts, source.record, source.start, s_strides, target.record, target.start, t_strides)
 
 

@@ -6,6 +6,7 @@ The padded vocabulary is here too: how many rows an embedding has depends on the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from mcore_rlhf.core.catalog import Box, Shape
@@ -52,6 +53,7 @@ def whole_layout(shape: Shape) -> LocalLayout:
     return LocalLayout(shape, shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
 
 
+@lru_cache(maxsize=4096)  # layers and experts are cut alike, and so are the states of each
 def local_layout(partition: Partition, global_shape: Shape, split: Shard, stack: Shard = WHOLE) -> LocalLayout:
     """The part of a tensor that one rank holds.
 

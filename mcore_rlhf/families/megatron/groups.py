@@ -77,9 +77,9 @@ class ChainedOptimizer:
 
     def owns(self, param: LocalParam, ep: int) -> bool:
         """Whether it holds a parameter."""
-        kind = in_expert_optimizer(param.name, ep), is_matrix(param.name, len(param.shape))
-        alike = all(own in (None, its) for own, its in zip((self.expert, self.matrices), kind, strict=True))
-        return param.vpp_rank in self.vpp_ranks and alike
+        if param.vpp_rank not in self.vpp_ranks or self.expert not in (None, in_expert_optimizer(param.name, ep)):
+            return False
+        return self.matrices is None or self.matrices == is_matrix(param.name, len(param.shape))
 
 
 def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer, ...]:

@@ -133,11 +133,13 @@ class ModelKey:
         name: The key.
         stored_as: The parameter that the catalogue has for it: the embedding, for a tied output layer.
         spec: The parameter with the target's shape and dtype, or None for an opaque value.
+        expert: The number of its expert, where it is one that is dealt over ranks and has a key of its own.
     """
 
     name: str
     stored_as: str
     spec: ParamSpec | None
+    expert: int | None = None
 
 
 @dataclass(slots=True)
@@ -182,8 +184,8 @@ class Blueprint:
         """Whether the model has multi-token-prediction layers."""
         return any(chunk.mtp for chunk in self.chunks)
 
-    def items_of(self, chunk: ModelChunk) -> Iterator[ModelKey]:
-        """The keys of one model chunk in registration order.
+    def items_of(self, chunk: ModelChunk, experts: range) -> Iterator[ModelKey]:
+        """The keys of one model chunk in registration order; of experts with keys of their own, those of some numbers.
 
         Sources: megatron-core 0.16.1, ``models/gpt/gpt_model.py``, ``transformer/transformer_block.py``
         (``has_final_layernorm_in_this_stage``); 0.19.2, ``models/hybrid/hybrid_block.py``.
@@ -198,6 +200,8 @@ class Blueprint:
         wanted += ["last"] if chunk.loss else []
         for section in wanted:
             for item in self._sections.get(section, []):
+                if item.expert is not None and item.expert not in experts:
+                    continue
                 if not self._is_tied_copy(item):
                     yield item
                 elif not chunk.embedding:
@@ -232,7 +236,8 @@ class Blueprint:
         if name == OUTPUT and self.model.tied and self.model.get(OUTPUT) is None:
             stored_as = EMBEDDING
         spec = self.model.get(stored_as)
-        return ModelKey(name, stored_as, None if spec is None else self._new_spec(spec))
+        expert = expert_of(name) if is_routed_expert(name) else None
+        return ModelKey(name, stored_as, None if spec is None else self._new_spec(spec), expert)
 
     def _new_spec(self, spec: ParamSpec) -> ParamSpec:
         rows, dtype = self.choices.padded_vocab_size, self.choices.dtype
@@ -292,9 +297,7 @@ class Records:
     def place(self, name: TensorName, spec: ParamSpec, layout: LocalLayout, record: Record, start: int) -> StoredTensor:
         """Say that a contiguous local tensor lies in a record."""
         stored = StoredTensor(record, start, layout.shape, row_major(layout.shape))
-        self.entries.append(
-            TensorEntry(name, spec.global_shape, record.dtype, tuple(local_chunks(spec, stored, layout)))
-        )
+        self.entries.append(TensorEntry(name, spec.global_shape, record.dtype, tuple(local_chunks(stored, layout))))
         return stored
 
 
@@ -357,30 +360,25 @@ class RankLayout:
 
     def _items(self) -> Iterator[LocalItem]:
         problems = Problems()
+        per_rank = self.blueprint.model.num_experts // self.blueprint.choices.parallel.ep
+        experts = range(self.at.ep_rank * per_rank, (self.at.ep_rank + 1) * per_rank)
         for chunk in self.blueprint.chunks:
             if chunk.pp_rank == self.at.pp_rank:
-                for item in self.blueprint.items_of(chunk):
+                for item in self.blueprint.items_of(chunk, experts):
                     try:
-                        yield from self._local(item, chunk)
+                        yield self._local(item, chunk, experts.start)
                     except CheckpointError as error:
                         problems.add(type(error), f"{item.name}: {error}")
         problems.raise_if_any()
 
-    def _local(self, item: ModelKey, chunk: ModelChunk) -> Iterator[LocalItem]:
-        parallel = self.blueprint.choices.parallel
-        routed = is_routed_expert(item.name)
-        per_rank = self.blueprint.model.num_experts // parallel.ep
-        first_expert = self.at.ep_rank * per_rank if routed else 0
-        number = expert_of(item.name) if routed else None
-        if number is not None and not first_expert <= number < first_expert + per_rank:
-            return
-        key = renumbered(item.name, -chunk.first_layer, -first_expert if number is not None else 0)
+    def _local(self, item: ModelKey, chunk: ModelChunk, first_expert: int) -> LocalItem:
+        key = renumbered(item.name, -chunk.first_layer, 0 if item.expert is None else -first_expert)
         if item.spec is None:
-            yield LocalItem(key, item, chunk.vpp_rank)
-            return
-        split, stack = self.at.split(parallel, routed), self.at.stack(parallel)
+            return LocalItem(key, item, chunk.vpp_rank)
+        parallel = self.blueprint.choices.parallel
+        split, stack = self.at.split(parallel, is_routed_expert(item.name)), self.at.stack(parallel)
         layout = local_layout(item.spec.partition, item.spec.global_shape, split, stack)
-        yield LocalItem(key, item, chunk.vpp_rank, item.spec, layout)
+        return LocalItem(key, item, chunk.vpp_rank, item.spec, layout)
 
     def _place_in_buffers(self, trained: Sequence[LocalParam]) -> None:
         """Parameters of a distributed optimizer are views of one flat storage per buffer, as Megatron writes them."""
@@ -441,7 +439,7 @@ class RankLayout:
         return TensorName(self.blueprint.role, item.item.stored_as, state)
 
 
-def local_chunks(spec: ParamSpec, stored: StoredTensor, layout: LocalLayout) -> Sequence[Chunk]:
+def local_chunks(stored: StoredTensor, layout: LocalLayout) -> Sequence[Chunk]:
     """The chunks that a rank's local tensor contributes."""
     strides = stored.strides if layout.view == stored.shape else row_major(layout.view)
     return [Chunk(p.box, stored.record, stored.start + dot(p.offset, strides), strides) for p in layout.pieces]

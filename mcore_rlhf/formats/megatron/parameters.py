@@ -56,11 +56,18 @@ class MegatronCatalog(MegatronTensors):
         spec = self.model.get(name.param)
         if spec is None or name.role != self.role:
             return None
+        expert, stacked = is_routed_expert(spec.name), spec.partition.stacked is not None
+        layouts: dict[tuple[int, int], LocalLayout] = {}  # by what decides them: many ranks hold the same
         chunks: list[Chunk] = []
         for holder in self.holders.get(name.param, []):
             stored = holder.param if name.state == PARAM else holder.states.get(name.state)
             if stored is not None:
-                chunks.extend(local_chunks(spec, stored, self._layout(spec, holder.at)))
+                at = holder.at
+                place = at.etp_rank if expert else at.tp_rank, at.ep_rank if stacked else 0
+                layout = layouts.get(place)
+                if layout is None:
+                    layout = layouts[place] = self._layout(spec, at)
+                chunks += local_chunks(stored, layout)
         if not chunks:
             return None
         return TensorEntry(name, spec.global_shape, chunks[0].record.dtype, tuple(chunks))
