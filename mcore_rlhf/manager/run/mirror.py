@@ -78,7 +78,7 @@ class Mirroring:
         self._target = mirror.open(_PATIENCE_S)
         found = MirrorStatus.read(root)
         same = found is not None and found.url == mirror.url
-        self._status = replace(found, failed={}) if found and same else MirrorStatus(mirror.url)
+        self._status = replace(found, failed={}, problem="") if found and same else MirrorStatus(mirror.url)
         self._changing, self._wake, self._ended = threading.Lock(), threading.Event(), threading.Event()
         self.then: Callable[[], None] = lambda: None
         """What is done when a step is there."""
