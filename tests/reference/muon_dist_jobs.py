@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.reference.observing import END, LOOK, Session
 
-PLAIN, PING_PONG = "plain", "ping-pong"
+PLAIN, PING_PONG, BY_LAYOUT = "plain", "ping-pong", "by layout"
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class MuonRun:
 
     Args:
         session: The model, the layout and the training.
-        kind: ``plain``, or ``ping-pong``: the layer-wise optimizer, without a layout of its own.
+        kind: ``plain``, or the layer-wise optimizer: ``ping-pong``, or ``by layout``, where Adam's part is cut in flat buckets.
         sharding: What Megatron-LM writes as the sharding of the distributed optimizer.
         save, load: Roots of ``torch_dist`` checkpoints.
     """
@@ -55,7 +56,7 @@ def _with_muon(kind: str) -> Iterator[None]:
     from megatron.core.optimizer import get_megatron_optimizer
 
     from mcore_rlhf.demo import trainer
-    from tests.reference import dist_jobs
+    from tests.reference import dist_jobs, muon_jobs
 
     def build(config: Any, chunks: Any, config_overrides: Any) -> Any:
         own = replace(
@@ -70,7 +71,7 @@ def _with_muon(kind: str) -> Iterator[None]:
         found = usual_common(made)
         args = found["args"]
         args.optimizer, args.use_distributed_optimizer = "muon", False
-        args.use_layer_wise_distributed_optimizer, args.use_layer_wise_param_layout = kind != PLAIN, False
+        args.use_layer_wise_distributed_optimizer, args.use_layer_wise_param_layout = kind != PLAIN, kind == BY_LAYOUT
         return found
 
     def metadata(made: Any, sharding: str) -> dict[str, Any]:
@@ -79,10 +80,13 @@ def _with_muon(kind: str) -> Iterator[None]:
         return found if kind == PLAIN else {**found, "distrib_optim_sharding_type": sharding}
 
     usual, usual_common, usual_metadata = trainer.get_megatron_optimizer, dist_jobs._common, dist_jobs.content_metadata
+    wrapped = trainer.DistributedDataParallel
     trainer.get_megatron_optimizer = build  # type: ignore[assignment]
+    if kind == BY_LAYOUT:
+        trainer.DistributedDataParallel = partial(muon_jobs._laid_out, wrapped)  # type: ignore[assignment, misc]
     dist_jobs._common, dist_jobs.content_metadata = common, metadata
     try:
         yield
     finally:
-        trainer.get_megatron_optimizer = usual
+        trainer.get_megatron_optimizer, trainer.DistributedDataParallel = usual, wrapped
         dist_jobs._common, dist_jobs.content_metadata = usual_common, usual_metadata

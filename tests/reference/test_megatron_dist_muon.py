@@ -18,7 +18,7 @@ from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference.cases import LOSS_TOLERANCE, SAME_ROWS
 from tests.reference.cases import PLAIN as NOT_DISTRIBUTED
 from tests.reference.lab import TIMEOUT
-from tests.reference.muon_dist_jobs import PING_PONG, PLAIN, MuonRun, train
+from tests.reference.muon_dist_jobs import BY_LAYOUT, PING_PONG, PLAIN, MuonRun, train
 from tests.reference.observing import END, Session
 
 pytestmark = pytest.mark.skipif(
@@ -28,6 +28,7 @@ TP2, DP2 = Parallel(tp=2), Parallel(dp=2)
 CASES = [
     pytest.param(PLAIN, "dp_reshardable", TP2, Parallel(pp=2), id="plain"),
     pytest.param(PING_PONG, "dp_reshardable", DP2, Parallel(), id="ping-pong"),
+    pytest.param(BY_LAYOUT, "dp_reshardable", DP2, Parallel(), id="by-layout-in-buckets"),
 ]
 
 

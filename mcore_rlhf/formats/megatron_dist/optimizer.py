@@ -80,7 +80,8 @@ def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
             )
         return OptimizerValues()
     usual = [state for state in (MASTER, EXP_AVG, EXP_AVG_SQ) if state in found]
-    listed = [_tree(folder, objects) for objects in folder.groups.values()] or members
+    flatly = [_tree(folder, objects) for objects in folder.groups.values()]
+    listed = [member for member in members if not flatly or "param_groups" in inner_state(member)] + flatly
     groups = merged_groups([_groups(folder, member) for member in listed])
     if not groups:
         raise Unsupported(
