@@ -101,6 +101,7 @@ def _model(model: TinyGPT, parallel: Parallel) -> dict[str, Any]:
         encoder_seq_length=model.seq_length,
         mtp_num_layers=model.mtp_num_layers,
         **({"hybrid_layer_pattern": None} if MEGATRON >= (0, 17) else {}),
+        **({"mamba_training_ssm_states_dtype": None} if MEGATRON >= (0, 19) else {}),
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
         is_hybrid_model=False,

@@ -44,7 +44,7 @@ def save(trainer: Trainer, root: str | Path) -> Path:
     if trainer.optimizer is not None and trainer.training.optimizer == "distributed":
         # collective: gathers over the data-parallel ranks, of which the first writes
         trainer.optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
-    if parallel_state.get_expert_data_parallel_rank() == 0:
+    if 0 in (parallel_state.get_data_parallel_rank(), parallel_state.get_expert_data_parallel_rank()):
         torch.save(_state(trainer), folder / "model_optim_rng.pt")
     dist.barrier()
     if dist.get_rank() == 0:

@@ -137,11 +137,11 @@ def _latent(args: Mapping[str, object]) -> dict[str, int]:
     return {"queries": _size(args, "q_lora_rank"), "keys and values": keys}
 
 
-def has_conv_parameters(args: Mapping[str, object]) -> bool:
-    """Whether Mamba's convolution is ``mixer.conv1d_weight``, as since 0.19, and no module ``mixer.conv1d``.
+def since_0_19(args: Mapping[str, object]) -> bool:
+    """Whether 0.19 or later wrote a run's files: they do not say so, but this argument is as new.
 
-    Files do not say which version wrote them; this argument is as new. Source: megatron-core 0.19.2 and 0.18.2,
-    ``ssm/mamba_mixer.py``, ``transformer/transformer_config.py``.
+    Since then Mamba's convolution is ``mixer.conv1d_weight``, and no module ``mixer.conv1d``. Source: megatron-core 0.19.2 and
+    0.18.2, ``ssm/mamba_mixer.py``, ``transformer/transformer_config.py``.
     """
     return "mamba_training_ssm_states_dtype" in args
 

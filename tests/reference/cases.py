@@ -93,6 +93,7 @@ LATENT = replace(SAME_ROWS, multi_latent_attention=True, num_query_groups=None, 
 SLOW = [
     Case("experts_tp2_to_pp2", MOE, TP2_MOE, Parallel(pp=2, ep=2, dp=2), back=True),
     Case("experts_etp1_to_etp2", MOE, THIN_EXPERTS, TP2_MOE, back=True),
+    Case("experts_cut_otherwise", MOE, Parallel(tp=2, etp=1, sequence_parallel=True), TP2_MOE, back=True),
     Case("experts_to_etp1", MOE, Parallel(ep=2, dp=2), THIN_EXPERTS, back=True),
     Case("experts_cube", MOE, Parallel(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), Parallel(ep=4, dp=4)),
     Case("experts_packed", replace(MOE, moe_grouped_gemm=True), Parallel(ep=2, dp=2), Parallel(ep=4, dp=4), back=True),

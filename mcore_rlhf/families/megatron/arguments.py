@@ -10,7 +10,7 @@ from mcore_rlhf.core.catalog import DType, Shape, dtype_of
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import ModelChunk, PipelineSplit, model_chunks
-from mcore_rlhf.models.hybrid import LAYER_KINDS, LAYER_MARKS, Pattern
+from mcore_rlhf.models.hybrid import LAYER_KINDS, LAYER_MARKS, Pattern, since_0_19
 from mcore_rlhf.models.megatron import EMBEDDING, layer_of, second_matrix
 from mcore_rlhf.models.spec import ModelSpec
 
@@ -148,6 +148,15 @@ class Arguments:
         dp = dp if (tp * cp * dp) % (etp * ep) == 0 else least_dp(tp, cp, ep, etp)
         layout = self.pipeline_split.layout
         return ParallelConfig(tp, pp, self._vpp(pp), cp, ep, etp, dp, layout)
+
+    def experts_apart(self, parallel: ParallelConfig) -> bool:
+        """Whether routed experts have an optimizer and buffers of their own: where other ranks share them than the dense parameters.
+
+        Sources: megatron-core 0.16.1 and 0.18.2, ``tensor_parallel/layers.py``: ``allreduce`` is false only where
+        ``expert_model_parallel_size > 1``; 0.19.2, the same (``use_expert_pgs``): and where experts are cut otherwise.
+        """
+        cut_otherwise = parallel.etp != parallel.tp and since_0_19(self.values)
+        return bool(self.num_experts) and (parallel.ep > 1 or cut_otherwise)
 
     def _vpp(self, pp: int) -> int:
         if pp == 1:

@@ -14,9 +14,10 @@ from itertools import cycle
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard
+from mcore_rlhf.models.megatron import is_routed_expert
 
 from .folders import FileRank, folder_name
-from .groups import ChainedOptimizer, LocalParam, Membership, in_expert_optimizer
+from .groups import ChainedOptimizer, LocalParam, Membership
 
 Dealt = list[list[list[LocalParam]]]
 """Parameters by chained optimizer, and by group of it."""
@@ -30,13 +31,13 @@ class Dealing:
         chained: The chained optimizers.
         groups: The param groups of each.
         membership: Decides which group a parameter is in.
-        ep: The expert-parallel degree.
+        apart: Whether experts are trained apart from all else.
     """
 
     chained: tuple[ChainedOptimizer, ...]
     groups: Sequence[Sequence[ParamGroup]]
     membership: Membership
-    ep: int
+    apart: bool
 
     def whole(self, params: Sequence[LocalParam]) -> Dealt:
         """All parameters of a model-parallel rank, each group's in registration order.
@@ -50,7 +51,7 @@ class Dealing:
         dealt: Dealt = [[[] for _ in groups] for groups in self.groups]
         for member, inside, groups in zip(self.chained, dealt, self.groups, strict=True):
             for param in params:
-                if member.owns(param, self.ep):
+                if member.owns(param, self.apart):
                     inside[self._group(param, groups)].append(param)
         return dealt
 
@@ -58,7 +59,7 @@ class Dealing:
         """The position of a parameter's group; an optimizer of both has groups of experts and others."""
         positions = list(range(len(groups)))
         if len({group.expert for group in groups}) > 1:
-            expert = in_expert_optimizer(param.name, self.ep)
+            expert = self.apart and is_routed_expert(param.name)
             positions = [number for number in positions if groups[number].expert == expert]
         chosen = [groups[number] for number in positions]
         return positions[self.membership.index(param.name, len(param.shape), chosen)]

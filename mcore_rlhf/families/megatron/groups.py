@@ -75,9 +75,11 @@ class ChainedOptimizer:
     expert: bool | None
     matrices: bool | None = None
 
-    def owns(self, param: LocalParam, ep: int) -> bool:
-        """Whether it holds a parameter."""
-        if param.vpp_rank not in self.vpp_ranks or self.expert not in (None, in_expert_optimizer(param.name, ep)):
+    def owns(self, param: LocalParam, apart: bool) -> bool:
+        """Whether it holds a parameter, where experts are trained apart or not."""
+        if param.vpp_rank not in self.vpp_ranks:
+            return False
+        if self.expert not in (None, apart and is_routed_expert(param.name)):
             return False
         return self.matrices is None or self.matrices == is_matrix(param.name, len(param.shape))
 
@@ -90,7 +92,7 @@ def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer
     """
     chunks = tuple(range(parallel.vpp))
     if args.has_matrix_optimizer:
-        apart, biases = bool(args.num_experts) and parallel.ep > 1, args.flag("add_bias_linear", True)
+        apart, biases = args.experts_apart(parallel), args.flag("add_bias_linear", True)
         halves = ((True, apart), (False, apart and biases))
         if args.layer_wise:
             return tuple(ChainedOptimizer(chunks, None, half) for half, _ in halves)
@@ -99,7 +101,7 @@ def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer
     dense = [ChainedOptimizer(chunks, expert=False)]
     if args.flag("overlap_param_gather_with_optimizer_step") and parallel.vpp > 1:
         dense = [ChainedOptimizer(chunks[:1], expert=False), ChainedOptimizer(chunks[1:], expert=False)]
-    experts = [ChainedOptimizer(chunks, expert=True)] if args.num_experts and parallel.ep > 1 else []
+    experts = [ChainedOptimizer(chunks, expert=True)] if args.experts_apart(parallel) else []
     return (*dense, *experts)
 
 
@@ -179,15 +181,6 @@ def of_matrices(groups: Sequence[ParamGroup]) -> list[bool]:
     return [not group.fields.keys().isdisjoint(("momentum", "momentum_beta")) for group in groups]
 
 
-def in_expert_optimizer(name: str, ep: int) -> bool:
-    """Whether a parameter belongs to the second, expert optimizer: routed experts, once they are dealt over ranks.
-
-    Source: megatron-core 0.16.1, ``tensor_parallel/layers.py``: ``allreduce`` is false only where
-    ``expert_model_parallel_size > 1``.
-    """
-    return ep > 1 and is_routed_expert(name)
-
-
 def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]:
     """The groups of all ranks: equal ones once, in the order of the first rank that has them.
 
@@ -215,16 +208,16 @@ def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup,
 def groups_by_member(
     chained: Sequence[ChainedOptimizer],
     groups: Sequence[ParamGroup],
-    ep: int,
+    apart: bool,
     specs: Sequence[ParamSpec],
     membership: Membership,
 ) -> list[list[ParamGroup]]:
-    """The groups of every chained optimizer at an expert-parallel degree; see :func:`groups_for`.
+    """The groups of every chained optimizer in a layout; see :func:`groups_for`.
 
     Args:
         chained: The chained optimizers of the new layout.
         groups: All groups of the source.
-        ep: The new expert-parallel degree.
+        apart: Whether experts are trained apart there (:meth:`.Arguments.experts_apart`).
         specs: The model's parameters.
         membership: Decides which group a parameter is in.
     """
@@ -232,7 +225,7 @@ def groups_by_member(
     for kind in {member.matrices: None for member in chained}:
         own = [group for group, of in zip(groups, of_matrices(groups), strict=True) if kind in (None, of)]
         inside = [s for s in specs if kind in (None, is_matrix(s.name, len(s.global_shape)))]
-        found[kind] = groups_for(own, ep, inside, membership)
+        found[kind] = groups_for(own, apart, inside, membership)
     return [
         [*(found[m.matrices][0] if not m.expert else []), *(found[m.matrices][1] if m.expert is not False else [])]
         for m in chained
@@ -240,16 +233,16 @@ def groups_by_member(
 
 
 def groups_for(
-    groups: Sequence[ParamGroup], ep: int, specs: Sequence[ParamSpec], membership: Membership
+    groups: Sequence[ParamGroup], apart: bool, specs: Sequence[ParamSpec], membership: Membership
 ) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """The groups of the dense and of the expert optimizer at an expert-parallel degree.
+    """The groups of the dense and of the expert optimizer in a layout.
 
-    With experts dealt over ranks there are two optimizers, without there is one, whatever the source had. A group is there
+    With experts trained apart there are two optimizers, without there is one, whatever the source had. A group is there
     only if some parameter of the model belongs to it.
 
     Args:
         groups: All groups of the source.
-        ep: The new expert-parallel degree.
+        apart: Whether experts are trained apart there (:meth:`.Arguments.experts_apart`).
         specs: The model's parameters.
         membership: Decides which group a parameter is in.
 
@@ -259,7 +252,7 @@ def groups_for(
     dense = [group for group in groups if not group.expert]
     expert = [group for group in groups if group.expert]
     routed = [spec for spec in specs if spec.trainable and is_routed_expert(spec.name)]
-    if ep == 1 or not routed:
+    if not apart or not routed:
         return dense + [lone for group in expert for lone in _without_counterpart(group, dense)], []
     if not expert:
         used = {membership.index(spec.name, len(spec.global_shape), dense) for spec in routed}

@@ -75,9 +75,10 @@ def buffers(
         rank_numel: Elements of all parameters of the rank, of which ``ddp_num_buckets`` makes the size of a bucket.
     """
     found: dict[tuple[int, str], list[LocalParam]] = {}
+    apart = args.experts_apart(parallel)
     for vpp_rank in member.vpp_ranks:
         for param in params:
-            if param.vpp_rank == vpp_rank and member.owns(param, parallel.ep):
+            if param.vpp_rank == vpp_rank and member.owns(param, apart):
                 found.setdefault((vpp_rank, param.dtype.name), []).append(param)
     result = []
     for (vpp_rank, _), inside in found.items():
@@ -385,7 +386,7 @@ class RankLayout:
         by_key = {(item.vpp_rank, item.item.name): item for item in self.items}
         parallel = self.blueprint.choices.parallel
         for number, member in enumerate(self.chained):
-            owned = [param for param in trained if member.owns(param, parallel.ep)]
+            owned = [param for param in trained if member.owns(param, self.blueprint.args.experts_apart(parallel))]
             self.local_buffers[number] = buffers(owned, member, self.blueprint.args, parallel, self.at, self._numel())
             for index, buffer in enumerate(self.local_buffers[number]):
                 items = [by_key[buffer.vpp_rank, place.name] for place in buffer.flat.places]

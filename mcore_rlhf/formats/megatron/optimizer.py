@@ -187,7 +187,7 @@ def _read_flat(
     numel = sum(param.numel for param in params)
     contents = member_contents(shard.distrib.tree, shard.distrib.file, chained)
     for member, content in zip(chained, contents, strict=True):
-        owned = [param for param in params if member.owns(param, run.parallel.ep)]
+        owned = [param for param in params if member.owns(param, run.args.experts_apart(run.parallel))]
         if content is None:
             if owned and (shard.at.holds_expert_optimizer if member.expert else shard.at.holds_dense_optimizer):
                 raise Incomplete(
@@ -215,7 +215,7 @@ def _read_whole(
     if len(stored) != len(chained):
         raise Unsupported(f"{pt.file}: expected {len(chained)} chained optimizers, found {len(stored)}")
     groups = [groups_of(member, pt) for member in stored]
-    dealt = deal(Dealing(chained, groups, Membership(run.args, run.rules), run.parallel.ep))
+    dealt = deal(Dealing(chained, groups, Membership(run.args, run.rules), run.args.experts_apart(run.parallel)))
     for member, inside in zip(stored, dealt, strict=True):
         if any(inside) and not has_plain_state(member) and not _keeps_no_state(shard, run.args):
             raise Incomplete(

@@ -123,7 +123,7 @@ class _LegacyWriter:
         return files
 
     def _has_experts(self) -> bool:
-        return self.run.choices.parallel.ep > 1 and self.run.source.model.num_experts > 0
+        return self.blueprint.args.experts_apart(self.run.choices.parallel)
 
     def _model_file(self, at: FileRank, folder: str) -> FileLayout:
         rank = RankLayout(self.blueprint, at, folder)
@@ -234,9 +234,9 @@ class TreeMaker:
     def dealing(self) -> Dealing:
         """Who trains what."""
         chained, blueprint = self.rank.chained, self.rank.blueprint
-        ep = blueprint.choices.parallel.ep
-        groups = groups_by_member(chained, self.state.groups, ep, blueprint.model.params, self.membership)
-        return Dealing(chained, groups, self.membership, ep)
+        apart = blueprint.args.experts_apart(blueprint.choices.parallel)
+        groups = groups_by_member(chained, self.state.groups, apart, blueprint.model.params, self.membership)
+        return Dealing(chained, groups, self.membership, apart)
 
     def optimizer(self) -> object:
         """One dictionary, or one for each chained optimizer: what ``model_optim_rng.pt`` has of it."""

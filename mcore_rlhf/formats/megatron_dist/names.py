@@ -20,7 +20,7 @@ from itertools import product
 
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.models.hybrid import DELTA_CONV, DELTA_IN, MAMBA_CONV, MAMBA_IN, has_conv_parameters
+from mcore_rlhf.models.hybrid import DELTA_CONV, DELTA_IN, MAMBA_CONV, MAMBA_IN, since_0_19
 from mcore_rlhf.models.megatron import expert_of, renumbered
 
 _NUMBER = "{n}"
@@ -253,7 +253,7 @@ def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
     singleton = any(_HALF.fullmatch(key) for key in listed)
     local = not args.transformer_engine and not args.flag("multi_latent_attention")
     inner = args.pattern is None and "hybrid_layer_pattern" in args.values  # which came with 0.17 as well
-    return Spelling(local, _experts_of(args), not numbered, singleton, has_conv_parameters(args.values), inner)
+    return Spelling(local, _experts_of(args), not numbered, singleton, since_0_19(args.values), inner)
 
 
 def _experts_of(args: Arguments) -> Experts:

@@ -244,8 +244,9 @@ def _optimizer(run: NewRun) -> Tree:
 def _optimizers(run: NewRun) -> list[tuple[bool, Tree]]:
     """What each chained optimizer has besides tensors, and whether it is for matrices."""
     parallel, model = run.choices.parallel, run.source.model
-    chained = members(Arguments(run.arguments(None)), parallel)
-    groups = groups_by_member(chained, run.source.state.groups, parallel.ep, model.params, run.membership)
+    args = Arguments(run.arguments(None))
+    chained, apart = members(args, parallel), args.experts_apart(parallel)
+    groups = groups_by_member(chained, run.source.state.groups, apart, model.params, run.membership)
     kinds = [bool(member.matrices) for member in chained]
     return [
         (matrices, _member(run, own, distributed=is_distributed(run, matrices=matrices)))

@@ -9,8 +9,9 @@ import pytest
 from mcore_rlhf.core.catalog import BFLOAT16
 from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.groups import Membership, groups_for, in_expert_optimizer, merged_groups
+from mcore_rlhf.families.megatron.groups import ChainedOptimizer, LocalParam, Membership, groups_for, merged_groups
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec, Rule, Rules
 from tests.helpers.conversions import GOLDENS, Conversions, golden
 
@@ -92,26 +93,38 @@ SPECS = [
 
 
 def test_experts_share_a_group_only_if_they_agree() -> None:
-    assert groups_for([DECAYED, SPARED, EXPERT], 1, SPECS, membership()) == ([DECAYED, SPARED], [])
-    assert groups_for([DECAYED, SPARED, EXPERT], 2, SPECS, membership()) == ([DECAYED, SPARED], [EXPERT])
+    assert groups_for([DECAYED, SPARED, EXPERT], False, SPECS, membership()) == ([DECAYED, SPARED], [])
+    assert groups_for([DECAYED, SPARED, EXPERT], True, SPECS, membership()) == ([DECAYED, SPARED], [EXPERT])
     slower = ParamGroup({**EXPERT.fields, "step": 1}, expert=True)
     with pytest.raises(Lossy, match="step"):
-        groups_for([DECAYED, SPARED, slower], 1, SPECS, membership())
+        groups_for([DECAYED, SPARED, slower], False, SPECS, membership())
 
 
 def test_dealt_experts_get_the_groups_that_they_have_parameters_for() -> None:
-    assert groups_for([DECAYED, SPARED], 2, SPECS, membership()) == ([DECAYED, SPARED], [EXPERT])
-    assert groups_for([DECAYED, SPARED], 2, SPECS[1:], membership()) == ([DECAYED, SPARED], [])
+    assert groups_for([DECAYED, SPARED], True, SPECS, membership()) == ([DECAYED, SPARED], [EXPERT])
+    assert groups_for([DECAYED, SPARED], True, SPECS[1:], membership()) == ([DECAYED, SPARED], [])
     bias = _spec("decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.bias", 8)
-    both = groups_for([DECAYED, SPARED], 2, [*SPECS, bias], membership())[1]
+    both = groups_for([DECAYED, SPARED], True, [*SPECS, bias], membership())[1]
     assert [group.fields["wd_mult"] for group in both] == [1.0, 0.0]
 
 
 def test_only_dealt_experts_have_an_optimizer_of_their_own() -> None:
-    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
-    assert in_expert_optimizer(name, ep=2)
-    assert not in_expert_optimizer(name, ep=1)
-    assert not in_expert_optimizer("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", ep=2)
+    shared = _spec("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", 8, 4)
+    experts = ChainedOptimizer((0,), expert=True)
+    expert, other = (LocalParam(spec.name, 0, spec.global_shape, BFLOAT16, False) for spec in (SPECS[0], shared))
+    assert experts.owns(expert, True)
+    assert not experts.owns(expert, False)
+    assert not experts.owns(other, True)
+
+
+@pytest.mark.parametrize(("newer", "ep", "etp", "apart"), [
+    (False, 2, 2, True), (False, 1, 2, False), (False, 1, 1, False),
+    (True, 2, 2, True), (True, 1, 2, False), (True, 1, 1, True),
+])  # fmt: skip
+def test_experts_that_are_cut_otherwise_are_apart_since_0_19(newer: bool, ep: int, etp: int, apart: bool) -> None:
+    args = Arguments({"num_experts": 4, **({"mamba_training_ssm_states_dtype": None} if newer else {})})
+    assert args.experts_apart(ParallelConfig(tp=2, ep=ep, etp=etp, dp=2)) == apart
+    assert not Arguments({**args.values, "num_experts": None}).experts_apart(ParallelConfig(tp=2, ep=ep, etp=etp, dp=2))
 
 
 def test_experts_that_are_dealt_out_again_have_megatrons_groups(conversions: Conversions) -> None:

@@ -146,7 +146,7 @@ def test_parameters_are_dealt_by_size_there_and_back() -> None:
     params = [LocalParam(name, 0, (100 - i, 1), BFLOAT16, False) for i, name in enumerate(names)]
     params += [LocalParam(name, 0, (7, 1), BFLOAT16, False) for name in expert]
     groups = [ParamGroup({"wd_mult": 1.0}), ParamGroup({"wd_mult": 1.0}, expert=True)]
-    dealing = Dealing((ChainedOptimizer((0,), None, True),), [groups], Membership(Arguments({}), Rules()), 2)
+    dealing = Dealing((ChainedOptimizer((0,), None, True),), [groups], Membership(Arguments({}), Rules()), True)
     ranks = [dealing.of_rank(params, Shard(rank, 4), Shard(rank // 2, 2))[0] for rank in range(4)]
     assert [[9 - names.index(param.name) for param in dense] for dense, _ in ranks] == [
         [0, 7, 8], [1, 6, 9], [2, 5], [3, 4],
