@@ -15,9 +15,11 @@ from mcore_rlhf.demo.versions import MEGATRON
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify
+from tests.helpers.dist_reader import read_tensors
 from tests.reference.cases import LOSS_TOLERANCE, SAME_ROWS
 from tests.reference.cases import PLAIN as NOT_DISTRIBUTED
 from tests.reference.lab import TIMEOUT
+from tests.reference.merge import bits_equal
 from tests.reference.muon_dist_jobs import BY_LAYOUT, PING_PONG, PLAIN, MuonRun, train
 from tests.reference.observing import END, Session
 
@@ -30,6 +32,12 @@ CASES = [
     pytest.param(PING_PONG, "dp_reshardable", DP2, Parallel(), id="ping-pong"),
     pytest.param(BY_LAYOUT, "dp_reshardable", DP2, Parallel(), id="by-layout-in-buckets"),
 ]
+
+
+def momenta(root: Path) -> dict[str, Any]:
+    """Muon's momentum of every matrix, as torch's own DCP reads it."""
+    name = "optimizer.state.momentum_buffer."
+    return {key.partition(name)[2]: tensor for key, tensor in read_tensors(root).items() if name in key}
 
 
 @pytest.mark.parametrize(("kind", "sharding", "parallel", "other"), CASES)
@@ -55,3 +63,9 @@ def test_it_goes_on_at_the_same_layout_and_at_another(
             assert resumed == expected
         else:
             assert resumed == pytest.approx(expected, rel=LOSS_TOLERANCE["bf16"])
+    convert(tmp_path / "theirs", tmp_path / "names", ConvertOptions("universal", fsync=False))
+    again = WriteOptions(tp=parallel.tp, dp=parallel.dp, transformer_impl="local")
+    convert(tmp_path / "names", tmp_path / "again", ConvertOptions("megatron-dist", write=again, fsync=False))
+    before, after = momenta(tmp_path / "theirs"), momenta(tmp_path / "again")
+    assert before.keys() == after.keys() != set()
+    assert all(bits_equal(before[key], after[key]) for key in before)

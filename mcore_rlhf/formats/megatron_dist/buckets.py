@@ -229,7 +229,7 @@ class FlatStates:
 
     def chunks(self, param: str, state: str) -> Iterator[Chunk]:
         """Where a state of a parameter lies; see :data:`.catalog.FlatChunks`."""
-        for place in self._places.get(param, ()):
+        for place in self._places.get(param, ()) if state in self.states else ():  # another optimizer's has none here
             buffer = self._buffers[place.buffer, state]
             for low, high, tensor, box in buffer.within(place.start, place.stop):
                 chunk = self.folder.dcp.chunk(tensor, box)
