@@ -83,6 +83,7 @@ CASES = [
     Case("experts_buckets", MOE, EP2, (EP2,), sharding=DP_RESHARDABLE, slow=True),
     Case("sinks", replace(MOE, gpt_oss=True, add_bias_linear=True), EP2, (Parallel(tp=2, ep=2, etp=1, sequence_parallel=True),)),
     Case("mixed_layers", MIXED, Parallel(pp=2, ep=2, dp=2), (EP2,), slow=True),
+    Case("few_mixed_layers", replace(MOE, num_layers=2, moe_layer_freq=(0, 1)), EP2, (Parallel(),)),
     Case("packed", PACKED, EP2, (Parallel(ep=4, dp=4),), slow=True),
     Case("packed_tp2", PACKED, TP2_MOE, (EP2,), slow=True),
     Case("thin_experts", MOE, THIN_EXPERTS, (TP2_MOE,), sharding=DP_RESHARDABLE, slow=True),

@@ -71,15 +71,9 @@ class Parameters:
 
     def num_layers(self) -> int:
         """Decoder layers."""
-        found = [
-            self.tensors[h.key].global_shape[0] for homes in self.homes.values() for h in homes[:1] if _in_stack(h)
-        ]
-        numbered = [int(name.split(".")[2]) + 1 for name in self.homes if name.startswith("decoder.layers.")]
-        return max([*found, *numbered], default=0)
-
-
-def _in_stack(home: Home) -> bool:
-    return home.key.startswith("decoder.layers.") and bool(home.index)
+        return max(
+            (int(name.split(".")[2]) + 1 for name in self.homes if name.startswith("decoder.layers.")), default=0
+        )
 
 
 @dataclass(slots=True)
