@@ -37,7 +37,6 @@ from .stateful import Stateful as Stateful
 from .stateful import Undo, copied, no_bytes, refuse_unsavable, refuse_unwritable, tensors_in
 
 FILE = "state.pt"
-_DDP_PREFIX = "module."
 
 
 class TorchEngine:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf import __version__
 from mcore_rlhf.core.plan import FilePlan
-from mcore_rlhf.errors import StorageError
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
@@ -21,9 +20,6 @@ from mcore_rlhf.storage.store import StoreStat
 if TYPE_CHECKING:
     from mcore_rlhf.core.computed import Computation
     from mcore_rlhf.storage.record_file import Layout
-
-Identity = Mapping[str, str]
-"""What tells a file from what it was before, by the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +104,6 @@ def _facts(path: ReadablePath) -> str:
         return f"{facts.st_size} {facts.version}"
     there = os.stat(str(path))
     return f"{there.st_size} {there.st_mtime_ns} {there.st_ctime_ns}"
-
-
-def changed(before: Identity, now: Identity) -> list[str]:
-    """Names of the files that are not what they were."""
-    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-
-
-def refuse_changed(before: Identity, now: Identity, what: str) -> None:
-    """Refuse to go on with a source that is not the one that was planned.
-
-    Raises:
-        StorageError: Files differ; they are named.
-    """
-    names = changed(before, now)
-    if names:
-        some = ", ".join(names[:5]) + (f", … ({len(names)} files)" if len(names) > 5 else "")
-        raise StorageError(f"{what}: the source has changed since it was planned: {some}\nPlan it again.")
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.publish import LocalPublication, check_space
+from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.transactions import recover
 from mcore_rlhf.verify.audit import Pair
 
@@ -331,13 +331,3 @@ def _ledger(folder: Path, part: PartNumber, fingerprint: Fingerprint) -> Manifes
             f"{folder / LEDGER}: is not that of part {part} of this plan\nRemove {folder}, and do the part again."
         )
     return found
-
-
-def refuse_target(target: Path, publication: LocalPublication, nbytes: int) -> None:
-    """Say at the first part, and not after the last, that nothing can be published there.
-
-    Raises:
-        StorageError: The target exists and may not be replaced, or there is no space for it.
-    """
-    publication.check_target()
-    check_space(target.parent, nbytes)

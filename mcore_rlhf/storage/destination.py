@@ -115,27 +115,6 @@ class LocalFolder(Destination):
             raise storage_error(error, self.root / file, "read") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Moved(Destination):
-    """Another destination under other paths.
-
-    Args:
-        to: It.
-        path: What a file's path becomes there.
-    """
-
-    to: Destination
-    path: Callable[[str], str]
-
-    def writer(self, file: str, layout: Layout) -> RecordFile:
-        """See :meth:`Destination.writer`."""
-        return self.to.writer(self.path(file), layout)
-
-    def again(self, file: str) -> Iterator[memoryview]:
-        """See :meth:`Destination.again`."""
-        return self.to.again(self.path(file))
-
-
 class Publication(Destination):
     """A folder that appears at its target as a whole or not at all. Use it in a ``with`` block.
 
