@@ -12,7 +12,7 @@ from .core.account import Account, Report
 from .core.catalog import Traced
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
-from .errors import Lossy, Problems, Unsupported, UsageError
+from .errors import Lossy, Problems, UsageError
 from .execution.fingerprint import Digests, Fingerprint, digest, identity, of_options
 from .execution.parts import Coverage, with_readings
 from .execution.run import Execution, publish
@@ -178,7 +178,7 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     refuse(wanted.name, read=options.read, write=options.write, run=options)
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
-        raise Unsupported(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
+        raise opened.refused(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
     traced = opened.catalog
     assert isinstance(traced, Traced)  # as all that was opened
     whole, seen, write = _seen_by(wanted, opened, options.read, options.write)

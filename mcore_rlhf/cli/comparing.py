@@ -11,7 +11,7 @@ import click
 
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.core.catalog import PARAM
-from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of
@@ -112,11 +112,11 @@ def _open(subject: Subject, role: str, states: str | None = None) -> Source:
     """A model; of a lone one whose optimizer is not understood, the parameters, where only those are compared.
 
     Raises:
-        Unsupported: Its optimizer is not understood, and is to be compared.
+        CheckpointError: Its optimizer is not understood, and is to be compared.
     """
     source = open_checkpoint(subject.models[role], subject.reading(role), partial=subject.alone)
     if source.unread and (states is None or states.strip() != PARAM):
-        raise Unsupported(f"{source.unread}\n--states {PARAM} compares the weights alone.")
+        raise source.refused(f"{source.unread}\n--states {PARAM} compares the weights alone.")
     return source
 
 

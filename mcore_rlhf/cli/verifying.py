@@ -148,7 +148,8 @@ def _print_newer(problems: list[Facts]) -> None:
 
 def verdict_line(facts: Facts) -> str:
     """``intact: 3.2 GiB in 1.5 s, 2.2 GiB/s``."""
-    word = "intact" if facts["intact"] else f"damaged: {count(len(facts['problems']), 'problem')}"
+    whole = "intact, but for what the optimizer holds, which is not understood" if facts["unread"] else "intact"
+    word = whole if facts["intact"] else f"damaged: {count(len(facts['problems']), 'problem')}"
     if not facts["bytes"]:
         return word
     nbytes, seconds = facts["bytes"], facts["seconds"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Inventory, Item, Report, Said
 from mcore_rlhf.core.catalog import Catalog
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried
@@ -226,6 +226,7 @@ class Source:
         distrust: Why parameters and their masters may disagree though no byte is damaged: a fault of the framework that wrote
             them; empty where nothing of the kind is known.
         unread: Why the optimizer was not read though it is there; empty where it was, or was not to be.
+        refused: The error that this is for who needs the optimizer: nobody knows it, or no other layout can hold it.
         carried: Files that belong to the model and are none of its tensors: its config, tokenizer, code; None where there are none.
         unplaced: Values in its files of which the reader does not know what they are; see :class:`.inventory.Unplaced`.
         digests: SHA-256 of files, by path, as a list in the checkpoint says that it should be; ``verify`` holds them against it.
@@ -247,6 +248,7 @@ class Source:
     computed: Computed | None = None
     distrust: str = ""
     unread: str = ""
+    refused: type[CheckpointError] = Unsupported
     carried: Carried | None = None
     moved: Mapping[Item, Item] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import Traced
-from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError, headline
+from mcore_rlhf.errors import CheckpointError, Lossy, NotACheckpoint, Unsupported, UsageError, headline
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
@@ -92,18 +92,18 @@ def _traced(source: Source, options: ReadOptions) -> Source:
 
 
 def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
-    """What a format's reader makes of a folder; without the optimizer, where only that is not understood."""
+    """What a format's reader makes of a folder; without the optimizer, where only that is not understood, or fits no other layout."""
     found = detect(folder)
     try:
         return found.read(folder, options)
-    except Unsupported as error:
+    except (Unsupported, Lossy) as error:
         if not (partial and options.optimizer):
             raise
         try:
             source = found.read(folder, replace(options, optimizer=False))
         except CheckpointError:
             raise error from None
-        source.unread = str(error)
+        source.unread, source.refused = str(error), type(error)
         source.notes.add(Fate.LOST, f"the optimizer, which is there and not understood: {headline(source.unread)}")
         return source
 

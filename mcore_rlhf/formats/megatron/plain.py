@@ -162,7 +162,7 @@ def _require_elements(state: Mapping[str, object], param: LocalParam, file: str)
         raise Lossy(
             f"{file}: {', '.join(others)} of {param.name} {param.shape} belong to the whole matrix, as its rank has it, and not to its "
             "elements: no other layout or format can hold the states of this optimizer\n"
-            "The engine resumes them at the layout that was saved; --no-optimizer converts the weights alone."
+            "The engine resumes them at the layout that was saved."
         )
 
 

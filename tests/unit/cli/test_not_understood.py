@@ -37,7 +37,7 @@ def test_inspect_shows_the_weights_and_says_what_is_not_understood(cli: Cli, act
 def test_verify_reads_every_byte_of_what_it_does_not_understand(cli: Cli, actor: Path) -> None:
     sound = cli("verify", actor, "--json")
     assert (sound.code, sound.json["intact"], "flat pieces" in sound.json["unread"]) == (0, True, True)
-    assert "not understood" in cli("verify", actor).stdout
+    assert "intact, but for what the optimizer holds, which is not understood" in cli("verify", actor).words()
     assert cli("verify", actor.parent).code == 0
     flip_a_bit(actor / "optim_world_size_2_rank_1.pt")
     damaged = cli("verify", actor, "--json")
@@ -108,7 +108,8 @@ def test_another_optimizer_is_unknown_and_not_damaged(cli: Cli, tmp_path: Path, 
         assert (outcome.code, "row_factor" in outcome.json["unread"]) == (0, True)
     same = ("--tp", 2) if make is _factored_megatron else ("--dp", 2, "--to", "deepspeed")
     refused = cli("convert", folder, tmp_path / "out", *same)
-    assert (refused.code, "--no-optimizer" in refused.stderr) == (2, True)
+    lossy = make is _factored_megatron  # what belongs to whole matrices fits no other layout, whoever understands it
+    assert (refused.code, "--no-optimizer" in refused.stderr) == (1 if lossy else 2, True)
     assert cli("convert", folder, tmp_path / "out", *same, "--no-optimizer").code == 0
 
 
