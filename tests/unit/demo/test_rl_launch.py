@@ -18,7 +18,9 @@ SHELL = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch")])
 def test_the_shell_understands_it(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert os.access(script, os.X_OK)
-    assert ("mcore-rlhf convert" if script.name.startswith("convert") else "-m mcore_rlhf.demo.train") in script.read_text()
+    assert (
+        "mcore-rlhf convert" if script.name.startswith("convert") else "-m mcore_rlhf.demo.train"
+    ) in script.read_text()
     assert importlib.util.find_spec("mcore_rlhf.demo.train") is not None
 
 
