@@ -127,11 +127,11 @@ def test_a_run_whose_root_is_gone_goes_on_from_its_mirror_bit_for_bit(
 def test_a_killed_upload_goes_on_and_sends_nothing_twice(s3: S3, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    child = context.Process(target=save_there, args=(str(tmp_path / "root"), url("killed"), environment, 1))
+    child = context.Process(target=save_there, args=(str(tmp_path / "root"), url("mirror-of-a-killed"), environment, 1))
     complete, kill = list[str](), threading.Event()
 
     def after(request: Request) -> None:
-        if is_file(request, "killed"):
+        if is_file(request, "mirror-of-a-killed"):
             complete.append(request.key)
             if len(complete) == 2:
                 kill.set()
@@ -147,16 +147,16 @@ def test_a_killed_upload_goes_on_and_sends_nothing_twice(s3: S3, tmp_path: Path)
     done = list(complete)
     s3.after, s3.fault = lambda request: None, lambda request: None
     assert local(tmp_path / "root") == [1]
-    assert mirrored("killed") == []
+    assert mirrored("mirror-of-a-killed") == []
     s3.requests.clear()
-    with MirroredRun().manager(tmp_path / "root", url("killed")) as manager:
+    with MirroredRun().manager(tmp_path / "root", url("mirror-of-a-killed")) as manager:
         assert manager.load("auto") is not None
         assert manager.wait_for_mirror(30) == []
-    assert mirrored("killed") == [1]
-    again = {request.key for request in s3.requests if is_file(request, "killed")}
+    assert mirrored("mirror-of-a-killed") == [1]
+    again = {request.key for request in s3.requests if is_file(request, "mirror-of-a-killed")}
     assert again, done
     assert not again & set(done)
-    assert not [item for item in keys("killed") if item.endswith(".writer")]
+    assert not [item for item in keys("mirror-of-a-killed") if item.endswith(".writer")]
 
 
 def keys(key: str) -> list[str]:
