@@ -86,7 +86,11 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("known", ARCHITECTURES, ids=lambda known: known.model_type)
+BY_THE_DEMO = [known for known in ARCHITECTURES if known.model_type != "qwen3_next"]
+"""Those that the demo's Megatron builds: gated delta nets need kernels, for which test_qwen3_next.py has stand-ins."""
+
+
+@pytest.mark.parametrize("known", BY_THE_DEMO, ids=lambda known: known.model_type)
 def test_what_a_config_does_not_say_is_what_its_class_fills_in(known: Any, pool: WorkerPool, tmp_path: Path) -> None:
     """Only sizes are said; transformers itself reads the same file, and Megatron computes the same logits."""
     own = config_fields(known.model_type)
