@@ -211,17 +211,28 @@ def _clear_megatron() -> None:
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     for leftover in gc.get_objects():
         if isinstance(leftover, DistributedDataParallel):
             vars(leftover).clear()  # autograd's hooks hold the wrapper: a cycle that the collector cannot see
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()  # caches results per module, and so the modules
-    get_moe_layer_wise_logging_tracker().clear()
+    _clear_experts_metrics()
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
+
+
+def _clear_experts_metrics() -> None:
+    """Their arrays are as long as the model that made them is deep."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    except ImportError:  # before 0.18, a dictionary that is handed out itself
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
+    else:
+        destroy_moe_metrics_tracker()
 
 
 if __name__ == "__main__":
