@@ -176,11 +176,7 @@ class PlannedTarget:
         """
         files: dict[str, FileEntry] = {}
         for name, (content, expected) in self.known.items():
-            files[name] = found = to.put(name, content)
-            if expected is not None and found != expected:
-                raise Corrupt(
-                    f"{content!s}: is damaged: CRC-32 {found.crc32:08x}, the manifest says {expected.crc32:08x}"
-                )
+            files[name] = to.put(name, content, expected)
         there = {**written, **files}
         for name, content_of in self.sums.items():
             folder, _, _ = name.rpartition("/")

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..core.catalog import UINT8, Record
-from ..errors import Unsupported
+from ..errors import Corrupt, StorageError, Unsupported
 from .checksum import crc32
 from .manifest import FileEntry, Manifest
 from .paths import ReadablePath, storage_error
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PIECE_NBYTES = 1 << 20
+
+
+def _unheard(_nbytes: int) -> None:
+    """Nobody wants to know."""
+
+
+def _check(what: str | ReadablePath, found: FileEntry, expected: FileEntry | None) -> None:
+    if expected is None or found == expected:
+        return
+    if found.nbytes != expected.nbytes:
+        raise Corrupt(f"{what!s}: has {found.nbytes} bytes, the manifest says {expected.nbytes}")
+    raise Corrupt(f"{what!s}: is damaged: CRC-32 {found.crc32:08x}, the manifest says {expected.crc32:08x}")
 
 
 class Destination(ABC):
@@ -41,31 +53,51 @@ class Destination(ABC):
             StorageError: It cannot be created.
         """
 
-    def put(self, file: str, content: str | bytes | ReadablePath) -> FileEntry:
+    def put(
+        self,
+        file: str,
+        content: str | bytes | ReadablePath,
+        expected: FileEntry | None = None,
+        tick: Callable[[int], None] = _unheard,
+    ) -> FileEntry:
         """Write a file whose content is known.
 
         Args:
             file: Its path, with ``/``; it must not be there.
             content: A text (stored as UTF-8), bytes, or another file, which is copied byte for byte.
+            expected: What a manifest says that it is; something else never becomes a file here.
+            tick: Hears of every piece before it is written; what it raises gives the file up.
 
         Returns:
             What was written.
 
         Raises:
+            Corrupt: It is not what was expected.
             StorageError: It cannot be written; or the other one cannot be read, or is no regular file any more.
         """
         if isinstance(content, str | bytes):
             head = content.encode() if isinstance(content, str) else content
+            _check(file, FileEntry(len(head), crc32(head)), expected)
             with self.writer(file, Raw(head=head).layout(file)) as writer:
                 return writer.finish({})
         try:
             with open_bytes(content) as there:
+                if expected is not None:  # before it is read
+                    _check(content, FileEntry(there.nbytes, expected.crc32), expected)
                 layout = Raw([Record(file, "all", UINT8, there.nbytes, 0)]).layout(file)
                 with self.writer(file, layout) as writer:
                     at, crc = 0, 0
                     for piece in there.pieces(_PIECE_NBYTES):
-                        writer.write("all", at, piece)
+                        tick(len(piece))
+                        if at + len(piece) <= there.nbytes:
+                            writer.write("all", at, piece)
                         at, crc = at + len(piece), crc32(piece, crc)
+                    if at != there.nbytes:
+                        raise StorageError(
+                            f"{content!s}: has changed while it was copied: {there.nbytes} bytes, then {at}\n"
+                            "Is another program still writing it? Try again when it is done."
+                        )
+                    _check(content, FileEntry(at, crc), expected)
                     return writer.finish({"all": crc})
         except OSError as error:
             raise storage_error(error, content, "copy") from error

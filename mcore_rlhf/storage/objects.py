@@ -113,7 +113,7 @@ class ObjectStore(FetchingStore):
         return parent != "." and bool(self.listed(parent)) and self._real(path) != path
 
     def forget(self) -> None:
-        """Forget what was listed and fetched: something was written or deleted."""
+        """See :meth:`Store.forget`."""
         self._folders.clear()
         self._tags.clear()
         self._prefixes.clear()

@@ -53,6 +53,9 @@ class Store(ABC):
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:  # noqa: B027
         """Hear what will be read soon: a file, where in it, how many bytes."""
 
+    def forget(self) -> None:  # noqa: B027
+        """Forget what was listed and read: something may have been written since then."""
+
     def length(self, path: str) -> int:
         """The length of a file that should be there.
 

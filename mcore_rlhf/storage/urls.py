@@ -35,17 +35,24 @@ def _in_objects(
     return StorePublication(target, overwrite, replaceable, manifest_name, memory)
 
 
+def _removed_objects(folder: StorePath, manifest_name: str) -> bool:
+    from .upload import remove
+
+    return remove(folder, manifest_name)
+
+
 class Backend(NamedTuple):
-    """What answers to one kind of URL.
+    """What answers to one kind of URL. What is left out is that of object stores, which refuses what is none.
 
     Args:
         open: Gives the path that a URL names.
-        publication: How a folder is published there; it is given what :func:`publication` is, but what only disks know. The one of
-            object stores refuses what is none.
+        publication: How a folder is published there; it is given what :func:`publication` is, but what only disks know.
+        remove: Deletes a published folder, whose manifest has that name; says whether there was one.
     """
 
     open: Callable[[str], StorePath]
     publication: Callable[[StorePath, bool, Callable[[ReadablePath], bool], str, int], Publication] = _in_objects
+    remove: Callable[[StorePath, str], bool] = _removed_objects
 
 
 BACKENDS: dict[str, Backend] = {**dict.fromkeys(SCHEMES, Backend(_open_objects)), "hf": Backend(_open_hub)}
@@ -100,10 +107,27 @@ def publication(
         UsageError: Nothing can be written there.
     """
     if isinstance(target, StorePath):
-        backend = BACKENDS.get(str(target).partition(":")[0], Backend(_open_objects))
-        return backend.publication(target, overwrite, replaceable, manifest_name, memory)
+        return _backend(target).publication(target, overwrite, replaceable, manifest_name, memory)
     assert isinstance(target, Path)
     return LocalPublication(target, overwrite, fsync, replaceable, manifest_name, resumable=resumable)
+
+
+def _backend(path: StorePath) -> Backend:
+    return BACKENDS.get(str(path).partition(":")[0], Backend(_open_objects))
+
+
+def remove_stored(folder: ReadablePath, manifest_name: str = MANIFEST_NAME) -> bool:
+    """Delete a published folder of a store.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        UsageError: Nothing can be deleted there.
+        StorageError: The store refuses.
+    """
+    assert isinstance(folder, StorePath)
+    return _backend(folder).remove(folder, manifest_name)
 
 
 def write_text(path: ReadablePath, text: str, *, fsync: bool = True) -> None:

@@ -23,14 +23,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.core.catalog import UINT8, Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, StorageError, UsageError
-from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import human, inside
 from mcore_rlhf.storage.publish import replace_text
-from mcore_rlhf.storage.record_file import Raw
-from mcore_rlhf.storage.store import StorePath
 
 from . import retention, steps
 from .mirror_status import STATUS, Boundary, MirrorStatus, by_number, settled
@@ -48,7 +44,6 @@ _PATIENCE_S = 20.0
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _ENDING_S = 5.0
 _FILES_AT_A_TIME = 4
-_PIECE_NBYTES = 1 << 20
 _POLL_S = 0.1
 
 
@@ -182,7 +177,7 @@ class Mirroring:
 
     def _look(self) -> None:
         """Ask the mirror what it holds, and whether this run may write there."""
-        _store(self._target).forget()
+        self._target.store.forget()
         found = {step.step: step for step in steps.listed(self._target)}
         known = self._status.ours or self._go_on or retention.is_of_this_run(self._target)
         held = [number for number, step in found.items() if step.state == "committed"]
@@ -292,28 +287,15 @@ class Mirroring:
 
     def _send_file(self, publication: StorePublication, step: Step, name: str, entry: FileEntry) -> None:
         """Send a file, if it is what the manifest says while it is read; otherwise the store never has it."""
-        path = inside(step.path, name, follow_links=False)
-        layout = Raw([Record(name, "all", UINT8, entry.nbytes, 0)]).layout(name)
         try:
-            with reading.opened(path) as there:
-                if there.nbytes != entry.nbytes:
-                    raise Corrupt(f"{path}: has {there.nbytes} bytes, the manifest says {entry.nbytes}")
-                with publication.writer(name, layout) as writer:
-                    at = 0
-                    for piece in there.pieces(_PIECE_NBYTES):
-                        if self._ended.is_set():
-                            raise _Ended
-                        writer.write("all", at, piece)
-                        at += len(piece)
-                    try:
-                        writer.finish({"all": entry.crc32})
-                    except ValueError:
-                        raise Corrupt(
-                            f"{path}: is damaged: its CRC-32 is not the manifest's, {entry.crc32:08x}"
-                        ) from None
+            publication.put(name, inside(step.path, name, follow_links=False), entry, self._go_on_sending)
         except CheckpointError:
             self._same(step)
             raise
+
+    def _go_on_sending(self, _nbytes: int) -> None:
+        if self._ended.is_set():
+            raise _Ended
 
     def _each(self, jobs: Sequence[Any], action: Callable[[Any], None]) -> None:
         """Do them a few at a time, on threads that an ending process does not wait for; raises the first error."""
@@ -380,9 +362,3 @@ class Mirroring:
                 replace_text(self._root / STATUS, json.dumps(asdict(changed), indent=1) + "\n")
             except CheckpointError as error:
                 _log.warning("%s: cannot be written: %s", self._root / STATUS, error)
-
-
-def _store(path: StorePath) -> Any:
-    from mcore_rlhf.storage.upload import object_store
-
-    return object_store(path)

@@ -27,8 +27,8 @@ from typing import Literal, Protocol, TypeVar
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
 from mcore_rlhf.storage.publish import sync_folder
-from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recover
+from mcore_rlhf.storage.urls import remove_stored
 
 from . import steps
 from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lock
@@ -310,11 +310,8 @@ def clean_up(root: ReadablePath) -> list[str]:
 
 
 def _remove(folder: ReadablePath) -> bool:
-    if isinstance(folder, StorePath):
-        from mcore_rlhf.storage.upload import remove
-
-        return remove(folder, MANIFEST)
-    assert isinstance(folder, Path)
+    if not isinstance(folder, Path):
+        return remove_stored(folder, MANIFEST)
     folder = Path(os.path.abspath(folder))
     if not os.path.lexists(folder):
         return False

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.errors import StorageError
+from mcore_rlhf.errors import Corrupt, StorageError
+from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import LocalFolder
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, Reason, leftovers
-from mcore_rlhf.storage.manifest import crc_of_file
+from mcore_rlhf.storage.manifest import FileEntry, crc_of_file
 
 CARRIED = (
     "tokenizer.json", "tiktoken.model", "tekken.json", "tokenizer.model.v3", "sentencepiece.model", "chat_templates/tool.jinja",
@@ -120,3 +122,33 @@ def test_a_file_that_became_a_pipe_does_not_hang(folder: Path, tmp_path: Path) -
         LocalFolder(tmp_path / "out").put("pipe", folder / "pipe")
     with pytest.raises(StorageError, match=r"missing.*cannot copy|cannot copy.*missing"):
         LocalFolder(tmp_path / "out").put("missing", folder / "missing")
+
+
+def test_what_is_not_as_the_manifest_says_never_becomes_a_file(folder: Path, tmp_path: Path) -> None:
+    content = os.urandom((1 << 20) + 3)
+    (folder / "a.json").write_bytes(content)
+    true = FileEntry(len(content), crc32(content))
+    (tmp_path / "out").mkdir()
+    out = LocalFolder(tmp_path / "out")
+    for wrong, said in (
+        (replace(true, nbytes=7), f"a.json: has {len(content)} bytes, the manifest says 7"),
+        (replace(true, crc32=1), f"a.json: is damaged: CRC-32 {true.crc32:08x}, the manifest says 00000001"),
+    ):
+        for content_of in (folder / "a.json", content):
+            with pytest.raises(Corrupt, match=said):
+                out.put("a.json", content_of, wrong)
+            assert not (tmp_path / "out" / "a.json").exists()
+    assert out.put("a.json", folder / "a.json", true) == true
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 5 << 20])
+def test_a_file_that_shrinks_or_grows_while_it_is_copied(folder: Path, tmp_path: Path, nbytes: int) -> None:
+    (folder / "a.json").write_bytes(bytes(3 << 20))
+    (tmp_path / "out").mkdir()
+
+    def other_program(_: int) -> None:
+        os.truncate(folder / "a.json", nbytes)
+
+    with pytest.raises(StorageError, match=f"has changed while it was copied: {3 << 20} bytes, then {nbytes}"):
+        LocalFolder(tmp_path / "out").put("a.json", folder / "a.json", tick=other_program)
+    assert not (tmp_path / "out" / "a.json").exists()
