@@ -10,6 +10,19 @@ from pathlib import Path
 from mcore_rlhf.errors import CheckpointError, clean
 from mcore_rlhf.storage.once import once
 
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
+)
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """The beginning of a script's command line.
+
+    Args:
+        doc: The script's docstring, whose first line says what it is for.
+    """
+    return argparse.ArgumentParser(description=(doc or "").partition("\n")[0], epilog=EXIT_CODES, allow_abbrev=False)
+
 
 def once_in_a_job(
     args: argparse.Namespace, targets: Sequence[Path], sources: Sequence[Path], work: Callable[[], None]

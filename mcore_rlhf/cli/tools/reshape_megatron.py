@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
+from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -33,7 +33,6 @@ IGNORED = {
     "position_embedding_type": "the files say it",
     "loader_transformer_impl": "the files say it",
 }
-EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], epilog=EPILOG, allow_abbrev=False)
+    made = command_line(__doc__)
     add = made.add_argument
     add("--model-type", required=True, choices=["GPT", "BERT"], help="GPT; BERT is refused")
     add("--loader", default="core", help="core, mcore, legacy or megatron; the files themselves say which they are")

@@ -14,14 +14,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
+from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.storage.paths import parse_size
 
 DEFAULT_CHUNK = "5GiB"
-EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], epilog=EPILOG, allow_abbrev=False)
+    made = command_line(__doc__)
     add = made.add_argument
     add("--input-dir", type=Path, required=True, help="the checkpoint: a root, a step, one iteration or tag")
     add("--output-dir", type=Path, required=True, help="folder of the new files; must not exist")

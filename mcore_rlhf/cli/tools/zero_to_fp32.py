@@ -16,12 +16,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
+from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.consolidate import Consolidation, consolidate
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage.paths import parse_size
-
-EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], epilog=EPILOG, allow_abbrev=False)
+    made = command_line(__doc__)
     add = made.add_argument
     add("checkpoint_dir", type=Path, help="the run's folder, which has `latest`")
     add("output_dir", type=Path, help="folder of the new files; must not exist")

@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_rlhf.cli.scripts import exit_code_of, once_in_a_job
+from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, add_to_run, name_latest, prepare, publish_tag
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -30,7 +30,6 @@ IGNORED = {
     "keep_temp_folder": "there is no temporary folder",
     "inject_missing_state": "what the files lack is always derived, or said",
 }
-EPILOG = "Exit codes: 0 done; 1 damaged, incomplete or contradictory files; 2 usage, unsupported, target exists, I/O."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], epilog=EPILOG, allow_abbrev=False)
+    made = command_line(__doc__)
     add = made.add_argument
     add("ckpt", nargs="?", type=Path, help="a run: its _actor and _critic, or itself, by the tag in latest")
     add("--input_folder", type=Path, help="one ZeRO checkpoint, such as RUN/global_step100")
