@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mcore_rlhf.core.catalog import (
     FLOAT32,
@@ -292,32 +292,52 @@ _FILES = 8
 """So many files at least, where there is anything to divide: as many workers can write at once."""
 
 
-class FilePart(Protocol):
-    """Chunks of one tensor, on their way into a file."""
+class Elements(Protocol):
+    """Some elements of a tensor, which become a chunk."""
 
     @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
+    def numel(self) -> int:
+        """How many there are."""
+
+
+E = TypeVar("E", bound=Elements)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart(Generic[E]):
+    """One state of a tensor on its way into files, or some chunks of it.
+
+    Args:
+        state: ``param``, ``master``, ``exp_avg``, …
+        dtype: Element type of the state.
+        chunks: Which elements.
+    """
+
+    state: str
+    dtype: DType
+    chunks: tuple[E, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
+        return sum(chunk.numel for chunk in self.chunks) * self.dtype.itemsize
 
     def divided(self) -> Iterator[Self]:
         """Chunk by chunk."""
+        return (replace(self, chunks=(chunk,)) for chunk in self.chunks)
 
 
-P = TypeVar("P", bound=FilePart)
+P = TypeVar("P", bound=FilePart[Any])
 
 
 def dealt(parts: Sequence[P]) -> list[list[P]]:
     """Fill one file after another, up to an even share of all bytes."""
-    sizes = [part.nbytes + _ZIP_BYTES * part.chunks for part in parts]
+    sizes = [part.nbytes + _ZIP_BYTES * len(part.chunks) for part in parts]
     limit = min(_MOST_BYTES, max(_LEAST_BYTES, -(-sum(sizes) // _FILES)))
     files, filled = list[list[P]](), limit
     for part, size in zip(parts, sizes, strict=True):
         for portion in [part] if size <= limit else part.divided():
-            size = portion.nbytes + _ZIP_BYTES * portion.chunks
+            size = portion.nbytes + _ZIP_BYTES * len(portion.chunks)
             if filled + size > limit and filled:
                 files.append([])
                 filled = 0
@@ -334,49 +354,33 @@ class _Range:
     stop: int
     place: _Place | None
 
+    @property
+    def numel(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
-class BucketPart:
+class BucketPart(FilePart[_Range]):
     """One state of a bucket to be written, or some ranges of it.
 
     Args:
         fqn: The tensor's key.
-        state: ``master``, ``exp_avg``, …
-        dtype: Element type.
         first: First element of the bucket in its buffer.
-        ranges: Which elements.
     """
 
     fqn: str
-    state: str
-    dtype: DType
     first: int
-    ranges: tuple[_Range, ...]
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
-        return len(self.ranges)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return sum(part.stop - part.start for part in self.ranges) * self.dtype.itemsize
-
-    def divided(self) -> Iterator[BucketPart]:
-        """Chunk by chunk."""
-        return (replace(self, ranges=(part,)) for part in self.ranges)
 
     def items(self) -> Iterator[TensorItem]:
         """The chunks; gaps are zeros."""
-        for part in self.ranges:
-            numel = part.stop - part.start
-            gap = bytes(numel * self.dtype.itemsize) if part.place is None else None
-            yield TensorItem(self.fqn, self.dtype, (part.start,), (numel,), gap)
+        for part in self.chunks:
+            gap = bytes(part.numel * self.dtype.itemsize) if part.place is None else None
+            yield TensorItem(self.fqn, self.dtype, (part.start,), (part.numel,), gap)
 
     def entries(self, role: str, records: Mapping[str, Record]) -> Iterator[TensorEntry]:
         """The parts of parameters that lie in them."""
-        for item, part in zip(self.items(), self.ranges, strict=True):
+        for item, part in zip(self.items(), self.chunks, strict=True):
             if part.place is not None:
                 inside = part.place.item
                 assert inside.spec is not None
@@ -440,7 +444,7 @@ class BucketContents:
                     stored_as = "param" if state == MASTER else state
                     fqn = f"{prefix}gbuf_idx_{buffer.where[2]}.{names}.bucket_idx_{number}.{stored_as}"
                     self._shapes[fqn] = (numel,)
-                    yield BucketPart(fqn, state, self.blueprint.state_dtypes.get(state, FLOAT32), first, ranges)
+                    yield BucketPart(state, self.blueprint.state_dtypes.get(state, FLOAT32), ranges, fqn, first)
         values = {**self.values[group.member], "per_bucket_numel": padded, "per_bucket_numel_unpadded": unpadded}
         self.objects += (ObjectItem(f"{prefix}{key}/shard_0_1", saved([value])) for key, value in values.items())
 

@@ -48,7 +48,7 @@ from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, 
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import Namespace
 
-from .buckets import BucketContents, dealt
+from .buckets import BucketContents, FilePart, dealt
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
 from .objects import DistState, Objects, rng_ranks
@@ -289,34 +289,14 @@ def _mixed_precision(run: NewRun) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Some of the boxes of one state of one parameter.
+class Part(FilePart[Box]):
+    """Some of the boxes of one state of one parameter, in the parameter's own coordinates.
 
     Args:
         spec: The parameter, with the target's shape and dtype.
-        state: ``param``, ``master``, …
-        dtype: Element type of the state.
-        boxes: In the parameter's own coordinates.
     """
 
     spec: ParamSpec
-    state: str
-    dtype: DType
-    boxes: tuple[Box, ...]
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
-        return len(self.boxes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return sum(box.numel for box in self.boxes) * self.dtype.itemsize
-
-    def divided(self) -> Iterator[Part]:
-        """Chunk by chunk."""
-        return (replace(self, boxes=(box,)) for box in self.boxes)
 
 
 @dataclass(slots=True)
@@ -431,7 +411,7 @@ class Contents:
 
     def _items(self, part: Part) -> Iterator[TensorItem]:
         homes = self._homes(part.spec)
-        for box in part.boxes:
+        for box in part.chunks:
             home, start, _ = next(h for h in reversed(homes) if len(homes) == 1 or h[1] <= box.offset[0])
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
             ones = (1,) * len(home.index)
@@ -440,7 +420,7 @@ class Contents:
 
     def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
         home = home_of(part.spec.name, self.spelling)
-        for item, box in zip(self._items(part), part.boxes, strict=True):
+        for item, box in zip(self._items(part), part.chunks, strict=True):
             if box.numel:
                 yield Chunk(box, records[item.key], 0, home.turned(row_major(item.shape)[len(home.index) :]))
 
@@ -457,7 +437,7 @@ class Contents:
                 problems.add(type(error), f"{spec.name}: {error}")
                 continue
             for state in self.states(spec):
-                yield Part(spec, state, self._dtype(spec, state), boxes)
+                yield Part(state, self._dtype(spec, state), boxes, spec)
         problems.raise_if_any()
 
     def _boxes_of(self, spec: ParamSpec) -> tuple[Box, ...]:
