@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.engines.values import torch_values
-from mcore_rlhf.errors import CheckpointError, Unsupported
+from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments as Stored
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
 from mcore_rlhf.families.megatron.state import NAMES, RngMaker, RngState
@@ -166,7 +166,8 @@ class MegatronEngine:
         try:
             source = open_checkpoint(request.folder, options)
         except CheckpointError as error:
-            advice = "\nIn a live run: load(optimizer=False)." if "--no-optimizer" in str(error) else ""
+            by_optimizer = isinstance(error, Lossy) or "--no-optimizer" in str(error)
+            advice = "\nIn a live run: load(optimizer=False)." if by_optimizer else ""
             raise type(error)(f"{error}{advice}") from error
         return MegatronMatching(source, self.place, self.model, chain).load()
 
