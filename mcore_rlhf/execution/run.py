@@ -12,7 +12,7 @@ from itertools import chain
 from threading import Event, Semaphore
 from typing import Protocol
 
-from mcore_rlhf.core.catalog import UINT8, FixedCatalog, Record
+from mcore_rlhf.core.catalog import UINT8, Record
 from mcore_rlhf.core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from mcore_rlhf.core.lowrank import products_in_one_thread
 from mcore_rlhf.errors import Problems
@@ -153,7 +153,7 @@ class Execution:
             writes = (
                 partial(self._write, file, source, ledger, files) for file in work.files if self._wanted(file.path)
             )
-            audit = Audit(FixedCatalog({}), source, ledger, problems, distrust=work.distrust)
+            audit = Audit(source, ledger, problems, distrust=work.distrust)
             compares = (
                 partial(self._compare, name, block, audit, ledger)
                 for name, block in work.blocks(problems)
@@ -244,7 +244,7 @@ class Execution:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _all(self, pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], None]]) -> None:
-        """Execution tasks, of which few are made before their turn; the first real error stops the rest."""
+        """Run tasks, of which few are made before their turn; the first real error stops the rest."""
         waiting = _WAITING + 4 * self.options.workers
         room, failed = Semaphore(waiting), list[BaseException]()
 

@@ -64,8 +64,22 @@ def read_checksums(files: Iterable[StoredFile]) -> None:
         len(file.records)
 
 
+class _Sums:
+    """The executor's checksums, which are computed alike whoever notes them."""
+
+    __slots__ = ()
+
+    def crc32(self, data: memoryview) -> int:
+        """Checksum of a window."""
+        return crc32(data)
+
+    def combine(self, first: int, second: int, second_nbytes: int) -> int:
+        """Checksum of two adjacent pieces."""
+        return combine(first, second, second_nbytes)
+
+
 @dataclass(slots=True)
-class Ledger:
+class Ledger(_Sums):
     """Collects checksums of what passes by; is the executor's ``Checksums``.
 
     Args:
@@ -75,14 +89,6 @@ class Ledger:
     files: Iterable[StoredFile]
     _seen: dict[tuple[str, str], _Seen] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def crc32(self, data: memoryview) -> int:
-        """Checksum of a window."""
-        return crc32(data)
-
-    def combine(self, first: int, second: int, second_nbytes: int) -> int:
-        """Checksum of two adjacent pieces."""
-        return combine(first, second, second_nbytes)
 
     def saw(self, record: Record, byte_offset: int, nbytes: int, crc32: int) -> None:
         """Note what a range of a source record had for a checksum when it was read."""
@@ -165,7 +171,7 @@ class Ledger:
 
 
 @dataclass(slots=True)
-class Watched:
+class Watched(_Sums):
     """A ledger as one task sees it: what passes by is noted in the ledger, and here, for those who come after this process.
 
     Args:
@@ -179,14 +185,6 @@ class Watched:
     def spans(self) -> Spans:
         """What this task saw."""
         return {key: seen.spans for key, seen in self._seen.items()}
-
-    def crc32(self, data: memoryview) -> int:
-        """Checksum of a window."""
-        return crc32(data)
-
-    def combine(self, first: int, second: int, second_nbytes: int) -> int:
-        """Checksum of two adjacent pieces."""
-        return combine(first, second, second_nbytes)
 
     def saw(self, record: Record, byte_offset: int, nbytes: int, crc32: int) -> None:
         """See :meth:`Ledger.saw`."""
@@ -314,8 +312,7 @@ class Audit:
     """Compares what must agree.
 
     Args:
-        catalog: What to check.
-        source: Where its bytes are.
+        source: Where the bytes are.
         ledger: Hears of contiguous ranges that the audit is the first to read, so that they are not read again.
         problems: Told of everything that is wrong.
         progress: Called with the number of bytes just read.
@@ -323,7 +320,6 @@ class Audit:
         unlike: Names of the parameters that are not their masters, rounded, as far as they were compared.
     """
 
-    catalog: Catalog
     source: SourceBytes
     ledger: Ledger | Watched
     problems: Problems
@@ -336,14 +332,15 @@ class Audit:
         """What to do where masters and parameters disagree."""
         return f"{self.distrust or _DAMAGED} The weights alone can be converted with --no-optimizer."
 
-    def tasks(self, *, replicas: bool, parity: bool) -> Iterator[Task]:
+    def tasks(self, catalog: Catalog, *, replicas: bool, parity: bool) -> Iterator[Task]:
         """One task per tensor and check.
 
         Args:
+            catalog: What to check.
             replicas: Whether copies of the same elements are compared.
             parity: Whether fp32 masters, rounded, must be the parameters.
         """
-        for pair in pairs(self.catalog, self.problems, replicas=replicas, parity=parity):
+        for pair in pairs(catalog, self.problems, replicas=replicas, parity=parity):
             yield partial(self.compare, pair)
 
     def compare(self, pair: Pair) -> None:

@@ -190,9 +190,9 @@ def _check_bytes(
 
     ledger = Ledger(source.files)
     with bytes_of(source) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
-        audit = Audit(source.catalog, mapped, ledger, verdict.problems, count, source.distrust)
+        audit = Audit(mapped, ledger, verdict.problems, count, source.distrust)
         deep = depth is Depth.DEEP
-        list(pool.map(lambda task: task(), audit.tasks(replicas=deep, parity=deep)))
+        list(pool.map(lambda task: task(), audit.tasks(source.catalog, replicas=deep, parity=deep)))
         list(pool.map(lambda task: task(), ledger.tasks(mapped, verdict.problems, count)))
         list(pool.map(lambda task: task(), _digest_tasks(source, verdict.problems)))
     if source.digests:

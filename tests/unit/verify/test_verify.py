@@ -66,8 +66,8 @@ def test_an_audit_can_leave_out_replicas_and_parity(tmp_path: Path) -> None:
     for parity in (False, True):
         problems = Problems()
         with OpenFiles(opened.root) as files:
-            for task in Audit(opened.catalog, files, Ledger(opened.files), problems).tasks(
-                replicas=False, parity=parity
+            for task in Audit(files, Ledger(opened.files), problems).tasks(
+                opened.catalog, replicas=False, parity=parity
             ):
                 task()
         assert bool(problems) == parity
