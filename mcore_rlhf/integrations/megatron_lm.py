@@ -30,9 +30,9 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.snapshot import Data
-from mcore_rlhf.manager.state import RlhfState
 
 from .megatron_arguments import Trained, agreed_source, find, has_steps, refuse_unsupported
 from .megatron_session import Session, SessionChoices

@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager, Resumed
 from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.run.rng import captured, put_back
 from mcore_rlhf.manager.run.snapshot import Data
-from mcore_rlhf.manager.state import RlhfState
 
 from .megatron_arguments import LoadSource, Trained, comparable, refuse_modelopt, refuse_unsupported
 

@@ -7,5 +7,5 @@
 * ``prove``: ``mcore-rlhf resume-check``.
 * ``subject`` and ``convert_step``: a step that is read or converted without a live run.
 
-The other modules are what scripts import: they only name what lies in these rooms.
+What scripts import of it stands in ``mcore_rlhf`` itself.
 """

@@ -12,6 +12,8 @@ import torch
 
 from mcore_rlhf.engines.base import Engine
 from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.commit import Transaction, new_transaction
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
@@ -20,7 +22,6 @@ from mcore_rlhf.manager.run.save import SaveJob
 from mcore_rlhf.manager.run.snapshot import Components, described
 from mcore_rlhf.manager.run.steps import is_replaceable
 from mcore_rlhf.manager.run.world import World, Worlds
-from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.distributed.sharded_engine import ShardedEngine
 
 SURVIVORS = {".mcore_rlhf.lock", "latest_checkpointed_iteration.txt"}

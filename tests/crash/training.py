@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
-from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.distributed.sharded_engine import ShardedEngine
 
 NUM_PROMPTS, PER_RANK = 37, 2

@@ -6,10 +6,6 @@ import os
 
 import torch
 
-import mcore_rlhf.manager.rlhf.sampler
-import mcore_rlhf.manager.run.manager
-import mcore_rlhf.manager.state  # noqa: F401
-
 torch.optim.SGD(
     [torch.nn.Parameter(torch.ones(1))]
 )  # the first optimizer loads eight hundred modules; in each rank, later, that takes seconds

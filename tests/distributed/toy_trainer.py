@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.policies import EverySteps
-from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 
 FAULTS = (
     "none", "unseeded", "forgets-rng", "moves-cursor", "drops-kl", "ignores-checkpoint", "forgets-optimizer", "fails-on-resume",

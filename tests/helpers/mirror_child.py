@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Mirror
-from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 
 
 class MirroredRun:

@@ -22,8 +22,8 @@ from torch import nn
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.engines.deepspeed import DeepSpeedEngine
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager
-from mcore_rlhf.manager.state import RlhfState
 
 VOCAB, LENGTH, BATCH, WIDTH, INNER = 61, 7, 4, 96, 256
 STATE = RlhfState(iteration=7, weight_version=3)

@@ -25,13 +25,15 @@ from mcore_rlhf.demo.rl.trainer import RLTrainer, StepResult
 from mcore_rlhf.demo.trainer import Trainer
 from mcore_rlhf.engines.megatron import MegatronEngine
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL, FixedKL, KLController
+from mcore_rlhf.manager.rlhf.pieces import BestMetric, RunningStatistics
 from mcore_rlhf.manager.rlhf.prompts import Prompt
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager, Resumed
 from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.policies import AnyOf, AtEnd, EverySteps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
-from mcore_rlhf.manager.state import AdaptiveKL, BestMetric, FixedKL, KLController, RlhfState, RunningStatistics
 
 logger = logging.getLogger("mcore_rlhf.demo.train")
 

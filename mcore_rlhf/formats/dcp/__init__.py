@@ -43,4 +43,4 @@ class DcpFormat(Format):
         return dcp_target(source, options)
 
 
-FORMAT = DcpFormat()
+FORMAT: Format = DcpFormat()

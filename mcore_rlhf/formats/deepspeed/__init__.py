@@ -53,4 +53,4 @@ class DeepSpeedFormat(Format):
         return deepspeed_target(source, options)
 
 
-FORMAT = DeepSpeedFormat()
+FORMAT: Format = DeepSpeedFormat()

@@ -44,4 +44,4 @@ class HuggingFaceFormat(Format):
         return hf_target(source, options)
 
 
-FORMAT = HuggingFaceFormat()
+FORMAT: Format = HuggingFaceFormat()

@@ -40,4 +40,4 @@ class MegatronFormat(Format):
         return megatron_target(source, options)
 
 
-FORMAT = MegatronFormat()
+FORMAT: Format = MegatronFormat()

@@ -44,4 +44,4 @@ class MegatronDistFormat(Format):
         return dist_target(source, options)
 
 
-FORMAT = MegatronDistFormat()
+FORMAT: Format = MegatronDistFormat()

@@ -46,4 +46,4 @@ class PeftFormat(Format):
         return peft_target(source, options)
 
 
-FORMAT = PeftFormat()
+FORMAT: Format = PeftFormat()

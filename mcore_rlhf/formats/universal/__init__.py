@@ -41,4 +41,4 @@ class UniversalFormat(Format):
         return universal_target(source, options)
 
 
-FORMAT = UniversalFormat()
+FORMAT: Format = UniversalFormat()

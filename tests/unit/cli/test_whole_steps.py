@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from mcore_rlhf import CheckpointManager, TorchEngine
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
-from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 from tests.helpers.independent_reader import differences, read
 from tests.unit.manager.roots import make_step
 

@@ -13,8 +13,8 @@ import torch
 
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.integrations import megatron_lm
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.state import RlhfState
 from tests.unit.integrations.fake_engine import script, weights
 from tests.unit.integrations.fake_megatron import FakeMegatron, script_args
 from tests.unit.integrations.fake_script import installed_on, load, save

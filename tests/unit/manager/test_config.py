@@ -423,7 +423,7 @@ def test_the_page_lists_every_key_with_its_default() -> None:
 
 def test_neither_the_command_line_nor_the_manager_imports_it() -> None:
     code = (
-        "import sys, mcore_rlhf.cli, mcore_rlhf.manager, mcore_rlhf.manager.sampler;"
+        "import sys, mcore_rlhf.cli, mcore_rlhf.manager, mcore_rlhf.manager.rlhf.sampler;"
         "print([name for name in ('omegaconf', 'pydantic') if name in sys.modules])"
     )
     run = subprocess.run(

@@ -16,10 +16,11 @@ import torch
 
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, NotACheckpoint
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.steps import quarantine, release
-from mcore_rlhf.manager.state import AdaptiveKL, RlhfState
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 

@@ -21,23 +21,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import Incomplete, Problems, UsageError
-from mcore_rlhf.manager.rlhf.json_values import decode, dumps, loads
-from mcore_rlhf.manager.rlhf.state_json import COUNTERS
-from mcore_rlhf.manager.state import (
+from mcore_rlhf.manager.rlhf.controls import (
     KL_CONTROLLERS,
     AdaptiveKL,
-    BestMetric,
-    Buffer,
     ConstantSchedule,
     CosineSchedule,
     FixedKL,
-    InFlightPrompt,
     KLController,
     LinearSchedule,
-    RlhfState,
-    RunningStatistics,
-    tensor_file_stems,
 )
+from mcore_rlhf.manager.rlhf.json_values import decode, dumps, loads
+from mcore_rlhf.manager.rlhf.pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
+from mcore_rlhf.manager.rlhf.state import RlhfState, tensor_file_stems
+from mcore_rlhf.manager.rlhf.state_json import COUNTERS
 
 WHERE = "/run/rlhf/rlhf_state.json"
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager.state import (
+from mcore_rlhf.manager.rlhf.controls import (
     KL_CONTROLLERS,
     SCHEDULES,
     AdaptiveKL,
-    BestMetric,
     ConstantSchedule,
     CosineSchedule,
     FixedKL,
@@ -23,6 +22,7 @@ from mcore_rlhf.manager.state import (
     LinearSchedule,
     Schedule,
 )
+from mcore_rlhf.manager.rlhf.pieces import BestMetric
 
 
 def test_adaptive_kl_by_hand() -> None:

@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.manager.rlhf import state_json as versions
-from mcore_rlhf.manager.state import (
-    AdaptiveKL,
-    BestMetric,
-    Buffer,
-    ConstantSchedule,
-    FixedKL,
-    InFlightPrompt,
-    LinearSchedule,
-    RlhfState,
-    tensor_file_stems,
-)
+from mcore_rlhf.manager.rlhf.controls import AdaptiveKL, ConstantSchedule, FixedKL, LinearSchedule
+from mcore_rlhf.manager.rlhf.pieces import BestMetric, Buffer, InFlightPrompt
+from mcore_rlhf.manager.rlhf.state import RlhfState, tensor_file_stems
 
 WHERE = "/run/rlhf/rlhf_state.json"
 Document = dict[str, Any]

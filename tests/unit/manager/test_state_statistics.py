@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager.state import RunningStatistics, merged
+from mcore_rlhf.manager.rlhf.pieces import RunningStatistics, merged
 
 NUMBERS = st.lists(st.floats(-1e4, 1e4, allow_subnormal=False), min_size=1, max_size=60)
 
