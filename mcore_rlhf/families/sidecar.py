@@ -326,7 +326,7 @@ class FormerFamily:
         experts = table.SEQUENTIAL if engine == table.LOCAL else table.GROUPED
         if engine == said:
             experts = str(self.values.get("experts") or experts)
-        return table.Spelling(engine, experts, str(self.values.get("mtp") or table.MTP_LAYER))
+        return table.Spelling(engine, experts, str(self.values.get("mtp") or table.MTP_MODEL_LAYER))
 
     def module(self, iteration: int) -> dict[str, object]:
         """What a run under a module's names had, unless the run went on since."""

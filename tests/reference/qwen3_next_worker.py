@@ -1,4 +1,4 @@
-"""Logits of a Qwen3-Next that real megatron-core 0.19 loads: ``python qwen3_next_worker.py JOB.json RANK``.
+"""Logits of a Qwen3-Next or Qwen3.5 that real megatron-core 0.19 loads: ``python qwen3_next_worker.py JOB.json RANK``.
 
 The gated delta net, the gated attention, the mixture and how layers are chosen are Megatron's own. Transformer Engine's linear layers and
 norms are the plain torch of :mod:`hybrid_worker`, and so are two functions of fla; experts are loaded one by one (``SequentialMLP``).
@@ -50,7 +50,7 @@ def main(job: dict[str, Any], rank: int) -> None:
 
     cpu_megatron.import_megatron()
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mcore_rlhf.demo.configs import Parallel
@@ -64,9 +64,16 @@ def main(job: dict[str, Any], rank: int) -> None:
     args = file["args"]
     args.deterministic_mode, args.moe_grouped_gemm = True, False
     config = _config(args, Parallel(tp=job["tp"]))
+    block = block_of(config)
+    further = (
+        gpt_layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=True)
+        if config.mtp_num_layers
+        else None
+    )
     model = GPTModel(
-        config=config, transformer_layer_spec=block_of(config), vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings, share_embeddings_and_output_weights=False, position_embedding_type="rope",
+        config=config, transformer_layer_spec=block, mtp_block_spec=further, vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, position_embedding_type="rope",
         rotary_percent=args.rotary_percent, rotary_base=args.rotary_base, parallel_output=True,
     )  # fmt: skip
     tensors = {k: v for k, v in file["model"].items() if isinstance(v, torch.Tensor)}
@@ -78,6 +85,7 @@ def main(job: dict[str, Any], rank: int) -> None:
         [name for name in names if ".local_experts." not in name] for names in (dict(model.named_parameters()), tensors)
     )
     assert stored == registered, [pair for pair in zip(stored, registered, strict=True) if pair[0] != pair[1]]
+    model.mtp_process, model.config.mtp_num_layers = False, None  # it wants labels; logits do not need it
     tokens = torch.tensor(job["tokens"])
     with torch.no_grad():
         output = model.eval()(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)

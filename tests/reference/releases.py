@@ -58,7 +58,7 @@ ROWS = {
     "test_negative_control": Row("broken conversions are noticed"),
     "test_pretrain": Row("Megatron-LM's own scripts, killed and resumed", (), (OLDEST, NEWEST), "0.16.1 needs `--megatron-lm`"),
     "test_public_configs": Row("public models without any option"),
-    "test_qwen3_next": Row("Qwen3-Next through Hugging Face's names", (), (NEWEST,), "its stand-ins are for 0.19"),
+    "test_qwen3_next": Row("Qwen3-Next and Qwen3.5 through Hugging Face's names", (), (NEWEST,), "its stand-ins are for 0.19"),
     "test_refusing_role": Row("a role that refuses leaves everything as it was"),
     "test_releases": Row("files of 0.16.1 in the newest, and back", (), (NEWEST,), "it runs two releases at a time"),
     "test_reshape": Row("`torch` at any TP, PP, EP, DP", ("tied_to_one", "experts_to_ep1", "fp32_to_pp2")),
@@ -76,7 +76,10 @@ _FULL_QUERY = (
 CASES = {
     "packed": ((OLDEST,), "experts in two tensors (`GroupedMLP`) without Transformer Engine went with 0.17"),
     "deepseek_v3_full_q": _FULL_QUERY,
-    "further_tokens_are_the_layer_after_the_last": _FULL_QUERY,
+    "further_tokens_are_the_layer_after_the_last": (
+        ALL[1:],
+        "0.16 calls the layer in it otherwise (`transformer_layer`)",
+    ),
     "DeepSeek-V2-Lite": _FULL_QUERY,
     "Moonlight-16B-A3B": _FULL_QUERY,
 }

@@ -37,6 +37,7 @@ from mcore_rlhf.models.meaning.kinds import equal
 from mcore_rlhf.models.meaning.lookup import of_arguments, of_config, undeclared
 from mcore_rlhf.storage.torch_values import torch_dtype
 
+_FURTHER = "num_nextn_predict_layers"
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
 DIVISOR = 128
@@ -139,8 +140,10 @@ class Described:
         named = classes[0] if isinstance(classes, list) and classes else ""
         if not str(named).endswith(self.build.head):
             adapted.update(built(self.known, self.build))
-        if self.sizes.mtp or "num_nextn_predict_layers" in config:
-            adapted["num_nextn_predict_layers"] = self.sizes.mtp
+        if _FURTHER in {name for field in self.known.fields for name in field.names} and (
+            self.sizes.mtp or _FURTHER in config
+        ):
+            adapted[_FURTHER] = self.sizes.mtp
         return adapted
 
 

@@ -22,9 +22,9 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import padded_vocab_size
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config
 from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY
-from mcore_rlhf.models.huggingface.mtp import COPIES
+from mcore_rlhf.models.huggingface.mtp import COPIES, IN_LAYER
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface
-from mcore_rlhf.models.huggingface.table import EXPERTS, TRANSFORMER_ENGINE, Architecture, Sizes
+from mcore_rlhf.models.huggingface.table import EXPERTS, MTP_MODEL_LAYER, TRANSFORMER_ENGINE, Architecture, Sizes
 from mcore_rlhf.models.megatron import Traits, is_buffer, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
@@ -149,7 +149,8 @@ def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes, notes: Report) -> 
         )
         notes.settle(Fate.DERIVED, "a copy of another one", *(Item(Kind.TENSOR, name) for name in copies))
     kept = {name: shape for name, shape in shapes.items() if name not in copies}
-    return kept, replace(sizes, mtp=len(further) if sizes.mtp else 0)
+    beside = {match.group(1) for name in shapes if (match := IN_LAYER.match(name))}
+    return kept, replace(sizes, mtp=len(beside) or (len(further) if sizes.mtp else 0))
 
 
 def _with_extra_states(relation: Relation) -> Iterator[str]:
@@ -249,6 +250,12 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, f
             Fate.NOTE,
             "queries without q_lora_rank: for megatron-core 0.16 to 0.18. 0.19 has a norm before linear_q_proj, with which it computes "
             "something else than this model; it does not load these files",
+        )
+    if model.mtp_layers and relation.spelling.mtp == MTP_MODEL_LAYER:
+        notes.add(
+            Fate.NOTE,
+            f"multi-token prediction: its layer is called {MTP_MODEL_LAYER}, as since megatron-core 0.17; for 0.16 use --to megatron-dist, "
+            "whose keys are the same for all",
         )
     if source.optimizer == "zero3":
         notes.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")

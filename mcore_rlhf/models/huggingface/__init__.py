@@ -3,43 +3,59 @@
 from __future__ import annotations
 
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from .glm4_moe import GLM4_MOE
+from .glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from .gpt_oss import GPT_OSS
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
-from .qwen3_next import QWEN3_NEXT
+from .qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .qwen_moe import QWEN2_MOE, QWEN3_MOE
+from .seed_oss import SEED_OSS
 from .table import Architecture
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, MIXTRAL, GPT_OSS, LLAMA, MISTRAL,
+    QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, DEEPSEEK_V2, GLM4_MOE, MIXTRAL,
+    GPT_OSS, LLAMA, MISTRAL, SEED_OSS,
 )  # fmt: skip
 """Those that are known. Where nothing but the tensors tells, the first one that fits counts: the most particular ones
-come first, since Llama's rows are all but a subset of the others', and Mistral's are Llama's."""
+come first, since Llama's rows are all but a subset of the others'. Mistral's are Llama's, GLM-4.7-Flash's are DeepSeek-V3's,
+Seed-OSS's are Qwen2's; and Qwen3.5's with experts are Qwen3-Next's in Megatron."""
 
 _ZERO_CENTRED = "its norms multiply by 1 + weight, and its embeddings by the root of the hidden size"
 _FOUR_NORMS = "its layers have four norms, after attention and feed-forward as well, for which Megatron has no place"
-
-_DELTA_NETS = "its gated delta nets have their input in four tensors, and its text lies below a model of images, which no table has"
+_NORMS_OF_ALL = "it norms all query heads together, and all key heads; Megatron norms each by itself"
+_NO_FIRST_NORMS = f"it has no norm before attention and feed-forward, and {_NORMS_OF_ALL.removeprefix('it ')}"
+_SPARSE = "its attention chooses tokens by an indexer; Megatron's sparse attention is experimental, and was not tried"
+_IMAGES = "its text lies below a model of images, which no table has"
+_ITS_TEXT = _IMAGES + "; its text alone is {}"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
+    **{kind: _ITS_TEXT.format(f"{kind}_text") for kind in ("qwen3_5", "qwen3_5_moe")},
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "mistral3", "llama4"), _IMAGES),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"), _FOUR_NORMS),
+    **dict.fromkeys(("olmo2", "olmo3"), _NO_FIRST_NORMS),
+    **dict.fromkeys(("olmoe", "minimax_m2"), _NORMS_OF_ALL),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE),
     "gemma": f"{_ZERO_CENTRED}, which Megatron's GPT does with options of its own that were not tried",
-    "gemma2": _FOUR_NORMS,
-    "gemma3": _FOUR_NORMS,
-    "gemma3_text": _FOUR_NORMS,
-    "olmo2": "it has no norm before attention and feed-forward, and norms all query and key heads together",
-    "olmo3": "it has no norm before attention and feed-forward, and norms all query and key heads together",
     "phi3": "its matrices of queries, keys, values and of gate and up are fused in an order that no table has",
     "glm": "its rotary positions are interleaved, and gate and up are fused",
     "glm4": f"{_FOUR_NORMS}; its rotary positions are interleaved, and gate and up are fused",
+    "llama4_text": "its attention sees chunks, and scales queries by their position, which Megatron does not",
+    "ministral3": "it scales queries by their position, which Megatron does not",
+    "granite": "it multiplies what every layer adds, which Megatron does not",
+    "exaone4": "its layers have norms behind attention and feed-forward, and none before; Megatron's have them before",
+    "hunyuan_v1_dense": "it norms queries and keys behind the rotation; Megatron does so before it",
+    "ernie4_5_moe": "a bias corrects which experts its softmax chooses, which Megatron does not do to a softmax's",
+    "kimi_linear": "its attention is Kimi's delta rule, which Megatron-core does not have",
+    "apertus": "its activation is xIELU, which Megatron-core does not have",
+    "nemotron_h": "it is a HybridModel in Megatron, whose names no table has yet",
 }
 """Architectures that Megatron-core's plain GPT cannot express, by ``model_type``, with the reason. Between formats under Hugging
 Face's names they convert as any other model does.
 
-Sources: transformers 5.23.0, ``models/*/modeling_*.py``; megatron-core 0.16.1, ``models/gpt``, ``ssm/gated_delta_net.py``;
+Sources: transformers 5.23.0, ``models/*/modeling_*.py``; megatron-core 0.16.1 and 0.19.2, ``models/gpt``, ``ssm``,
+``transformer/attention.py``, ``transformer/moe/moe_utils.py``;
 NVIDIA-NeMo/Megatron-Bridge ``src/megatron/bridge/models``; THUDM/slime ``slime/backends/megatron_utils/megatron_to_hf/glm4.py``.
 """

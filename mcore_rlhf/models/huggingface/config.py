@@ -123,7 +123,9 @@ def sizes_of_config(config: Config) -> Sizes:
     Raises:
         UsageError: Some are missing; all of them are named.
     """
-    missing = [name for name in _SIZES if not isinstance(config.get(name), int)]
+    named = known_architecture(config)
+    spoken = {"vocab_size", *(name for field in (FIELDS if named is None else named.fields) for name in field.names)}
+    missing = [name for name in _SIZES if name in spoken and not isinstance(config.get(name), int)]
     if missing:
         raise UsageError(f"the model's config.json lacks {', '.join(missing)}\nGive the folder of the model itself.")
     known = architecture_of(config)

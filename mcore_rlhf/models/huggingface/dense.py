@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .attention_fields import Heads
-from .fields import Always, Field, Only, Same
+from .fields import Always, Field, Only, Same, Unused
 from .rotary_fields import Rotary
 from .table import DENSE, LOCAL, TRANSFORMER_ENGINE, Arrangement, HfTensor, Row
 
@@ -104,8 +104,7 @@ SIZES: tuple[Field, ...] = (
 )
 """What a decoder's description cannot be without."""
 
-OF_ANY: tuple[Field, ...] = (
-    *SIZES,
+_OF_ANY: tuple[Field, ...] = (
     Same("max_position_embeddings", "max_position_embeddings"),
     Same("rms_norm_eps", "layernorm_epsilon"),
     Same("initializer_range", "init_method_std"),
@@ -115,7 +114,15 @@ OF_ANY: tuple[Field, ...] = (
     Always("add_position_embedding", True),
     Always("rotary_interleaved", False),
 )
+OF_ANY = (*SIZES, *_OF_ANY)
 """What the two descriptions of any of them have in common."""
+
+MIXTURES_ALONE = (
+    *(size for size in SIZES if size.arguments != ("ffn_hidden_size",)),
+    Unused("ffn_hidden_size", "moe_intermediate_size"),
+    *_OF_ANY,
+)
+"""The same where no layer is dense, and ``config.json`` does not say how wide one would be."""
 
 COMMON: tuple[Field, ...] = (*OF_ANY, Always("swiglu", True), Always("layernorm_zero_centered_gamma", False))
 """The same with SwiGLU and the usual norms."""

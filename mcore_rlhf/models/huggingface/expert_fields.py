@@ -75,6 +75,41 @@ class FirstDense(Field):
 
 
 @dataclass(frozen=True, slots=True)
+class SparseList(Field):
+    """Which layers are mixtures: as listed, and without a list all but the first.
+
+    Source: transformers 5.23.0, ``models/glm4_moe_lite/configuration_glm4_moe_lite.py``; it looks at no other field.
+    """
+
+    names = ("mlp_layer_types", "first_k_dense_replace")
+    arguments = (_ARG,)
+
+    def args(self, config: Values) -> dict[str, object]:
+        """``moe_layer_freq``.
+
+        Raises:
+            Unsupported: The list has other kinds or another length, or a number beside it says something else.
+        """
+        kinds, layers, first = config.get(self.names[0]), integer(config, _HF_LAYERS), config.get(self.names[1])
+        if not isinstance(kinds, list):
+            kinds = ["dense", *["sparse"] * (layers - 1)]
+        if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+            raise Unsupported(f"config.json: mlp_layer_types {kinds}: expected {layers} of dense and sparse")
+        mixture = frozenset(number for number, kind in enumerate(kinds) if kind == "sparse")
+        if isinstance(first, int) and mixture != frozenset(range(first, layers)):
+            raise Unsupported(
+                f"config.json: first_k_dense_replace is {first}, and transformers, which looks at mlp_layer_types alone, has the mixtures "
+                f"{sorted(mixture)}"
+            )
+        return _argument(mixture, layers)
+
+    def config(self, args: Values) -> dict[str, object]:
+        """The list."""
+        mixture = mixture_layers(args)
+        return {"mlp_layer_types": ["sparse" if n in mixture else "dense" for n in range(integer(args, _LAYERS))]}
+
+
+@dataclass(frozen=True, slots=True)
 class DenseList(Field):
     """Every so many layers are mixtures, except those in a list.
 
@@ -219,6 +254,25 @@ class SigmoidWeights(Field):
     def config(self, args: Values) -> dict[str, object]:
         """What Megatron does."""
         return {"norm_topk_prob": args.get("moe_router_topk", 2) != 1}
+
+
+@dataclass(frozen=True, slots=True)
+class OneNextLayer(Field):
+    """One layer of multi-token prediction at most, of which the tensors tell and ``config.json`` needs not."""
+
+    arguments = ("mtp_num_layers",)
+
+    def config(self, args: Values) -> dict[str, object]:
+        """Nothing.
+
+        Raises:
+            Unsupported: There are more.
+        """
+        if integer(args, "mtp_num_layers") > 1:
+            raise Unsupported(
+                f"args: mtp_num_layers is {args['mtp_num_layers']}, and the class has names for one layer"
+            )
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

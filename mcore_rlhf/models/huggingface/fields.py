@@ -192,6 +192,28 @@ class Only(Field):
 
 
 @dataclass(frozen=True, slots=True)
+class Unused(Field):
+    """An argument that Megatron wants and of which these models make nothing: it gets some number.
+
+    Args:
+        arg: Its name.
+        name: In ``config.json``, what has such a number.
+    """
+
+    arg: str
+    name: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's arguments."""
+        return (self.arg,)
+
+    def args(self, config: Values) -> dict[str, object]:
+        """The number."""
+        return {self.arg: config.get(self.name)}
+
+
+@dataclass(frozen=True, slots=True)
 class Times(Field):
     """An argument that is a number of things of one width.
 

@@ -1,4 +1,7 @@
-"""GLM-4.5: the first layers dense, sigmoid routing with a correction bias, shared experts, half of a head rotated."""
+"""GLM-4.5: the first layers dense, sigmoid routing with a correction bias, shared experts, half of a head rotated.
+
+GLM-4.7-Flash (``glm4_moe_lite``) has DeepSeek-V3's layers. Source: transformers 5.23.0, ``models/glm4_moe_lite``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from dataclasses import replace
 
 from . import dense, moe, mtp
 from .attention_fields import Heads, NoWindow
-from .deepseek import SIGMOID_ROUTING
+from .deepseek import DEEPSEEK_V3, SIGMOID_ROUTING
+from .expert_fields import FirstDense, SparseList
 from .fields import Same
 from .rotary_fields import Rotary
 from .table import Architecture
@@ -42,4 +46,11 @@ GLM4_MOE = Architecture(
     (*dense.COMMON, Heads(), Rotary(partial=True), NoWindow(), *SIGMOID_ROUTING, Same("use_qk_norm", "qk_layernorm")),
     moe.PACKED,
     moe.NEEDS,
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    class_name="Glm4MoeLiteForCausalLM",
+    fields=tuple(SparseList() if isinstance(field, FirstDense) else field for field in DEEPSEEK_V3.fields),
 )

@@ -198,16 +198,16 @@ def in_order(order: Sequence[str], sizes: Sizes) -> Iterator[str]:
     """The names of ``model.parameters()``, layer after layer and expert after expert; those that a model lacks included.
 
     Args:
-        order: With ``{i}`` and ``{e}``.
+        order: With ``{i}``, ``{k}`` and ``{e}``.
         sizes: Of the model.
     """
-    for inside, names in groupby(order, lambda name: LAYER in name):
+    for counted, names in groupby(order, _counted):
         listed = list(names)
-        for layer in range(sizes.layers + sizes.mtp) if inside else range(1):
+        for number in range(sizes.layers + sizes.mtp) if counted == LAYER else range(sizes.mtp if counted else 1):
             for expert, parts in groupby(listed, lambda name: EXPERT in name):
-                here = list(parts)
-                for number in range(sizes.experts) if expert else range(1):
-                    yield from (name.replace(LAYER, str(layer)).replace(EXPERT, str(number)) for name in here)
+                here = [name.replace(counted or LAYER, str(number)) for name in parts]
+                for e in range(sizes.experts) if expert else range(1):
+                    yield from (name.replace(EXPERT, str(e)) for name in here)
 
 
 def _counted(name: str) -> str | None:

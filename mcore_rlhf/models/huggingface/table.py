@@ -20,7 +20,7 @@ EXPERTS = {SEQUENTIAL: "SequentialMLP", GROUPED: "TEGroupedMLP", STACKED: "Group
 """The classes that name them so."""
 
 MTP_LAYER, MTP_MODEL_LAYER = "transformer_layer", "mtp_model_layer"
-"""What the decoder layer inside a multi-token-prediction layer is called: in 0.16.1, and in newer Megatron-LM."""
+"""What the decoder layer inside a multi-token-prediction layer is called: by megatron-core 0.16, and since 0.17."""
 
 DENSE, MIXTURE = "dense", "mixture"
 """Kinds of decoder layers, by their feed-forward."""

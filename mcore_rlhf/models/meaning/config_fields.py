@@ -9,8 +9,8 @@ from __future__ import annotations
 from .kinds import Kind, by_name
 
 _TRAINING = """
-aux_loss_alpha classifier_dropout embd_pdrop hidden_dropout output_router_logits pretraining_tp resid_pdrop router_aux_loss_coef
-router_jitter_noise seq_aux
+aux_loss_alpha classifier_dropout embd_pdrop hidden_dropout output_router_logits pretraining_tp resid_pdrop residual_dropout
+router_aux_loss_coef router_jitter_noise seq_aux
 """
 _EXECUTION = """
 attn_implementation _attn_implementation chunk_size_feed_forward dtype ep_size output_attentions output_hidden_states
