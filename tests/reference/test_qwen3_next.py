@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
@@ -147,7 +148,46 @@ def assert_back(root: Path, tmp_path: Path) -> None:
         assert torch.allclose(tensor, back[name], rtol=0, atol=2e-7 if name.endswith("attn.norm.weight") else 0), name
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one_by_one", "all_in_one"])
+@pytest.mark.slow
+def test_a_released_folder_gives_its_text(tmp_path: Path) -> None:
+    """Text below a model of images: Megatron gets the text alone, said as a loss, and its folder is of a class of text."""
+    same = config("qwen3_5_moe_text").to_dict()
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+    }
+    described = transformers.AutoConfig.for_model(
+        "qwen3_5_moe", text_config=same, vision_config=vision, tie_word_embeddings=False
+    )
+    torch.manual_seed(2)
+    model = transformers.AutoModelForImageTextToText.from_config(described).eval()
+    model.save_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        expected = model(TOKENS, use_cache=False).logits
+    job = to(tmp_path / "hf", tmp_path / "mcore", "megatron")
+    images, norms = (text for fate, text in job.report.lines if fate is Fate.LOST)
+    assert images.startswith("the model of images, ")
+    assert norms.startswith("3 norms such as model.layers.0.linear_attn.norm.weight: -1 on every element")
+    assert (logits(tmp_path / "mcore", 1, tmp_path) - expected).abs().max() < TOLERANCE
+    to(tmp_path / "mcore", tmp_path / "back", "hf")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert (back.config.model_type, type(back).__name__) == ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
+    with torch.no_grad():
+        assert (back(TOKENS, use_cache=False).logits - expected).abs().max() < TOLERANCE
+    text = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf"
+    ).state_dict()  # as transformers takes it out
+    for name, tensor in back.state_dict().items():
+        assert torch.allclose(tensor, text[name], rtol=0, atol=2e-7), name
+
+
+@pytest.mark.parametrize(
+    "packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["all_in_one", "one_by_one"]
+)
 def test_further_tokens_are_a_layer_beside_the_model(packed: bool, tmp_path: Path) -> None:
     """As in released folders, whose ``mtp.`` transformers passes over; Megatron has it in its own module, which loads."""
     root, _ = saved("qwen3_5_moe_text", tmp_path / "hf")

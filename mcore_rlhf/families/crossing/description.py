@@ -27,6 +27,7 @@ from mcore_rlhf.models.huggingface.config import (
     config_of,
     refuse_inexpressible,
     sizes_of_config,
+    text_of,
 )
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import SEQUENTIAL, STACKED, Architecture, Sizes
@@ -163,7 +164,7 @@ def known_description(source: Source, options: WriteOptions) -> dict[str, object
 
 
 def description(source: Source, options: WriteOptions) -> dict[str, object]:
-    """The same; without it nobody knows how wide a head is.
+    """The same, of its text where there are images as well; without it nobody knows how wide a head is.
 
     Raises:
         UsageError: There is none.
@@ -174,7 +175,7 @@ def description(source: Source, options: WriteOptions) -> dict[str, object]:
             f"{source.root}: nothing in it describes the model: how many heads it has, its rotary base, …\n"
             "Give --reference-config, the folder with its config.json."
         )
-    return found
+    return dict(text_of(found))
 
 
 def arguments(
@@ -415,7 +416,7 @@ def travelled_config(source: Source, notes: Report) -> dict[str, object] | None:
         source: Megatron's.
         notes: Told that it is not used, and why.
     """
-    config = config_in(source.carried) if source.carried is not None else {}
+    config = dict(text_of(config_in(source.carried))) if source.carried is not None else {}
     if not config:
         return None
     model = source.model

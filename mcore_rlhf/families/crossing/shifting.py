@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
@@ -11,13 +11,14 @@ from mcore_rlhf.core.views import Joined
 from mcore_rlhf.families.source import Computed, Source
 
 
-def shifted(source: Source, by: Mapping[str, float], notes: Report) -> Source:
+def shifted(source: Source, by: Mapping[str, float], notes: Report, stored: Iterable[str] = ()) -> Source:
     """The source with a number added to some parameters and their masters; a parameter is rounded from its master, where it has one.
 
     Args:
         source: Under either family's names.
         by: What is added, by parameter; nothing, as a rule.
         notes: Told of it.
+        stored: Other names under which the source may have them.
     """
     if not by:
         return source
@@ -40,7 +41,7 @@ def shifted(source: Source, by: Mapping[str, float], notes: Report) -> Source:
         Fate.LOST,
         f"{len(by)} norms such as {first}: {number:+g} on every element, since one side counts from 1 and the other from 0; rounded once, "
         "which loses nothing of norms between 0.5 and 2 on the way to Megatron",
-        *(Item(Kind.TENSOR, name) for name in by),
+        *(Item(Kind.TENSOR, name) for name in (*by, *stored)),
     )
     return replace(
         source,

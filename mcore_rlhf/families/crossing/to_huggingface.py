@@ -25,6 +25,7 @@ from mcore_rlhf.models.huggingface.config import (
     expresses,
     sizes_of_args,
     sizes_of_config,
+    text_of,
 )
 from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY_NORM
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
@@ -49,7 +50,7 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
     """
     family, model, notes = MegatronState.needed(source, "hf"), source.model, source.notes.copy()
     given = options.reference_config
-    reference = None if given is None else read_config(given)
+    reference = None if given is None else text_of(read_config(given))
     travelled = travelled_config(source, notes) if given is None else None
     sizes = _sizes(source, family, reference or travelled, options.vocab_size)
     among = _among(source.state.args, travelled, options) if reference is None else architecture_of(reference)

@@ -16,6 +16,7 @@ from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import WAITS, FormerFamily, origin_of_module
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -43,6 +44,7 @@ from .groups import as_megatron
 from .packing import on_disk
 from .shifting import shifted
 
+_TEXT, _IMAGES = "model.language_model.", "model.visual."
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
 """What DeepSpeed counts for itself."""
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
@@ -58,6 +60,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     Raises:
         CheckpointError: It is a model whose names are not known, or nothing describes it.
     """
+    source = _text_alone(source)
     family = ModuleState.needed(source, "megatron")
     _check(source, family)
     _refuse_muon(source)
@@ -70,7 +73,8 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     shapes, sizes = _with_next_layers(source.model.shapes, sizes, notes)
     spelling = origin.spelling(_implementation(among, options))
     relation = from_huggingface(shapes, sizes, spelling, among, frozenset(family.buffers))
-    source = shifted(source, {name: by for name, _, by in relation.shifts}, notes)
+    by = {name: number for name, _, number in relation.shifts}
+    source = shifted(source, by, notes, stored=[name.replace("model.", _TEXT, 1) for name in by])
     tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes
     if tied and config.get("tie_word_embeddings") is False:
         raise LayoutMismatch(
@@ -96,6 +100,25 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
             **_waiting(source),
         }, origin=origin_of_module(source, family),
     )  # fmt: skip
+
+
+def _text_alone(source: Source) -> Source:
+    """The source without its model of images, where it has one, and its text under the names of a model of text.
+
+    Source: transformers 5.23.0, ``conversion_mapping.py``: so does a class of text alone read such a folder.
+    """
+    if source.model.get(f"{_TEXT}embed_tokens.weight") is None:
+        return source
+
+    def of_text(name: str) -> str | None:
+        return None if name.startswith(_IMAGES) else re.sub(f"^{re.escape(_TEXT)}", "model.", name)
+
+    gone = [spec.name for spec in source.model.params if of_text(spec.name) is None]
+    source = renamed(source, of_text)
+    if gone:
+        text = f"the model of images, {len(gone)} tensors such as {gone[0]}: left out, since Megatron's GPT is the text alone"
+        source.notes.add(Fate.LOST, text, *(Item(Kind.TENSOR, name) for name in gone))
+    return source
 
 
 def _implementation(among: Sequence[Architecture], options: WriteOptions) -> str | None:

@@ -17,7 +17,7 @@ from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.declared import arguments, complete
 from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
-from . import ARCHITECTURES, REFUSED
+from . import ARCHITECTURES, REFUSED, TEXTS
 from .attention_fields import Heads, delta_layers
 from .dense import FIELDS
 from .expert_fields import doubt_about_groups, mixture_layers
@@ -73,6 +73,18 @@ class Build:
     proj_biased: bool = False
     mlp_biased: bool = False
     head: str = _CAUSAL
+
+
+def text_of(config: Config) -> Config:
+    """The description of the text where a model is of text and images and its text is known by itself; otherwise what it is.
+
+    Source: transformers 5.23.0, ``models/{qwen3_5,qwen3_5_moe}/configuration_*.py``.
+    """
+    known, inside = TEXTS.get(str(config.get("model_type"))), config.get("text_config")
+    if known is None or not isinstance(inside, Mapping):
+        return config
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return {**inside, **tied, "model_type": known.model_type, "architectures": [known.class_name]}
 
 
 def architecture_of(config: Config) -> tuple[Architecture, ...]:
