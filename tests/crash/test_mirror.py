@@ -25,7 +25,8 @@ from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.store import StorePath
-from tests.helpers.mirror_child import MirroredRun, save_there
+from tests.distributed.forked import SERVER
+from tests.helpers.mirror_child import MirroredRun, save_there, train_on_a_host
 from tests.helpers.object_store import BUCKET, S3, Request, serving
 
 
@@ -38,7 +39,7 @@ def server() -> Iterator[S3]:
 @pytest.fixture
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """The server; the mirror's patience, and what this process knows of its earlier runs, are not under test."""
-    monkeypatch.setattr(mirroring, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(mirroring, "PATIENCE_S", 0.2)
     monkeypatch.setattr(mirroring, "_PAUSE_S", 0.1)
     server.requests.clear()
     yield server
@@ -161,6 +162,90 @@ def test_a_killed_upload_goes_on_and_sends_nothing_twice(s3: S3, tmp_path: Path)
 
 def keys(key: str) -> list[str]:
     return [item["path"] for item in there(key).store.objects(key)]  # type: ignore[attr-defined]
+
+
+class TwoHosts:
+    """Processes on two hosts, one of which gets a single file through, and is then killed, or both are.
+
+    Args:
+        s3: The server.
+        folder: Of their root.
+        name: Of the mirror.
+        both: Whether both are killed.
+    """
+
+    def __init__(self, s3: S3, folder: Path, name: str, both: bool) -> None:
+        self.s3, self.folder, self.name, self.both = s3, folder, name, both
+        self.complete, self.allowed, self.kill = list[Request](), list[str](), threading.Event()
+        s3.after, s3.fault = self.after, self.fault
+        self.processes = self.started()
+
+    def started(self) -> list[Any]:
+        environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        words = str(self.folder), str(self.folder / f"meeting-{time.monotonic_ns()}"), url(self.name), environment
+        found = [SERVER.Process(target=train_on_a_host, args=(rank, *words)) for rank in (0, 1)]
+        for process in found:
+            process.start()
+        return found
+
+    def fault(self, request: Request) -> str | None:
+        if is_file(request, self.name) and (request.who == "node-1" or (self.both and self.kill.is_set())):
+            self.allowed.append(request.key)
+            return "503 Slow Down" if request.key != self.allowed[0] else None
+        return None
+
+    def after(self, request: Request) -> None:
+        if is_file(request, self.name):
+            self.complete.append(request)
+            if request.who == "node-1":
+                self.kill.set()
+
+    def killed(self) -> None:
+        assert self.kill.wait(60)
+        for process in self.processes if self.both else self.processes[1:]:
+            process.kill()
+            process.join(10)
+
+    def restarted(self) -> None:
+        time.sleep(0.5)  # requests that were under way when they died
+        assert mirrored(self.name) == []
+        self.s3.fault = lambda request: None
+        self.processes = self.started()
+
+    def senders(self) -> dict[str, str]:
+        """Who sent each file of the step: nobody has sent one that was there."""
+        for process in self.processes:
+            process.join(90)
+        sent = [request.key.partition("/.tx-")[2].partition("/")[2] for request in self.complete]
+        assert len(sent) == len(set(sent)), sent
+        return {path: request.who for path, request in zip(sent, self.complete, strict=True)}
+
+
+@pytest.mark.parametrize("restarted", [True, False], ids=["all restart", "the other goes on"])
+def test_every_host_sends_what_its_ranks_wrote_and_a_kill_loses_and_repeats_nothing(
+    s3: S3, tmp_path: Path, restarted: bool
+) -> None:
+    name = f"hosts-{restarted}"
+    hosts = TwoHosts(s3, tmp_path, name, both=restarted)
+    try:
+        hosts.killed()
+        if restarted:
+            hosts.restarted()
+        senders = hosts.senders()
+    finally:
+        for process in hosts.processes:
+            process.kill()
+    told = {path.name: path.read_text() for path in tmp_path.glob("waiting-*")}
+    assert told == ({"waiting-0": "[]", "waiting-1": "[]"} if restarted else {"waiting-0": "[]"})
+    assert mirrored(name) == [1]
+    manifest = steps.read_manifest(there(name) / "global_step_1")
+    writers = {path: host for host, paths in manifest.report["hosts"].items() for path in paths}
+    moments = {f"{role}/moments.pt" for role in ("actor", "critic", "reward")}
+    assert {path for path, host in writers.items() if host == "node-1"} == moments
+    assert set(senders) == set(writers) == set(manifest.files)
+    strangers = {path for path, host in writers.items() if senders[path] != host}
+    assert strangers <= moments
+    assert len(strangers) == (0 if restarted else 2)  # of the host that was killed, all but the one that it had sent
 
 
 def test_a_server_that_is_away_costs_a_line_and_no_step(s3: S3, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small run whose steps are mirrored: model, optimizer, data, RLHF state; also in a process of its own, which can be killed."""
+"""Small runs whose steps are mirrored: model, optimizer, data, RLHF state; also in processes of their own, which can be killed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 from mcore_rlhf.manager.rlhf.state import RlhfState
+from mcore_rlhf.manager.run import mirror as mirroring
+from mcore_rlhf.manager.run import mirror_hosts
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Mirror
+from mcore_rlhf.manager.run.world import World
+from tests.distributed.sharded_engine import ShardedEngine
 
 
 class MirroredRun:
@@ -54,3 +59,19 @@ def save_there(root: str, mirror: str, environment: Mapping[str, str], last: int
             run.step()
             manager.save(step, blocking=True)
         manager.wait_for_mirror()
+
+
+def train_on_a_host(rank: int, folder: str, meeting: str, mirror: str, environment: Mapping[str, str]) -> None:
+    """One of two hosts, each of one rank, which share a root: resume, or save a step, and wait for the mirror."""
+    os.environ.update(environment)
+    mirroring.PATIENCE_S, mirror_hosts._LOOK_S, mirror_hosts._DEAD_S = 0.5, 0.1, 3.0
+    World.host = property(lambda self: f"node-{self.rank}")  # type: ignore[assignment, method-assign]
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    roles = {role: ShardedEngine(rank, 2) for role in ("actor", "critic", "reward")}
+    where = Mirror(mirror, store={"access_key_id": f"node-{rank}"})
+    options = ManagerOptions(catch_signals=False, fsync=False, mirror=where)
+    with CheckpointManager(Path(folder, "root"), roles, options=options) as manager:  # type: ignore[arg-type]
+        if manager.load("auto") is None:
+            manager.save(1, blocking=True)
+        still = manager.wait_for_mirror(60)
+        Path(folder, f"waiting-{rank}").write_text(str(still))

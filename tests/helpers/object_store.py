@@ -27,6 +27,7 @@ class Request:
     last: int = -1
     if_match: str = ""
     if_none_match: str = ""
+    who: str = ""
 
     @property
     def conditional(self) -> bool:
@@ -68,6 +69,7 @@ class S3:
             int(last),
             environ.get("HTTP_IF_MATCH", ""),
             environ.get("HTTP_IF_NONE_MATCH", ""),
+            environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition("/")[0],
         )
         self.requests.append(request)
         time.sleep(self.delay)

@@ -176,6 +176,7 @@ class RankPart:
         live: By role, how much live state the step holds; the same from every rank of a world.
         contributed: Bytes that this rank put into files of others, by path.
         taken: Bytes that this rank found in its own files from others, by path.
+        host: Where it runs.
     """
 
     files: Mapping[str, FileEntry]
@@ -183,18 +184,20 @@ class RankPart:
     live: Mapping[str, object] = field(default_factory=dict)
     contributed: Mapping[str, int] = field(default_factory=dict)
     taken: Mapping[str, int] = field(default_factory=dict)
+    host: str = ""
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
         files = {path: [entry.nbytes, entry.crc32] for path, entry in self.files.items()}
         named = {name: dict(getattr(self, name)) for name in ("live", "contributed", "taken")}
-        return {"files": files, "roles": [dict(role) for role in self.roles], **named}
+        return {"files": files, "roles": [dict(role) for role in self.roles], "host": self.host, **named}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RankPart:
         """:meth:`as_json` read the other way."""
         files = {path: FileEntry(*entry) for path, entry in content["files"].items()}
-        return cls(files, tuple(content["roles"]), content["live"], content["contributed"], content["taken"])
+        named = {name: content[name] for name in ("live", "contributed", "taken", "host")}
+        return cls(files, tuple(content["roles"]), **named)
 
 
 def refuse_untaken(parts: Iterable[RankPart]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -15,7 +16,8 @@ from mcore_rlhf.storage.paths import ReadablePath, local_path
 from ..rlhf.state import RlhfState
 from .candidates import Resume
 from .load import Resumer
-from .mirror import Mirroring
+from .mirror import PATIENCE_S, Mirroring
+from .mirror_hosts import Helper
 from .options import ManagerOptions, Mirror, Reporter
 from .policies import AnyOf, BeforeDeadline, Deadline, OnSignal, SaveClock, SavePolicy, SignalFlag
 from .retention import clean_up, remember
@@ -83,6 +85,7 @@ class CheckpointManager:
         self._decisions = Decisions(self.world, self.options)
         self._saver = Saver(self.root, self.parts, self.world, self.options, self.reporter, self._decisions.clock)
         self._lock: RootLock | None = None
+        self._helper: Helper | None = None
         self._saving = threading.Lock()
         self._closed = False
         if not self.options.read_only:
@@ -90,14 +93,17 @@ class CheckpointManager:
         self._decisions.listen()
 
     def _open(self) -> None:
-        open_root(self.root, self.world)
+        hosts = open_root(self.root, self.world)
         try:
-            self.world.on_all_ranks(f"opening {self.root}", self._take_root)
+            self.world.on_all_ranks(f"opening {self.root}", partial(self._take_root, hosts))
         except BaseException:
             self._let_go()  # an object that was never made is never closed
             raise
+        if self._helper is not None:
+            self._helper.start()
 
-    def _take_root(self) -> None:
+    def _take_root(self, hosts: Sequence[str]) -> None:
+        first = {host: hosts.index(host) for host in hosts}  # of every host its first rank
         if self.world.commits:
             self._lock = RootLock(self.root)
             self._saver.hold = self._lock.hold
@@ -108,7 +114,13 @@ class CheckpointManager:
                 self.reporter.say("clean", None, line)
             if self._mirror is not None:
                 going_on = self.options.on_existing == "continue"
-                self._saver.mirror = Mirroring(self.root, self._mirror, self.reporter, going_on)
+                others = {rank: host for host, rank in first.items() if rank != 0}
+                self._saver.mirror = Mirroring(
+                    self.root, self._mirror, self.reporter, going_on, self.world.host, others
+                )
+        elif self._mirror is not None and self.world.has_who_commits and self.world.rank in first.values():
+            target = self._mirror.open(PATIENCE_S)
+            self._helper = Helper(self.root, self._mirror, target, self.world.rank, self.world.host)
 
     def save(
         self,
@@ -209,7 +221,8 @@ class CheckpointManager:
     def wait_for_mirror(self, seconds: float | None = None) -> list[int]:
         """Wait until every committed step that shall be in the mirror is there: at the end of a run, where no other will go on.
 
-        Not collective: ranks other than the one that commits have nothing to wait for.
+        Not collective. Where a run has several hosts, call it on all ranks: each host sends what its ranks wrote, and what the others
+        have not sent when they end, the rank that commits sends as well.
 
         Args:
             seconds: How long at most; None for as long as it takes.
@@ -218,7 +231,8 @@ class CheckpointManager:
             Steps that still wait; empty where all is there, or there is no mirror.
         """
         self._check_open()
-        return [] if self._saver.mirror is None else self._saver.mirror.wait(seconds)
+        sending = self._saver.mirror or self._helper
+        return [] if sending is None else sending.wait(seconds)
 
     def reserve(self) -> None:
         """Make the host memory that an asynchronous save needs, so that the first one is as quick as the others."""
@@ -252,6 +266,8 @@ class CheckpointManager:
     def _let_go(self) -> None:
         self._closed = True
         self._saver.close()
+        if self._helper is not None:
+            self._helper.close()
         self._decisions.close()
         self.reporter.close()
         self.world.close()

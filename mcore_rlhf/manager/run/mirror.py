@@ -1,7 +1,8 @@
 """The durable tier: committed steps of a root are sent to an object store behind training, and published there once more.
 
-A thread of the rank that commits does it, for all: every rank's files lie in the root, which all ranks share. What training waits for
-is the root alone; a store that is slow, full or away costs a line in the log and a longer list of steps that wait.
+A thread of the rank that commits does it, with one of every other host (:mod:`.mirror_hosts`): each sends what its host's ranks wrote.
+What training waits for is the root alone; a store that is slow, full or away costs a line in the log and a longer list of steps that
+wait.
 
 * A step keeps its transaction in the mirror: its files lie below ``.tx-<transaction>``, a name that no other content ever has. So a
   process that goes on after a kill sends what is not there yet; and a file is there only if it had the manifest's CRC-32 when it was read.
@@ -14,23 +15,23 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, StorageError, UsageError
-from mcore_rlhf.storage.manifest import FileEntry, Manifest
-from mcore_rlhf.storage.paths import human, inside
+from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.paths import human
 from mcore_rlhf.storage.publish import replace_text
 
 from . import retention, steps
+from .mirror_hosts import Ended, Helpers, Job, missing, publication_of, send, shares
 from .mirror_status import STATUS, Boundary, MirrorStatus, by_number, settled
-from .steps import MANIFEST, Step, is_hidden
+from .steps import Step, is_hidden
 
 if TYPE_CHECKING:
     from mcore_rlhf.storage.upload import StorePublication
@@ -39,16 +40,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mcore_rlhf.manager")
 
-_PATIENCE_S = 20.0
+PATIENCE_S = 20.0
 """How long one request is tried again; then the thread looks up, and begins the step again where it was."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _ENDING_S = 5.0
-_FILES_AT_A_TIME = 4
 _POLL_S = 0.1
-
-
-class _Ended(Exception):
-    """The manager is closed; the next start goes on."""
 
 
 class _Gone(Exception):
@@ -63,14 +59,19 @@ class Mirroring:
         mirror: Where to, and how.
         reporter: Hears of what is done.
         go_on: Whether a mirror may hold steps that this run has neither loaded nor sent.
+        host: This process's.
+        helpers: Of every other host the rank that sends with it, and the host.
 
     Raises:
         UsageError: The mirror's URL names no store that can be written to.
     """
 
-    def __init__(self, root: Path, mirror: Mirror, reporter: Reporter, go_on: bool) -> None:
+    def __init__(
+        self, root: Path, mirror: Mirror, reporter: Reporter, go_on: bool, host: str, helpers: Mapping[int, str]
+    ) -> None:
         self._root, self._options, self._reporter, self._go_on = root, mirror, reporter, go_on
-        self._target = mirror.open(_PATIENCE_S)
+        self._hosts, self._host = Helpers(root, host, helpers), host
+        self._target = mirror.open(PATIENCE_S)
         found = MirrorStatus.read(root)
         same = found is not None and found.url == mirror.url
         self._status = replace(found, failed={}, problem="") if found and same else MirrorStatus(mirror.url)
@@ -143,6 +144,7 @@ class Mirroring:
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self._thread.join(_ENDING_S)
+        self._hosts.close()
 
     def _run(self) -> None:
         pause = _PAUSE_S
@@ -150,7 +152,7 @@ class Mirroring:
             self._wake.clear()
             try:
                 self._catch_up()
-            except _Ended:
+            except Ended:
                 return
             except Exception as error:  # whatever it is, training goes on
                 self._failed(error)
@@ -165,13 +167,15 @@ class Mirroring:
         if self._there is None:
             self._look()
         self._settle()
+        newest = steps.newest(self._root)  # before it is asked what waits: what is saved meanwhile is not settled
         while waiting := self.waiting():
-            if self._ended.is_set():
-                raise _Ended
+            self._look_up()
             self._send_step(waiting[-1])
             self._delete_old()
             self.then()
             self._settle()
+            newest = steps.newest(self._root)
+        self._hosts.settled("" if newest is None else newest.transaction)
         if self._status.problem:
             self._change(problem="")
 
@@ -246,18 +250,12 @@ class Mirroring:
 
     def _publish(self, step: Step) -> int:
         """Send what is not there, and publish; returns the bytes that were sent."""
-        from mcore_rlhf.storage.upload import StorePublication
-
         target = steps.step_folder(self._target, step.step)
-        memory = max(1, self._options.memory // _FILES_AT_A_TIME)
-        with StorePublication(
-            target, True, steps.is_replaceable, MANIFEST, memory, step.transaction, goes_on=True
-        ) as publication:
+        with publication_of(target, self._options.memory, step.transaction) as publication:
             try:
                 manifest = self._same(step)
-                sent = publication.sent()
-                todo = [(name, entry) for name, entry in manifest.files.items() if sent.get(name) != entry.nbytes]
-                self._each(todo, lambda job: self._send_file(publication, step, *job))
+                todo = missing(manifest.files.items(), publication)
+                self._send(step, manifest, todo, publication)
                 self._same(step)
                 publication.commit(manifest)
             except (_Gone, Corrupt, Incomplete):  # what was sent is of no use
@@ -268,6 +266,29 @@ class Mirroring:
         with suppress(CheckpointError):  # of the step that was replaced
             steps.release(target)
         return sum(entry.nbytes for _, entry in todo)
+
+    def _send(self, step: Step, manifest: Manifest, todo: Sequence[Job], publication: StorePublication) -> None:
+        """Send what is not there: this host's share, and then what the others' hosts have not sent."""
+        mine = shares(manifest, self._hosts.hosts)[self._host]
+        try:
+            if not {name for name, _ in todo} <= {name for name, _ in mine}:
+                self._hosts.ask(step.step, step.transaction)
+            self._send_files(step, [job for job in todo if job in mine], publication)
+            if not self._hosts.wait(self._look_up):
+                self._send_files(step, missing(todo, publication), publication)
+        finally:
+            self._hosts.withdraw()
+
+    def _send_files(self, step: Step, jobs: Sequence[Job], publication: StorePublication) -> None:
+        try:
+            send(publication, step.local, jobs, self._look_up)
+        except CheckpointError:
+            self._same(step)
+            raise
+
+    def _look_up(self) -> None:
+        if self._ended.is_set():
+            raise Ended
 
     def _same(self, step: Step) -> Manifest:
         """The manifest of a step that is still the one that was found.
@@ -284,42 +305,6 @@ class Mirroring:
         if manifest.transaction != step.transaction:
             raise _Gone
         return manifest
-
-    def _send_file(self, publication: StorePublication, step: Step, name: str, entry: FileEntry) -> None:
-        """Send a file, if it is what the manifest says while it is read; otherwise the store never has it."""
-        try:
-            publication.put(name, inside(step.path, name, follow_links=False), entry, self._go_on_sending)
-        except CheckpointError:
-            self._same(step)
-            raise
-
-    def _go_on_sending(self, _nbytes: int) -> None:
-        if self._ended.is_set():
-            raise _Ended
-
-    def _each(self, jobs: Sequence[Any], action: Callable[[Any], None]) -> None:
-        """Do them a few at a time, on threads that an ending process does not wait for; raises the first error."""
-        todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for job in jobs:
-            todo.put(job)
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            while not errors:
-                try:
-                    action(todo.get_nowait())
-                except queue.Empty:
-                    return
-                except BaseException as error:
-                    errors.append(error)
-
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_FILES_AT_A_TIME, len(jobs)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
 
     def _delete_old(self) -> None:
         """What the mirror's own rules do not keep."""

@@ -51,8 +51,8 @@ class Mirror:
             the oldest are deleted by its rules.
         on_error: What a failure is: something that is said, and tried again (``continue``), or that the next save raises
             (``raise``).
-        connections: Requests at a time.
-        memory: Bytes that may be on their way.
+        connections: Requests at a time, of each host.
+        memory: Bytes that may be on their way, of each host.
         store: The store's settings by obstore's names, such as ``endpoint``; the environment's are read without.
 
     Raises:

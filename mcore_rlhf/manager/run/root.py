@@ -154,8 +154,11 @@ def _stillborn_locks(root: Path) -> list[Path]:
     return found
 
 
-def open_root(root: Path, world: World) -> None:
+def open_root(root: Path, world: World) -> list[str]:
     """Make the root, and see that every rank sees it and may write there. Collective.
+
+    Returns:
+        The host of every rank.
 
     Raises:
         StorageError: Not so; the ranks and hosts are named. Raised on every rank.
@@ -167,7 +170,7 @@ def open_root(root: Path, world: World) -> None:
     world.raise_on_all(error, f"writing into {root}")
     seen = _appears(root / name)
     error = _caught(lambda: _touch(root, f"{name}-{world.rank}")) if seen else None
-    answers = world.all_gather((seen, socket.gethostname()))
+    answers = world.all_gather((seen, world.host))
     for path in [root / f"{name}-{world.rank}", *([root / name] if world.is_rank0 else [])]:
         with suppress(OSError):  # it may not be there, or on another disk
             path.unlink(missing_ok=True)
@@ -178,6 +181,7 @@ def open_root(root: Path, world: World) -> None:
             f"{root}: written by rank 0 on {answers[0][1]}, and not seen by {', '.join(blind)}\n"
             "All ranks must share one file system for checkpoints: choose an output_dir on it."
         )
+    return [host for _, host in answers]
 
 
 def _touch(root: Path, name: str) -> None:

@@ -319,7 +319,10 @@ class SaveJob:
             raise Incomplete(f"{self.transaction.target}: no rank delivered the roles {', '.join(sorted(missing))}")
         seconds = time.monotonic() - self._started
         live = {role: figures for part in parts for role, figures in part.live.items()}
-        report = {**self.report, "save_seconds": seconds, "live": live}
+        hosts: dict[str, list[str]] = {}
+        for part in parts:
+            hosts.setdefault(part.host, []).extend(sorted(part.files))
+        report = {**self.report, "save_seconds": seconds, "live": live, **({"hosts": hosts} if len(hosts) > 1 else {})}
         more = {str(key): value for key, value in self.provenance.items()}
         manifest = Manifest(
             files,
@@ -333,9 +336,8 @@ class SaveJob:
         self._after(sum(entry.nbytes for entry in files.values()))
 
     def _part(self, writer: RankWriter) -> RankPart:
-        return RankPart(
-            writer.written, tuple(self.snapshot.roles), self.snapshot.live, writer.contributed, writer.taken_from_others
-        )
+        roles, live = tuple(self.snapshot.roles), self.snapshot.live
+        return RankPart(writer.written, roles, live, writer.contributed, writer.taken_from_others, self.world.host)
 
     def _write_gathered(self, writer: RankWriter) -> None:
         values = [self._values(name) for name in self.world.rank_names]

@@ -84,6 +84,11 @@ class World:
         return self.rank_name == self.rank_names[0]
 
     @property
+    def has_who_commits(self) -> bool:
+        """Whether :attr:`commits` is true of a rank of this world."""
+        return self.rank_names[0] == _name(self.worlds.mine if self.worlds else "", 0)
+
+    @property
     def is_one_of_several(self) -> bool:
         """Whether other worlds save the same step."""
         return self.worlds is not None
@@ -105,7 +110,12 @@ class World:
     @property
     def name(self) -> str:
         """Host and rank, for messages."""
-        return f"rank {self.rank} on {socket.gethostname()}"
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def host(self) -> str:
+        """The machine that this process runs on."""
+        return socket.gethostname()
 
     def barrier(self, what: str, patience: float = 1.0) -> None:
         """Wait until all ranks have come here.
