@@ -15,7 +15,7 @@ from typing import Protocol
 from mcore_rlhf.core.catalog import UINT8, Record
 from mcore_rlhf.core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from mcore_rlhf.core.lowrank import products_in_one_thread
-from mcore_rlhf.errors import Problems
+from mcore_rlhf.errors import Problems, StorageError
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.storage.destination import Destination, Publication
 from mcore_rlhf.storage.manifest import FileEntry
@@ -79,7 +79,8 @@ def journal_of(
 ) -> Iterator[Journal | None]:
     """The journal of what is published, with what a killed process did; None where none is kept.
 
-    Where the process is asked to end (SIGTERM) what is finished stays for the next one, as after a kill.
+    Where the process is asked to end (SIGTERM), the disk is full or storage fails, what is finished stays for the next one, as after
+    a kill.
     """
     fingerprint = conversion.fingerprint
     path = None if fingerprint is None else publication.resume(partial(why_not, fingerprint=fingerprint))
@@ -94,6 +95,16 @@ def journal_of(
         if stop.args[:1] == (signal.SIGTERM,) and journal.files:
             publication.leave()
         raise
+    except StorageError as error:
+        if (
+            not journal.files or error.__cause__ is None
+        ):  # what no system call refused, such as a target that is there, stays so
+            raise
+        publication.leave()
+        raise StorageError(
+            f"{error}\nWhat is finished is kept beside the target, in {path.name.replace('.journal-', '.partial-')}: the same command "
+            "goes on there; with --no-resume it begins anew, and removes it."
+        ) from error
     finally:
         journal.close()
 

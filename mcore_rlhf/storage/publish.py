@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -280,4 +281,4 @@ def check_space(folder: Path, nbytes: int) -> None:
         raise StorageError(
             f"{folder}: {human(nbytes)} are needed, but only {human(free)} are free there.\n"
             "Free some space, or choose a target on another disk."
-        )
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

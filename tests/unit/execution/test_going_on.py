@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.core.execute import FileRun
+from mcore_rlhf.errors import StorageError
 from mcore_rlhf.execution import journal
 from mcore_rlhf.execution.fingerprint import Fingerprint
-from mcore_rlhf.execution.journal import Journal, why_not
+from mcore_rlhf.execution.journal import Done, Journal, why_not
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.storage import record_file
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.killed import begun, content, run, start
 
@@ -82,6 +89,43 @@ def test_what_sigterm_ended_goes_on_as_well(source: Path, whole: Path, tmp_path:
     assert run("convert", source, target, *TO, log=log)[0] == 0
     assert len(begun(log)) <= FILES - 3
     assert content(target) == content(whole)
+
+
+def test_what_was_finished_before_the_disk_was_full_is_not_made_again(
+    source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, options = tmp_path / "out", ConvertOptions(to="megatron", write=WriteOptions(tp=1, pp=4), workers=1)
+    begun, add, run_file = list[str](), Journal.add, FileRun.run
+
+    def counted(self: FileRun) -> object:
+        begun.append(self.plan.file)
+        return run_file(self)
+
+    def adding(self: Journal, name: str, done: Done) -> None:
+        add(self, name, done)
+        if len(self.files) == 3:
+            filling.setattr(record_file, "pwrite_all", full)
+
+    def full(fd: int, data: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileRun, "run", counted)
+    kept = r"(?s)What is finished is kept beside the target, in \.out\.partial-"
+    with monkeypatch.context() as filling:
+        filling.setattr(Journal, "add", adding)
+        with pytest.raises(StorageError, match=kept) as refused:
+            convert(source, target, options)
+    assert "No space left on device" in str(refused.value)
+    with monkeypatch.context() as filled:
+        filled.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+        with pytest.raises(StorageError, match=kept) as refused:
+            convert(source, target, options)
+    assert "are needed, but only 1 bytes are free" in str(refused.value)
+    begun.clear()
+    convert(source, target, options)
+    assert len(begun) == FILES - 3
+    assert content(target) == content(whole)
+    assert hidden(target) == []
 
 
 def test_ctrl_c_leaves_nothing(source: Path, tmp_path: Path) -> None:
