@@ -51,13 +51,14 @@ _PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, man 2 fallocat
 _start = attrgetter("start")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Extent:
-    """A range of a file that was fetched, or is being fetched."""
+    """A range of a file that was fetched, or is being fetched; while somebody waits for it or reads it, it stays."""
 
     start: int
     stop: int
     arrived: Future[None]
+    readers: int = 0
 
 
 @dataclass(slots=True)
@@ -141,18 +142,23 @@ class Fetched:
             CheckpointError: They cannot be fetched, or not be kept.
         """
         stop = min(offset + nbytes, self._length(file))
-        while offset < stop:
-            with self._lock:
-                self._begin(file, offset, stop)
-                kept = self._files[file]
-                needed = kept.within(offset, stop)
+        if stop <= offset:
+            return b""
+        with self._lock:
+            self._begin(file, offset, stop)
+            kept = self._files[file]
+            needed = kept.within(offset, stop)
+            for extent in needed:
+                extent.readers += 1
+        try:
             for extent in needed:
                 extent.arrived.result()
-            with self._lock:  # nothing is dropped while it is read; what was dropped meanwhile may be on its way again
-                there = all(extent.arrived.done() for extent in kept.within(offset, stop))
-                if there and not any(kept.missing(offset, stop)):
-                    return os.pread(self._fd, stop - offset, kept.base + offset)
-        return b""
+            return os.pread(self._fd, stop - offset, kept.base + offset)
+        finally:
+            with self._lock:
+                for extent in needed:
+                    extent.readers -= 1
+                self._drop_oldest()
 
     def _begin(self, file: str, start: int, stop: int) -> None:
         kept = self._files.get(file)
@@ -182,7 +188,7 @@ class Fetched:
 
     def _drop_oldest(self) -> None:
         while self._nbytes > self._limit:
-            oldest = next((key for key, extent in self._order.items() if extent.arrived.done()), None)
+            oldest = next((key for key, one in self._order.items() if one.arrived.done() and not one.readers), None)
             if oldest is None:
                 return
             file, extent = oldest[0], self._order[oldest]

@@ -89,6 +89,13 @@ def test_many_threads_read_what_is_there(limit: int | None) -> None:
         list(pool.map(read, range(6)))
 
 
+def test_what_is_read_in_two_parts_stays_until_both_are_there() -> None:
+    """However small the limit: each part would make room for the other for ever."""
+    kept = Far().kept(limit=0)
+    kept.expect([("a", 0, 10), ("a", 100_000, 10)])
+    assert kept.read("a", 0, 100_010) == FILES["a"][:100_010]
+
+
 def test_a_failure_is_told_and_not_kept() -> None:
     far = Far()
     kept = far.kept()
