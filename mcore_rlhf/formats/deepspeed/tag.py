@@ -19,7 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.formats.form import (
+from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .ds_config import section
+from .files import MAX_RANKS, TagFiles, check_complete
+from .form import (
     INT,
     NUMBER,
     SHAPES,
@@ -35,11 +40,6 @@ from mcore_rlhf.formats.form import (
     maybe,
     of,
 )
-from mcore_rlhf.storage.pt import PtFile, read_pt
-from mcore_rlhf.storage.stored import StoredTensor
-
-from .ds_config import section
-from .files import MAX_RANKS, TagFiles, check_complete
 
 _NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _DATA_FIRST = "use_data_before_expert_parallelism"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.formats.form import (
+from mcore_rlhf.formats.deepspeed.form import (
     INT,
     SHAPES,
     TEXT,
