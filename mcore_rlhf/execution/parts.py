@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import LocalPublication
-from mcore_rlhf.storage.transactions import recover
+from mcore_rlhf.storage.transactions import note_joining, recover, remove_joined
 from mcore_rlhf.verify.audit import Pair
 
 from .fingerprint import Fingerprint
@@ -137,6 +136,11 @@ def parts_folder(target: Path, fingerprint: Fingerprint, count: int) -> Path:
     return target.with_name(f".{target.name}.parts-{fingerprint.key}-of-{count}")
 
 
+def is_of(folder: Path, target: Path, conversion: PlannedTarget) -> bool:
+    """Whether a folder is that of the parts of a plan, whatever their number."""
+    return folder.name.startswith(f".{target.name}.parts-{_asked(conversion).key}-of-")
+
+
 def run_part(
     conversion: PlannedTarget, target: Path, part: PartNumber, options: ConvertOptions, progress: Progress
 ) -> Mapping[str, FileEntry]:
@@ -240,8 +244,9 @@ def finish(
     for name in files:
         publication.take(joined.folders[name] / name, name)
     files |= conversion.put_known(publication, files)
+    note_joining(folder, publication.transaction)
     published = publication.commit(replace(conversion.manifest, files=files))
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_joined(folder)
     return published
 
 

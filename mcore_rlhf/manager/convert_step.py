@@ -11,7 +11,7 @@ from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, is_run, p
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
 from mcore_rlhf.execution.fingerprint import Fingerprint, digest, identity
-from mcore_rlhf.execution.parts import finish, run_part
+from mcore_rlhf.execution.parts import finish, is_of, run_part
 from mcore_rlhf.execution.run import publish
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
@@ -19,6 +19,7 @@ from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import LocalPublication, check_space
+from mcore_rlhf.storage.transactions import joined, recover
 from mcore_rlhf.storage.urls import publication, refuse_overlap, write_text
 
 from .run import steps
@@ -186,15 +187,27 @@ def finish_parts(
     Raises:
         CheckpointError: Parts are missing, or something is wrong; nothing was published.
     """
-    with _by_parts(source, target, replace(options, resume=False)) as publication:
+    publication = _by_parts(source, target, replace(options, resume=False))
+    before = joined(publication.target, publication.manifest_name)
+    if before:  # by a process that was killed before it could remove the parts
+        job = prepare_step(source, replace(options, resume=True))
+        if any(is_of(folder, publication.target, conversion_of(job, options)) for folder in before):
+            recover(publication.target, publication.manifest_name, resumable=False)
+            return _finished(job, publication.target, target, options)
+    with publication:
         job = prepare_step(source, replace(options, resume=True))
         conversion = conversion_of(job, options)
         try:
-            job.published = finish(conversion, publication.target, publication, options, progress or Progress())
+            published = finish(conversion, publication.target, publication, options, progress or Progress())
         except CheckpointError:
             publication.check_target()  # another one may have joined them meanwhile, and taken the parts away
             raise
-    if source.step is not None:
+    return _finished(job, published, target, options)
+
+
+def _finished(job: StepJob, published: ReadablePath, target: ReadablePath, options: ConvertOptions) -> StepJob:
+    job.published = published
+    if job.source.step is not None:
         _track(job, target, options)
     return job
 

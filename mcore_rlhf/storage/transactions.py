@@ -10,6 +10,7 @@ For a target ``out`` a transaction uses, all in the same parent, so that a renam
 * ``.out.partial-<id>``  the folder being written
 * ``.out.journal-<id>``  what of it is finished, where whoever comes after a kill may go on with it
 * ``.out.old-<id>``      what was at ``out`` before, while it is being replaced
+* ``.out.parts-…/``      what it is joined of, where it is; a file in it names the transaction that joins
 
 The lock is made first and removed last. So after a crash every leftover has a lock file that nobody holds.
 """
@@ -31,6 +32,7 @@ from .manifest import Manifest
 from .paths import storage_error
 
 MANIFEST_NAME = "mcore_rlhf.json"
+_JOINED = "joined"
 _PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 _FOREIGN_PATIENCE_S = 24 * 3600
 """A lock of another host may be held although it seems free: some network file systems lock per host only."""
@@ -176,7 +178,41 @@ def recover(target: Path, manifest_name: str = MANIFEST_NAME, *, resumable: bool
         if resumable or not places.resumable:
             done += removed(places, manifest_name)
         os.close(fd)
+    for folder in joined(target, manifest_name):
+        remove_joined(folder)
+        done.append(f"removed {folder}: {target} was published of it")
     return done
+
+
+def note_joining(folder: Path, transaction: str) -> None:
+    """Say which transaction joins the parts in a folder, before it publishes: if it dies then, they are known to be published.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    try:
+        (folder / _JOINED).write_text(transaction)
+    except OSError as error:
+        raise storage_error(error, folder / _JOINED, "write") from error
+
+
+def joined(target: Path, manifest_name: str = MANIFEST_NAME) -> list[Path]:
+    """Folders of parts of which a target was published by a process that died before it could remove them."""
+    folders = target.parent.glob(f"{_escaped(f'.{target.name}.parts-')}*") if target.parent.is_dir() else ()
+    found: list[Path] = []
+    for folder in sorted(folders):
+        with suppress(OSError, UnicodeDecodeError):
+            if Places(target, (folder / _JOINED).read_text()).is_published(manifest_name):
+                found.append(folder)
+    return found
+
+
+def remove_joined(folder: Path) -> None:
+    """Remove parts that were published; what says so goes last, so that whoever comes after a kill goes on."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def dead(target: Path) -> Iterator[tuple[Places, int]]:

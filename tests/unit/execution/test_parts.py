@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import StorageError
+from mcore_rlhf.execution import parts
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.manager import subject
-from mcore_rlhf.manager.convert_step import finish_parts
+from mcore_rlhf.manager.convert_step import convert_step, finish_parts
 from mcore_rlhf.storage.publish import LocalPublication
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.killed import begun, content, run, start
@@ -57,6 +58,30 @@ def test_joined_they_are_what_one_process_makes(three: Path, source: Path, whole
     assert (code, json.loads(stdout)["proved"]) == (0, True), stderr
     assert content(target) == content(whole)
     assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("again", ["--finish", "convert"])
+def test_parts_that_were_joined_by_who_was_killed_then_are_tidied_up(
+    three: Path, source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """The same command finds that all is done; another one finds its target taken. Neither leaves the parts."""
+    target, options = copied(three, tmp_path), ConvertOptions(write=WriteOptions(tp=4, pp=1), fsync=False)
+
+    def killed(folder: Path) -> None:
+        shutil.rmtree(next(folder.glob("part-*")))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "remove_joined", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finish_parts(subject.find(source, ReadOptions()), target, options)
+    assert len(list(target.parent.iterdir())) == 2
+    if again == "--finish":
+        assert finish_parts(subject.find(source, ReadOptions()), target, options).published == target
+    else:
+        with pytest.raises(StorageError, match="exists already"):
+            convert_step(subject.find(source, ReadOptions()), target, options)
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+    assert content(target) == content(whole)
 
 
 def test_of_two_that_join_the_one_that_loses_says_what_happened(
