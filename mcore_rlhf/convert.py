@@ -13,11 +13,11 @@ from .core.catalog import Traced
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, UsageError
-from .execution.fingerprint import Digests, Fingerprint, digest, identity, of_options
+from .execution.fingerprint import Binding, Digests, identity, of_options
 from .execution.parts import Coverage, with_readings
 from .execution.run import Execution, publish
 from .execution.run import Progress as Progress
-from .execution.work import FileTask, Known, PlannedFile, PlannedTarget, Sums, Work
+from .execution.work import FileTask, Known, PlannedFile, PlannedTarget, Sums, Work, in_blocks
 from .families.crossing import crossed
 from .families.crossing.quantized import dequantized
 from .families.lora.bridge import with_peft_names
@@ -55,7 +55,7 @@ class Job:
         published: The folder that was published, once it is; inside a run, only the checkpoint's own.
         seen: The source under the names of the target's family of formats; None where they are its own.
         account: What becomes of every item of the source.
-        fingerprint: What decides every byte of the target; None where nobody asked.
+        binding: What decides every byte of the target; None where nobody asked.
         sizes: Bytes of the records of every file.
         coverage: What of the source is read in one run each; None where nobody asked.
     """
@@ -68,7 +68,7 @@ class Job:
     published: ReadablePath | None = None
     seen: Source | None = None
     account: Account = field(default_factory=lambda: Account({}, ()))
-    fingerprint: Fingerprint | None = None
+    binding: Binding | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     coverage: Coverage | None = None
 
@@ -126,7 +126,7 @@ class Job:
                 FileTask(place(file.path), self.sizes.get(file.path, 0), partial(self._planned, file))
                 for file in self.target.files
             ],
-            lambda problems: pairs(self.source.catalog, problems, **checked),
+            lambda problems: in_blocks(pairs(self.source.catalog, problems, **checked), f"compared {name}:"),
             lambda: self.source.files,
             lambda: bytes_of(read),
             self.source.distrust,
@@ -138,7 +138,7 @@ class Job:
     def _planned(self, file: TargetFile) -> PlannedFile:
         layout = file.layout()
         plan = plan_file(file.path, layout.holds, self.target.source)
-        return PlannedFile(plan, layout.records, layout.container.layout(file.path))
+        return PlannedFile(plan, layout.records, layout.container)
 
     def conversion(self, options: ConvertOptions, below: str = "") -> PlannedTarget:
         """All of it; of a target with a tag, what is below the tag's folder, and no tracker."""
@@ -148,7 +148,8 @@ class Job:
             return path.removeprefix(below)
 
         work = job.work(options, place=place)
-        return PlannedTarget([work], job.manifest({}), job.known(place), job.sums(place), job.fingerprint, job.space)
+        fingerprint = None if job.binding is None else job.binding.fingerprint()
+        return PlannedTarget([work], job.manifest({}), job.known(place), job.sums(place), fingerprint, job.space)
 
     def known(self, place: Callable[[str], str] = str) -> dict[str, Known]:
         """The small files of the target, and those that are taken over."""
@@ -192,7 +193,7 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
             plan = plan_file(file.path, layout.holds, job.target.source)
         traced.plan(layout.holds)
         if options.resume and not plan.problems:
-            digests.add(file.path, layout.container.layout(file.path), plan)
+            digests.add(layout.container.layout(file.path), plan)
         problems.extend(plan.problems.found)
         if job.coverage is not None:
             job.coverage.copies(plan.copies)
@@ -204,7 +205,7 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     job.account = account_of(opened, seen, job.target, traced, without_optimizer=options.write.no_optimizer)
     job.report.close(job.account)
     if options.resume:
-        job.fingerprint = _fingerprint(job, options, digests)
+        job.binding = _binding(job, options, digests)
     if options.strict and not job.lossless:
         raise Lossy(
             "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.account.lost)
@@ -212,13 +213,13 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     return job
 
 
-def _fingerprint(job: Job, options: ConvertOptions, digests: Digests) -> Fingerprint:
+def _binding(job: Job, options: ConvertOptions, digests: Digests) -> Binding:
     root = job.source.root if job.source.computed is None else job.source.computed.root
-    files = identity(root, job.source.files, job.target.carried.values())
-    told = (f"{name} {facts}" for name, facts in sorted(files.items()))
     made = (job.seen or job.source).computed
     digests.computed({} if made is None else made.computations)
-    return Fingerprint(digest(told), of_options(options), digests.text(job.target.texts))
+    digests.texts(job.target.texts)
+    files = identity(root, job.source.files, job.target.carried.values())
+    return Binding(root, files, of_options(options), digests.lines, made is not None)
 
 
 def _seen_by(

@@ -82,15 +82,16 @@ def inspect(path: Path, tensors: str | None, json: bool, **given: Any) -> None:
         *o.table("plan"),
         o.CONFIG,
         o.flag("--copies", "-v", help="Print the copies themselves."),
+        o.Option("--save", help="Save the plan, for convert --plan.", type=o.FOLDER, metavar="FILE"),
         o.JSON_OPTION,
     ],
 )
-def plan(config: Path | None, copies: bool, json: bool, **given: Any) -> None:
-    """Print what convert would do, copy by copy if wanted. Nothing is written, and no tensor is read."""
+def plan(config: Path | None, copies: bool, save: Path | None, json: bool, **given: Any) -> None:
+    """Print what convert would do, copy by copy if wanted. Nothing is converted, and no tensor is read."""
     from .job import make_job
     from .planning import run
 
-    run(make_job(given, config), copies, json)
+    run(make_job(given, config), copies, json, save)
 
 
 @app.command(

@@ -103,7 +103,7 @@ def _run_part(job: ConversionJob, subject: Subject, part: PartNumber, json: bool
     """
     target, began = job.target_folder(), time.monotonic()
     with shown_progress() as progress:
-        _, files = convert_part(subject, target, job.options, part, progress)
+        files = convert_part(subject, target, job.options, part, progress, job.plan)
     seconds, nbytes = time.monotonic() - began, sum(entry.nbytes for entry in files.values())
     facts = {
         "part": list(part),

@@ -142,6 +142,10 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
         raise UsageError(
             "--part: what --finish and --verify ask for can be done once all parts are\nGive --part alone."
         )
+    if at["job"].get("plan") and not at["job"].get("part"):
+        raise UsageError(
+            "--plan: is what --part goes by; one process plans by itself, and so does --finish\nGive --part K/N."
+        )
     if at["job"].get("executor") == "ray" and (at["job"].get("part") or at["job"].get("finish")):
         raise UsageError("--executor ray: does all parts, and joins them\nLeave --part and --finish out.")
     return ConversionJob(**at["job"], options=options, **texts)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from mcore_rlhf.convert import Job
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.plan import Copy, plan_file
 from mcore_rlhf.formats.base import TargetFile
-from mcore_rlhf.manager.convert_step import prepare_step
+from mcore_rlhf.manager.convert_step import prepare_step, save_plan
 
 from .converting import print_step, step_job_facts
 from .describe import (
@@ -28,30 +31,35 @@ _SHOWN_COPIES = 10
 _SHOWN_FILES = 40
 
 
-def run(job: ConversionJob, copies: bool, json: bool) -> None:
+def run(job: ConversionJob, copies: bool, json: bool, save: Path | None = None) -> None:
     """Print the plan of a conversion.
 
     Args:
         job: What to convert, and to what.
         copies: Whether the copies themselves are listed; those of a lone checkpoint are.
         json: For machines.
+        save: Where the plan itself is saved.
 
     Raises:
         CheckpointError: The source is not sound, or the target cannot be made of it.
     """
     subject = job.subject()
-    planned = prepare_step(subject, job.options)
+    planned = prepare_step(subject, replace(job.options, resume=save is not None), by_parts=save is not None)
     if subject.alone:
         (alone,) = planned.jobs.values()
         facts = _model_facts(alone, copies, None if json else _SHOWN_COPIES)
         facts["chosen"] = chosen_facts(subject.chosen)
     else:
         facts = step_job_facts(planned)
+    if save is not None:
+        facts["saved"] = {"path": str(save), "bytes": save_plan(planned, save, job.options)}
     if json:
         emit_json(facts)
     else:
         print_choice(subject.chosen)
         (_print_model if subject.alone else print_step)(facts)
+        if save is not None:
+            say(f"\nsaved as {save}, {size(facts['saved']['bytes'])}: convert --plan {save} --part K/N goes by it")
 
 
 def _model_facts(job: Job, copies: bool, limit: int | None) -> Facts:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf import __version__
 from mcore_rlhf.core.plan import FilePlan
+from mcore_rlhf.errors import StorageError
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.paths import ReadablePath, storage_error
 from mcore_rlhf.storage.store import StoreStat
+from mcore_rlhf.storage.urls import checkpoint_path
 
 if TYPE_CHECKING:
     from mcore_rlhf.core.computed import Computation
     from mcore_rlhf.storage.record_file import Layout
+
+
+_LISTED = "crc32 "
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,30 @@ class Fingerprint:
         return ", ".join(found) or ("" if other == mine else "another plan")
 
 
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a fingerprint of one model is made of, in full.
+
+    Args:
+        root: The source's folder.
+        files: Its files, as :func:`identity` has them.
+        options: See :class:`Fingerprint`.
+        lines: What decides the bytes of the target, line by line; see :class:`Digests`.
+        computed: Whether values are computed on the way.
+    """
+
+    root: ReadablePath
+    files: Mapping[str, str]
+    options: str
+    lines: Sequence[str]
+    computed: bool = False
+
+    def fingerprint(self) -> Fingerprint:
+        """Its digests."""
+        source = digest(f"{name} {facts}" for name, facts in sorted(self.files.items()))
+        return Fingerprint(source, self.options, digest(self.lines))
+
+
 def digest(texts: Iterable[str]) -> str:
     """SHA-256 of texts, each of which counts by itself."""
     whole = hashlib.sha256()
@@ -90,8 +119,26 @@ def identity(root: ReadablePath, stored: Iterable[StoredFile], more: Iterable[Re
     return found | {str(path): _facts(path) for path in more}
 
 
+def changed(root: ReadablePath, told: Mapping[str, str]) -> list[str]:
+    """The files of a source that are not any more what :func:`identity` said of them, each with what is the case.
+
+    One that a manifest's checksum tells is looked at for its length alone: whoever reads it holds it against the checksum.
+    """
+    found: list[str] = []
+    for name, before in told.items():
+        try:
+            now = _facts(checkpoint_path(name) if "://" in name else root / name)
+        except StorageError as error:
+            found.append(str(error).partition("\n")[0])
+            continue
+        size, _, how = before.partition(" ")
+        if now != before and not (how.startswith(_LISTED) and now.partition(" ")[0] == size):
+            found.append(f"{name}: was {before}, and is {now}")
+    return found
+
+
 def _listed(file: StoredFile) -> str:
-    return "" if file.whole is None else f"{file.nbytes} crc32 {file.whole:08x}"
+    return "" if file.whole is None else f"{file.nbytes} {_LISTED}{file.whole:08x}"
 
 
 def _facts(path: ReadablePath) -> str:
@@ -108,42 +155,58 @@ def _facts(path: ReadablePath) -> str:
 
 @dataclass(slots=True)
 class Digests:
-    """Collects the digest of a target as its files are planned, one after the other."""
+    """Collects what decides the bytes of a target, as its files are planned one after the other.
 
-    _whole: Any = field(default_factory=hashlib.sha256)
+    Args:
+        lines: A line for each file, whose digest is that of the target.
+    """
 
-    def add(self, path: str, layout: Layout, plan: FilePlan) -> None:
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, layout: Layout, plan: FilePlan) -> None:
         """A file of the target."""
-        known = crc = 0
-        for offset, data, key in layout.known:
-            view = memoryview(data).cast("B")
-            known, crc = known + len(view), crc32(view, crc32(f"{offset} {key};".encode(), crc))
-        for copy in plan.copies:
-            source, target = copy.source, copy.target
-            text = (
-                f"{source.file}:{source.byte_offset}:{copy.source_start}:{copy.source_strides}:{source.dtype}>"
-                f"{target.key}:{copy.target_start}:{copy.target_strides}:{copy.shape}:{target.dtype};"
-            )
-            crc = crc32(text.encode("utf-8", "surrogateescape"), crc)
-        self._whole.update(f"{path} {layout.nbytes} {known} {crc}\n".encode("utf-8", "surrogateescape"))
+        self.lines.append(planned_line(layout, plan))
 
     def computed(self, computations: Mapping[str, Computation]) -> None:
         """What is computed on the way, with its numbers: copies say only where from."""
-        for name in sorted(computations):
-            self._whole.update(f"{name} {computations[name]!r}\n".encode("utf-8", "surrogateescape"))
+        self.lines += (f"{name} {computations[name]!r}" for name in sorted(computations))
 
-    def text(self, texts: Mapping[str, str | bytes]) -> str:
-        """The digest, with the target's small files."""
+    def texts(self, texts: Mapping[str, str | bytes]) -> None:
+        """The target's small files."""
         for name, text in sorted(texts.items()):
             data = text.encode() if isinstance(text, str) else text
-            self._whole.update(f"{name} {len(data)} {crc32(data)}\n".encode("utf-8", "surrogateescape"))
-        return str(self._whole.hexdigest())
+            self.lines.append(f"{name} {len(data)} {crc32(data)}")
+
+
+def planned_line(layout: Layout, plan: FilePlan) -> str:
+    """What decides the bytes of one file of a target: its path, its length, its records, what is known of it, its copies."""
+    whole, known = hashlib.sha256(), 0
+    for offset, data, key in layout.known:
+        view = memoryview(data).cast("B")
+        whole.update(f"{offset} {len(view)} {key};".encode("utf-8", "surrogateescape"))
+        whole.update(view)
+        known += len(view)
+    for key, place in layout.records.items():
+        whole.update(f"{key} {place!r};".encode("utf-8", "surrogateescape"))
+    for copy in plan.copies:
+        source, target = copy.source, copy.target
+        text = (
+            f"{source.file}:{source.byte_offset!r}:{copy.source_start!r}:{copy.source_strides}:{source.dtype}>"
+            f"{target.key}:{copy.target_start!r}:{copy.target_strides}:{copy.shape}:{target.dtype};"
+        )
+        whole.update(text.encode("utf-8", "surrogateescape"))
+    return f"{plan.file} {layout.nbytes} {known} {whole.hexdigest()}"
 
 
 def of_options(options: ConvertOptions) -> str:
-    """A digest of what options decide the bytes, or what is compared: not how many workers there are, nor what is waited for."""
+    """A digest of :func:`told_options`."""
+    return digest([json.dumps(told_options(options), sort_keys=True)])
+
+
+def told_options(options: ConvertOptions) -> dict[str, str]:
+    """The options that decide the bytes, or what is compared: not how many workers there are, nor what is waited for."""
     told = {"to": options.to, "trust_replicas": repr(options.trust_replicas)}
     for section in (options.read, options.write):
         for place in fields(section):
             told[f"{type(section).__name__}.{place.name}"] = repr(getattr(section, place.name))
-    return digest([json.dumps(told, sort_keys=True)])
+    return told

@@ -42,15 +42,18 @@ class Done:
     Args:
         entry: The file that it wrote; None where it compared.
         seen: The checksums of what it read, by file and record of the source.
+        compared: A digest of what it compared, where it did.
     """
 
     entry: FileEntry | None = None
     seen: Spans = field(default_factory=dict)
+    compared: str = ""
 
     def as_plain(self) -> dict[str, Any]:
         """As data for JSON."""
         found: dict[str, Any] = {} if self.entry is None else {"bytes": self.entry.nbytes, "crc32": self.entry.crc32}
-        return {**found, "seen": plain_spans(self.seen)}
+        more = {"compared": self.compared} if self.compared else {}
+        return {**found, **more, "seen": plain_spans(self.seen)}
 
     @classmethod
     def of_plain(cls, told: Mapping[str, Any]) -> Done:
@@ -60,7 +63,7 @@ class Done:
             ValueError, KeyError, TypeError: It is something else.
         """
         entry = FileEntry(int(told["bytes"]), int(told["crc32"])) if "bytes" in told else None
-        return cls(entry, spans_of(told["seen"]))
+        return cls(entry, spans_of(told["seen"]), str(told.get("compared", "")))
 
 
 def plain_spans(seen: Spans) -> list[list[Any]]:

@@ -32,7 +32,7 @@ from mcore_rlhf.verify.audit import Pair
 from .fingerprint import Fingerprint
 from .journal import Done
 from .run import Execution, Progress, journal_of
-from .work import PlannedTarget, Reading, Work
+from .work import PlannedTarget, Reading, Work, in_blocks
 
 LEDGER = "part.json"
 _COSTS = {"write": 20, "compare": 6, "read": 3}
@@ -98,12 +98,12 @@ def _union(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def with_readings(work: Work, coverage: Coverage) -> Work:
     """A work that also says what of the source has to be read only to be checked."""
-    coverage.pairs(pair for _, block in work.blocks(Problems()) for pair in block)
+    coverage.pairs(pair for block in work.compared(Problems()) for pair in block.items())
     found: list[Reading] = []
     for file in work.stored():
         for key, offset, nbytes, _ in file.records:
             found += (Reading(file.path, key, offset, *span) for span in coverage.missing(file.path, key, nbytes))
-    return replace(work, readings=found)
+    return replace(work, readings=list(in_blocks(found, f"read {work.name}:")))
 
 
 def share(works: Sequence[Work], part: PartNumber) -> set[str]:
@@ -125,10 +125,10 @@ def _files(works: Iterable[Work]) -> list[tuple[int, str]]:
 
 def _checks(works: Iterable[Work]) -> Iterator[tuple[int, str]]:
     for work in works:
-        for name, block in work.blocks(Problems()):
-            yield _COSTS["compare"] * sum(pair.nbytes for pair in block), name
-        for name, readings in work.reading_blocks():
-            yield _COSTS["read"] * sum(one.nbytes for one in readings), name
+        for block in work.compared(Problems()):
+            yield _COSTS["compare"] * block.nbytes, block.name
+        for reading in work.readings:
+            yield _COSTS["read"] * reading.nbytes, reading.name
 
 
 def parts_folder(target: Path, fingerprint: Fingerprint, count: int) -> Path:
@@ -191,7 +191,7 @@ def _done(
         files: dict[str, FileEntry] = {}
         for work in conversion.works:
             files |= Execution(work, publication, options, progress, journal, mine).run()
-        told = {name: {"seen": done.as_plain()["seen"]} for name, done in journal.done.items()}
+        told = {name: replace(done, entry=None).as_plain() for name, done in journal.done.items()}
         report = {"part": list(part), "fingerprint": asdict(_asked(conversion)), "done": told}
         publication.commit(Manifest(files, provenance=provenance(), report=report))
         return files

@@ -22,8 +22,9 @@ from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.verify.audit import Audit, Ledger, Pair, Watched, read_checksums, read_on
 
+from .fingerprint import digest
 from .journal import Done, Journal, why_not
-from .work import FileTask, PlannedTarget, Reading, Work
+from .work import Block, FileTask, PlannedTarget, Reading, Work
 
 _BUFFERS_PER_WORKER = 8
 """A worker's buffer, the window of the source behind it, and what numpy makes of both while it gathers."""
@@ -166,15 +167,15 @@ class Execution:
             )
             audit = Audit(source, ledger, problems, distrust=work.distrust)
             compares = (
-                partial(self._compare, name, block, audit, ledger)
-                for name, block in work.blocks(problems)
-                if self._wanted(name)
+                partial(self._compare, block, audit, ledger)
+                for block in work.compared(problems)
+                if self._wanted(block.name) or self._otherwise(block)
             )
             # One file has one writer: workers that run out of files begin to compare.
             reads = (
-                partial(self._read, name, block, source, ledger)
-                for name, block in work.reading_blocks()
-                if self.only is not None and self._wanted(name)
+                partial(self._read, block, source, ledger)
+                for block in work.readings
+                if self.only is not None and self._wanted(block.name)
             )
             self._all(pool, chain(() if self.joins else writes, compares, reads))
             if self.only is None:
@@ -211,23 +212,27 @@ class Execution:
         if self.journal is not None:
             self.journal.add(file.path, Done(files[file.path], watched.spans))
 
-    def _compare(self, name: str, block: list[Pair], audit: Audit, ledger: Ledger) -> None:
+    def _compare(self, block: Block[Pair], audit: Audit, ledger: Ledger) -> None:
         watched, problems = Watched(ledger), Problems()
         mine = replace(audit, ledger=watched, problems=problems)
-        for pair in block:
+        for pair in block.items():
             self._tick()
             mine.compare(pair)
         audit.problems.extend(problems.found)
         if self.journal is not None and not problems:
-            self.journal.add(name, Done(seen=watched.spans))
+            self.journal.add(block.name, Done(seen=watched.spans, compared=_digest(block)))
 
-    def _read(self, name: str, block: list[Reading], source: SourceBytes, ledger: Ledger) -> None:
+    def _otherwise(self, block: Block[Pair]) -> bool:
+        """Whether what others compared is not what is to be compared: they may have gone by a plan that somebody edited."""
+        return self.joins and self.journal is not None and self.journal.done[block.name].compared != _digest(block)
+
+    def _read(self, block: Block[Reading], source: SourceBytes, ledger: Ledger) -> None:
         watched = Watched(ledger)
-        for file, key, offset, start, stop in block:
+        for file, key, offset, start, stop in block.items():
             crc = read_on(0, source, self._advance, file, offset + start, offset + stop)
             watched.saw(Record(file, key, UINT8, stop, offset), start, stop - start, crc)
         if self.journal is not None:
-            self.journal.add(name, Done(seen=watched.spans))
+            self.journal.add(block.name, Done(seen=watched.spans))
 
     def _window(self) -> int:
         share = self.options.max_memory // (max(1, self.options.workers) * _BUFFERS_PER_WORKER)
@@ -278,6 +283,10 @@ class Execution:
             room.acquire()
         if failed:
             raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])
+
+
+def _digest(block: Block[Pair]) -> str:
+    return digest(map(repr, block.items()))[:16]
 
 
 class _Stopped(Exception):

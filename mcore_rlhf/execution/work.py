@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.execute import SourceBytes
@@ -16,7 +17,7 @@ from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import Destination
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.record_file import Layout
+from mcore_rlhf.storage.record_file import Container, Layout
 from mcore_rlhf.verify.audit import Pair
 
 from .fingerprint import Fingerprint
@@ -26,11 +27,16 @@ _BLOCK_NBYTES = 64 << 20
 
 
 class PlannedFile(NamedTuple):
-    """A file of the target, laid out and planned."""
+    """A file of the target, planned, and what kind of file it is."""
 
     plan: FilePlan
     records: Sequence[Record]
-    layout: Layout
+    container: Container
+
+    @property
+    def layout(self) -> Layout:
+        """Where everything lies in it."""
+        return self.container.layout(self.plan.file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,36 @@ class Reading(NamedTuple):
         return self.stop - self.start
 
 
-Checks = Callable[[Problems], Iterator[Pair]]
-"""What must agree in a source; problems that are seen on the way are noted."""
+_One = TypeVar("_One", Pair, Reading)
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Generic[_One]):
+    """A task that writes nothing.
+
+    Args:
+        name: The task's, in every process.
+        nbytes: How many it reads.
+        items: What it is about.
+    """
+
+    name: str
+    nbytes: int
+    items: Callable[[], Sequence[_One]]
+
+
+def in_blocks(items: Iterable[_One], name: str) -> Iterator[Block[_One]]:
+    """Pairs or readings in blocks, as tasks whose names begin alike."""
+    block: list[_One] = []
+    number = nbytes = 0
+    for item in items:
+        block.append(item)
+        nbytes += item.nbytes
+        if nbytes >= _BLOCK_NBYTES:
+            yield Block(f"{name}{number}", nbytes, partial(list, block))
+            block, nbytes, number = [], 0, number + 1
+    if block:
+        yield Block(f"{name}{number}", nbytes, partial(list, block))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,52 +114,28 @@ class Work:
     Args:
         name: What its tasks are known by beside those of other models.
         files: The files to be written.
-        checks: What must agree in the source.
+        compared: What must agree in the source, in blocks; problems that are seen on the way are noted.
         stored: The source's files, with their checksums.
         source: Opens the source's bytes.
         distrust: See :class:`~mcore_rlhf.families.source.Source`.
         nbytes: Of all records to be written.
         multiplies: Whether products of matrices are computed on the way.
-        readings: What one of many processes has to read only to check it.
+        readings: What one of many processes has to read only to check it, in blocks.
     """
 
     name: str
     files: Sequence[FileTask]
-    checks: Checks
+    compared: Callable[[Problems], Iterable[Block[Pair]]]
     stored: Callable[[], Sequence[StoredFile]]
     source: Callable[[], AbstractContextManager[SourceBytes]]
     distrust: str = ""
     nbytes: int = 0
     multiplies: bool = False
-    readings: Sequence[Reading] = ()
-
-    def blocks(self, problems: Problems) -> Iterator[tuple[str, list[Pair]]]:
-        """What must agree, in blocks, each with the name that it has in every process."""
-        return _blocks(self.checks(problems), f"compared {self.name}:")
-
-    def reading_blocks(self) -> Iterator[tuple[str, list[Reading]]]:
-        """What is read only to be checked, in blocks, each with the name that it has in every process."""
-        return _blocks(self.readings, f"read {self.name}:")
+    readings: Sequence[Block[Reading]] = ()
 
     def owns(self, task: str) -> bool:
         """Whether a block is one of this work."""
         return task.startswith((f"compared {self.name}:", f"read {self.name}:"))
-
-
-_One = TypeVar("_One", Pair, Reading)
-
-
-def _blocks(items: Iterable[_One], name: str) -> Iterator[tuple[str, list[_One]]]:
-    block: list[_One] = []
-    number = nbytes = 0
-    for item in items:
-        block.append(item)
-        nbytes += item.nbytes
-        if nbytes >= _BLOCK_NBYTES:
-            yield f"{name}{number}", block
-            block, nbytes, number = [], 0, number + 1
-    if block:
-        yield f"{name}{number}", block
 
 
 Sums = Callable[[Mapping[str, str]], str]

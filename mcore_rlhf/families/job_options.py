@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .option_types import CONVERTING, SAFETY, SOURCE, SPEED, Option, OptionType, flag, one_of, option, text
+from .option_types import CONVERTING, FILE, SAFETY, SOURCE, SPEED, Option, OptionType, flag, one_of, option, text
 
 
 class PartNumber(NamedTuple):
@@ -57,6 +57,14 @@ class JobOptions:
         more="Its checksums all hold; newer ones are damaged, or not committed.",
     )
     part: PartNumber | None = field(default=None, metadata={"option": _PART})
+    plan: str | None = option(
+        FILE,
+        "A saved plan for --part to go by: plan SRC … --save FILE.",
+        group=SPEED,
+        more="No part opens the source's files and plans anew then. It is refused where the source, the options or the release are "
+        "others; `--finish` plans anew, and finds out.",
+        commands=CONVERTING,
+    )
     finish: bool = flag(
         "Join the parts that were done with --part, and publish.", "--no-finish", group=SPEED, commands=CONVERTING
     )

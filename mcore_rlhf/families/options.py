@@ -364,7 +364,6 @@ class ConvertOptions:
         "--compare-replicas",
         group=SPEED,
         more="Replicas are copies of one tensor on several ranks.",
-        commands=CONVERTING,
     )
 
 

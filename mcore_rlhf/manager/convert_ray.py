@@ -70,7 +70,7 @@ def convert_with_ray(
 
 def _part(source: Subject, target: ReadablePath, options: ConvertOptions, part: PartNumber) -> int:
     """What runs on a worker; how many bytes it wrote."""
-    _, files = convert_part(source, target, replace(options, resume=True), part)
+    files = convert_part(source, target, replace(options, resume=True), part)
     return sum(entry.nbytes for entry in files.values())
 
 

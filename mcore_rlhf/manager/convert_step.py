@@ -10,9 +10,10 @@ from typing import Any
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, is_run, prepare, publication_of, published_by
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
-from mcore_rlhf.execution.fingerprint import Fingerprint, digest, identity
+from mcore_rlhf.execution.fingerprint import Binding, Fingerprint, digest, identity
 from mcore_rlhf.execution.parts import finish, is_of, run_part
 from mcore_rlhf.execution.run import publish
+from mcore_rlhf.execution.saved import SavedPlan, write_plan
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.storage.destination import Publication
@@ -20,7 +21,7 @@ from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import LocalPublication, check_space
 from mcore_rlhf.storage.transactions import joined, recover
-from mcore_rlhf.storage.urls import publication, refuse_overlap, write_text
+from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 
 from .run import steps
 from .run.checks import check_values
@@ -154,26 +155,55 @@ def convert_step(
 
 
 def convert_part(
-    source: Subject, target: ReadablePath, options: ConvertOptions, part: PartNumber, progress: Progress | None = None
-) -> tuple[StepJob, Mapping[str, FileEntry]]:
+    source: Subject,
+    target: ReadablePath,
+    options: ConvertOptions,
+    part: PartNumber,
+    progress: Progress | None = None,
+    plan: ReadablePath | str | None = None,
+) -> Mapping[str, FileEntry]:
     """Do one part of the conversion of a step, or of a lone checkpoint; nothing appears at the target.
 
     Args:
         source, target, options, progress: See :func:`convert_step`.
         part: Which part.
+        plan: A plan to go by, see :func:`save_plan`; None to plan anew.
 
     Returns:
-        The whole job as it was planned, and the files of the part.
+        The files of the part, by path.
 
     Raises:
         CheckpointError: Something is wrong; the part was not published.
     """
     publication = _by_parts(source, target, options)
     publication.check_target()
-    planned = prepare_step(source, replace(options, resume=True), by_parts=True)
-    conversion = conversion_of(planned, options)
+    if plan is None:
+        conversion = conversion_of(prepare_step(source, replace(options, resume=True), by_parts=True), options)
+    else:
+        conversion = SavedPlan(checkpoint_path(plan)).load(source.folder, options)
     check_space(publication.target.parent, conversion.space)
-    return planned, run_part(conversion, publication.target, part, options, progress or Progress())
+    return run_part(conversion, publication.target, part, options, progress or Progress())
+
+
+def save_plan(job: StepJob, path: Path, options: ConvertOptions) -> int:
+    """Save a plan by which parts can go, so that none of them opens the source's files and plans anew.
+
+    Args:
+        job: The plan, made for parts, and to go on.
+        path: Where; a file that is there is replaced.
+        options: Those that it was made with.
+
+    Returns:
+        Its length in bytes.
+
+    Raises:
+        Unsupported: Values are computed on the way.
+        StorageError: It cannot be written.
+    """
+    told = bindings_of(job)
+    assert told is not None
+    bindings = {"": next(iter(told.values()))} if job.source.alone else told
+    return write_plan(path, conversion_of(job, options), bindings, job.source.folder, _beside(job), options)
 
 
 def finish_parts(
@@ -297,10 +327,20 @@ def conversion_of(job: StepJob, options: ConvertOptions) -> PlannedTarget:
 
 def _fingerprint(job: StepJob) -> Fingerprint | None:
     """That of all models, and of what is carried beside them."""
-    found = {role: planned.fingerprint for role, planned in job.jobs.items()}
-    told = {role: one for role, one in found.items() if one is not None}
-    if len(told) < len(found):
+    told = bindings_of(job)
+    if told is None:
         return None
-    joined = Fingerprint.joined(told)
-    beside = identity(job.source.folder, (), [job.source.folder / name for name in job.carried])
+    joined = Fingerprint.joined({role: one.fingerprint() for role, one in told.items()})
+    beside = _beside(job)
     return replace(joined, source=digest([joined.source, *(f"{name} {facts}" for name, facts in beside.items())]))
+
+
+def _beside(job: StepJob) -> dict[str, str]:
+    """What tells the files beside the models from what they were before."""
+    return identity(job.source.folder, (), [job.source.folder / name for name in job.carried])
+
+
+def bindings_of(job: StepJob) -> dict[str, Binding] | None:
+    """What decides the bytes of every model, by role; None where nobody asked."""
+    found = {role: one.binding for role, one in job.jobs.items() if one.binding is not None}
+    return found if len(found) == len(job.jobs) else None

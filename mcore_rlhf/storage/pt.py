@@ -166,7 +166,27 @@ class Pt(Container):
         Raises:
             Unsupported: The tree holds something that cannot be saved.
         """
-        return zip_layout(PurePosixPath(file).stem or _STREAM, pickle_tree(self.make(), file))
+        return self.settled(file).layout(file)
+
+    def settled(self, file: str) -> Pickled:
+        """See :meth:`.record_file.Container.settled`."""
+        return Pickled(pickle_tree(self.make(), file))
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled(Container):
+    """A ``.pt`` file whose content is pickled already.
+
+    Args:
+        tree: The pickle, and its records.
+    """
+
+    name: ClassVar[str] = ".pt"
+    tree: PickledTree
+
+    def layout(self, file: str) -> Layout:
+        """See :meth:`Pt.layout`."""
+        return zip_layout(PurePosixPath(file).stem or _STREAM, self.tree)
 
 
 def stream_layout(pickled: PickledTree) -> Layout:

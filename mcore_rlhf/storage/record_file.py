@@ -105,6 +105,11 @@ class Container(ABC):
         """
         raise Unsupported(f"{inside(root, file)}: a {cls.name} file does not say by itself what lies in it")
 
+    def settled(self, file: str) -> Container:
+        """The same as plain data, of which nothing is made any more when the file is laid out; see :meth:`layout`."""
+        del file
+        return self
+
     @abstractmethod
     def layout(self, file: str) -> Layout:
         """Where everything will lie.

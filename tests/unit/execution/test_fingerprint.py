@@ -18,9 +18,9 @@ GOLDENS = MEGATRON.parent
 
 
 def fingerprint(source: Path, options: ConvertOptions) -> Fingerprint:
-    found = prepare(source, options).fingerprint
+    found = prepare(source, options).binding
     assert found is not None
-    return found
+    return found.fingerprint()
 
 
 def test_the_scale_of_an_adapter_that_is_merged(tmp_path: Path) -> None:
