@@ -7,6 +7,7 @@ rank, which holds the same, writes it.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from .base import LiveFile, Segment, StateTensor
 from .stateful import leaves
 
 T = TypeVar("T")
+LOG = logging.getLogger("mcore_rlhf")
 SMALL_NBYTES = 1 << 16
 """Storages up to this size are copied at once and stay in the tree: a segment costs more than their bytes."""
 
@@ -183,20 +185,44 @@ def of_optimizer(
 
 
 def given_otherwise(alive: Iterable[Alive], given: object) -> list[torch.Tensor]:
-    """The live tensors that somebody's own code gave in another form: as many numbers under the same name.
+    """The live tensors that somebody's own code gave in another form: the same values under the same name.
 
     Args:
         alive: What an optimizer keeps.
         given: The nest that its ``state_dict`` made.
     """
-    names = ((path.rpartition(".")[2], leaf) for path, leaf in leaves(given))
-    left = Counter((name, leaf.numel()) for name, leaf in names if isinstance(leaf, torch.Tensor))
-    found = []
+    left: dict[tuple[str, int], list[torch.Tensor]] = {}
+    for path, leaf in leaves(given):
+        if isinstance(leaf, torch.Tensor):
+            left.setdefault((path.rpartition(".")[2], leaf.numel()), []).append(leaf)
+    found, rounded = [], []
     for one in alive:
-        at = one.state.rpartition(".")[2], one.tensor.numel()
-        found += [one.tensor] if left[at] > 0 else []
-        left[at] -= 1
+        among = left.get((one.state.rpartition(".")[2], one.tensor.numel()), [])
+        at = next((at for at, tensor in enumerate(among) if _has_values_of(tensor, one.tensor)), None)
+        if at is not None:
+            found.append(one.tensor)
+            rounded += (
+                [f"{one.state} of {one.name}"] if among.pop(at).element_size() < one.tensor.element_size() else []
+            )
+    if rounded:
+        text = "the optimizer's own code gives %d tensors with fewer bits than they have (the first: %s), and so they are saved"
+        LOG.warning(text, len(rounded), rounded[0])
     return found
+
+
+_UNSCALED = (torch.float32, torch.float64, torch.bfloat16)
+"""Types whose numbers mean themselves; smaller ones, and integers, have a scale beside them, which only their own code knows."""
+
+
+def _has_values_of(given: torch.Tensor, live: torch.Tensor) -> bool:
+    """Whether a tensor holds what another does, as far as their types can be compared: to the bit, in the smaller of both."""
+    if given.dtype != live.dtype and not {given.dtype, live.dtype} <= {*_UNSCALED}:
+        return True
+    dtype = min(given.dtype, live.dtype, key=lambda one: one.itemsize)
+    mine, theirs = (
+        one.detach().to(live.device, dtype).contiguous().flatten().view(torch.uint8) for one in (live, given)
+    )
+    return torch.equal(mine, theirs)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -340,8 +366,8 @@ def account_of(state_tensors: Iterable[StateTensor], rank: int, role: str, probl
         sets.setdefault(one.among, []).append(one)
     if lost := [one for one in sets.get(None, []) if not one.here]:
         text = (
-            f"{role}: rank {rank}: {len(lost)} live tensors ({_named(lost)}) would not be in the step; the engine does not know "
-            "them"
+            f"{role}: rank {rank}: {len(lost)} live tensors ({_named(lost)}) would not be in the step: neither as they are, nor in a "
+            "form that is known"
         )
         problems.add(Unsupported, text, _UNWRITTEN)
     return {among: _holding(tensors, f"{role}: rank {rank}: {among}", problems) for among, tensors in sets.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,34 +139,70 @@ def test_a_step_that_lacks_a_state_is_not_committed(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("global_step_*"))
 
 
-class Absent(torch.optim.Adam):
-    """An optimizer whose own code gives moments in another form, and may forget one."""
+class OwnForm(torch.optim.Adam):
+    """An optimizer whose own code gives moments in another form, and may give others than it has."""
 
-    forgets = False
+    spoil: Callable[[dict[int, dict[str, Any]]], None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         kept = {number: {**one, "exp_avg": one["exp_avg"].to(torch.bfloat16)} for number, one in state["state"].items()}
-        for values in kept.values():
-            if self.forgets:
-                del values["exp_avg_sq"]
+        if self.spoil is not None:
+            self.spoil(kept)
         return {**state, "state": kept}
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_what_an_optimizers_own_code_leaves_out_is_named(tmp_path: Path, forgets: bool) -> None:
-    module = torch.nn.Linear(3, 2)
-    optimizer = Absent(module.parameters())
-    module(torch.ones(1, 3)).sum().backward()
+def own_form(spoil: Callable[[dict[int, dict[str, Any]]], None] | None) -> TorchEngine:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+    optimizer = OwnForm(module.parameters())
+    module(torch.tensor([[1.0, 2.0, 4.0]])).square().sum().backward()
     optimizer.step()
-    optimizer.forgets = forgets
-    with CheckpointManager(tmp_path, TorchEngine(module, optimizer), options=OPTIONS) as manager:
-        if not forgets:
-            manager.save(1)
-            return
-        with pytest.raises(Unsupported, match=r"rank 0: 2 live tensors \(exp_avg_sq of weight, exp_avg_sq of bias\)"):
+    optimizer.spoil = spoil
+    return TorchEngine(module, optimizer)
+
+
+def forget(states: dict[int, dict[str, Any]]) -> None:
+    del states[1]["exp_avg_sq"]
+
+
+def give_another(states: dict[int, dict[str, Any]]) -> None:
+    """Right names, types and sizes: those of the other matrix."""
+    states[0]["exp_avg_sq"] = states[2]["exp_avg_sq"].T.contiguous()
+
+
+def give_zeros(states: dict[int, dict[str, Any]]) -> None:
+    states[3]["exp_avg"] = torch.zeros_like(states[3]["exp_avg"])
+
+
+def flip_a_bit(states: dict[int, dict[str, Any]]) -> None:
+    states[2]["exp_avg_sq"] = states[2]["exp_avg_sq"].clone()
+    states[2]["exp_avg_sq"].view(torch.int32)[0, 1] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "lost"),
+    [
+        (forget, "exp_avg_sq of 0.bias"), (give_another, "exp_avg_sq of 0.weight"), (give_zeros, "exp_avg of 1.bias"),
+        (flip_a_bit, "exp_avg_sq of 1.weight"),
+    ],
+)  # fmt: skip
+def test_what_an_optimizers_own_code_leaves_out_or_mistakes_is_named(
+    tmp_path: Path, spoil: Callable[[dict[int, dict[str, Any]]], None], lost: str
+) -> None:
+    with CheckpointManager(tmp_path, own_form(spoil), options=OPTIONS) as manager:
+        with pytest.raises(Unsupported, match=rf"rank 0: 1 live tensors \({lost}\)"):
             manager.save(1)
         assert not list(tmp_path.glob("global_step_*"))
+
+
+def test_a_form_with_fewer_bits_is_the_optimizers_own_affair_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path, own_form(None), options=OPTIONS) as manager:
+        manager.save(1)
+    assert any(
+        "4 tensors with fewer bits than they have (the first: exp_avg of 0.weight)" in m for m in caplog.messages
+    )
 
 
 def test_the_manifest_says_how_much_is_alive(tmp_path: Path) -> None:
