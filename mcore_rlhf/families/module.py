@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Said
+from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import Carried
@@ -55,6 +56,14 @@ Source: DeepSpeed 0.19.8, ``runtime/zero/{stage_1_and_2,stage3}.py`` and ``runti
 
 USE_MUON, MOMENTUM = "use_muon", "momentum_buffer"
 """How DeepSpeed's Muon marks its param groups, and its one state. Source: ``runtime/zero/muon/muon_optimizer.py``."""
+
+
+def is_for_muon(name: str, shape: Shape) -> bool:
+    """Whether DeepSpeed's Muon trains a parameter; each of its groups lists those that it does by shape, the largest first.
+
+    Sources: deepspeed 0.19.8, ``__init__.py`` (``set_optimizer_flags``), ``runtime/zero/muon/original_muon.py`` (``MuonWithAuxAdam``).
+    """
+    return len(shape) >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
 
 
 @dataclass(slots=True)

@@ -49,6 +49,7 @@ class Tuning:
         dtype: ``fp32`` or ``bf16``.
         stage, dp: Of ZeRO.
         lr: Learning rate, constant.
+        muon: Whether DeepSpeed's own Muon trains the matrices.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Tuning:
     stage: int
     dp: int
     lr: float = 1e-3
+    muon: bool = False
 
 
 class Trunk(nn.Module):

@@ -14,7 +14,8 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3
 from transformers import PreTrainedModel
 
-from tests.reference.deepspeed_live import Seen, look
+from tests.reference import deepspeed_live, deepspeed_muon
+from tests.reference.deepspeed_live import Live, Seen
 from tests.reference.deepspeed_models import Batch, Tuning
 from tests.reference.deepspeed_resident import begin
 
@@ -35,6 +36,10 @@ def build(tuning: Tuning, *, universal: bool = False) -> Any:
         {"params": [param for _, param in named if param.dim() > 1], "weight_decay": 0.1},
         {"params": [param for _, param in named if param.dim() < 2], "weight_decay": 0.0},
     ]
+    if tuning.muon:
+        params = {"lr": tuning.lr, "momentum": 0.9, "betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": True}
+        settings = {**_config(tuning, universal), "optimizer": {"type": "Muon", "params": params}}
+        return deepspeed.initialize(model=model, model_parameters=groups, config=settings)[0]
     optimizer = torch.optim.AdamW(groups, lr=tuning.lr, betas=(0.9, 0.999), eps=1e-8)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=_config(tuning, universal))[0]
 
@@ -49,6 +54,11 @@ def _config(tuning: Tuning, universal: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def look(engine: Any, tuning: Tuning) -> Live:
+    """Every rank calls; every rank gets all."""
+    return (deepspeed_muon if tuning.muon else deepspeed_live).look(engine, tuning.stage)
+
+
 def load_and_train(
     tuning: Tuning, root: str, batches: list[Batch], *, universal: bool = False, save: str | None = None,
     scheduler: bool = True,
@@ -57,11 +67,11 @@ def load_and_train(
     engine = build(tuning, universal=universal)
     path, _ = engine.load_checkpoint(root, load_lr_scheduler_states=scheduler)
     assert path is not None, f"DeepSpeed found nothing in {root}"
-    start = look(engine, tuning.stage)
+    start = look(engine, tuning)
     if save is not None:
         engine.save_checkpoint(save)
     losses = _train(engine, batches)
-    return Seen(start, losses, look(engine, tuning.stage))
+    return Seen(start, losses, look(engine, tuning))
 
 
 def train_and_save(tuning: Tuning, root: str, before: list[Batch], after: list[Batch]) -> Seen:
@@ -69,8 +79,8 @@ def train_and_save(tuning: Tuning, root: str, before: list[Batch], after: list[B
     engine = build(tuning)
     _train(engine, before)
     engine.save_checkpoint(root)
-    start, losses = look(engine, tuning.stage), _train(engine, after)
-    return Seen(start, losses, look(engine, tuning.stage))
+    start, losses = look(engine, tuning), _train(engine, after)
+    return Seen(start, losses, look(engine, tuning))
 
 
 def _train(engine: Any, batches: list[Batch]) -> list[float]:

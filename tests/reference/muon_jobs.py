@@ -88,6 +88,7 @@ def emerging_optimizers() -> None:
 
 
 LAYER_WISE, PRECISE, OFFLOAD = "layer-wise, ", "precision-aware", "offloaded"
+DEEPSPEEDS, MUP = "muon, as DeepSpeed's", "muP"
 KINDS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     LAYER_WISE + "ping-pong": {"optimizer": "muon"},
@@ -105,6 +106,20 @@ KINDS: dict[str, dict[str, Any]] = {
         "exp_avg_dtype": "bfloat16",
         "exp_avg_sq_dtype": "bfloat16",
     },
+    PRECISE + ", masters": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+        "store_param_remainders": False,
+    },
+    DEEPSPEEDS: {
+        "optimizer": "muon",
+        "muon_momentum": 0.9,
+        "muon_nesterov": True,
+        "muon_scale_mode": "shape_scaling",
+        "muon_coefficient_type": "simple",
+    },
+    MUP: {},
     OFFLOAD: {
         "use_precision_aware_optimizer": True,
         "optimizer_cpu_offload": True,
@@ -131,16 +146,18 @@ def with_optimizer(kind: str) -> Iterator[None]:
 
     from mcore_rlhf.demo import trainer
 
-    names = ("get_megatron_optimizer", "OptimizerConfig", "DistributedDataParallel")
+    names = ("get_megatron_optimizer", "OptimizerConfig", "DistributedDataParallel", "get_standard_config_overrides")
     usual = {name: getattr(trainer, name) for name in names}
     layer_wise, given = kind.startswith(LAYER_WISE), dict(KINDS[kind])
-    if megatron() < (0, 18):
+    if megatron() < (0, 18) and "optimizer" in given:
         emerging_optimizers()
         trainer.get_megatron_optimizer = partial(_by_0_16, layer_wise=layer_wise)  # type: ignore[assignment]
         given = {}
     given |= {key: getattr(torch, value) for key, value in given.items() if key.endswith("_dtype")}
     given |= {"use_layer_wise_distributed_optimizer": True} if layer_wise and megatron() >= (0, 18) else {}
     trainer.OptimizerConfig = lambda **fields: usual["OptimizerConfig"](**{**fields, **given})  # type: ignore[assignment, misc]
+    if kind == MUP:
+        trainer.get_standard_config_overrides = partial(_with_mup, usual["get_standard_config_overrides"])  # type: ignore[assignment]
     if "by layout" in kind:
         trainer.DistributedDataParallel = partial(_laid_out, usual["DistributedDataParallel"])  # type: ignore[assignment, misc]
     if (
@@ -150,7 +167,7 @@ def with_optimizer(kind: str) -> Iterator[None]:
 
         TensorParallelAdaptiveMuon.scale_mode, TensorParallelAdaptiveMuon.extra_scale_factor = "spectral", 1.0
     try:
-        with remainders() if kind == PRECISE else offloading() if kind.startswith(OFFLOAD) else nullcontext():
+        with remainders() if kind.startswith(PRECISE) else offloading() if kind.startswith(OFFLOAD) else nullcontext():
             yield
     finally:
         vars(trainer).update(usual)
@@ -162,6 +179,13 @@ def _by_0_16(config: Any, chunks: Any, config_overrides: Any, layer_wise: bool) 
     return get_megatron_muon_optimizer(
         config, chunks, config_overrides=config_overrides, layer_wise_distributed_optimizer=layer_wise
     )
+
+
+def _with_mup(usual: Any, config: Any) -> Any:
+    """As ``get_megatron_optimizer_config`` of megatron/training/training.py, 0.19.2, does for a model four times as wide as its base."""
+    from megatron.core.optimizer import get_mup_config_overrides
+
+    return {**usual(config), **get_mup_config_overrides(config, 4.0, "adam")}
 
 
 def _laid_out(ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool) -> Any:
@@ -260,6 +284,7 @@ def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
         said |= {"use_distributed_optimizer": False}
         newer = {"use_layer_wise_distributed_optimizer": layer_wise, "use_layer_wise_param_layout": "by layout" in kind}
         said |= newer if megatron() >= (0, 18) else {}
+    said |= {"use_mup": True} if kind == MUP else {}
     said |= {"use_precision_aware_optimizer": bool(KINDS[kind].get("use_precision_aware_optimizer"))}
 
     def args() -> Any:
@@ -392,9 +417,10 @@ def by_megatron_alone(session: Session, root: str, kind: str) -> list[Seen]:
 
 
 def go_on_with_megatron(session: Session, root: str, kind: str) -> Seen:
-    """As Megatron-LM's ``load_checkpoint`` does with a layer-wise optimizer, and then train to the end.
+    """As Megatron-LM's ``load_checkpoint`` does, and then train to the end.
 
-    The format is the folder's: its own method and its own file of every rank, or ``torch_dist``.
+    The format is the folder's: a layer-wise optimizer has its own method and its own file of every rank; or it is ``torch_dist``.
+    Where there is no scheduler it is as ``--override-opt-param-scheduler`` leaves it.
     """
     import torch
     from megatron.core import parallel_state
@@ -415,9 +441,17 @@ def go_on_with_megatron(session: Session, root: str, kind: str) -> Seen:
         model = torch.load(folder / "model_optim_rng.pt", weights_only=False)
         megatron_checkpoint._load_model(trainer, model)
         megatron_checkpoint._load_progress(trainer, model, release=False)
-        trainer.scheduler.load_state_dict(model["opt_param_scheduler"])
         own = folder / f"layer_wise_optimizer_{parallel_state.get_data_parallel_rank()}.pt"
-        trainer.optimizer.load_state_dict_from_file(str(own))
+        if own.exists():
+            trainer.optimizer.load_state_dict_from_file(str(own))
+        else:
+            trainer.optimizer.load_state_dict(model["optimizer"])
+        if (folder / "distrib_optim.pt").exists():
+            trainer.optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
+        if "opt_param_scheduler" in model:
+            trainer.scheduler.load_state_dict(model["opt_param_scheduler"])
+        else:
+            trainer.scheduler.step(increment=trainer.consumed_train_samples)
     seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
     train_on(trainer, seen, END)
     return seen

@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine's ``FusedAdam`` of precision-aware runs: bf16 moments, masters as int16 remainders.
+"""A stand-in for Transformer Engine's ``FusedAdam`` of precision-aware runs: bf16 moments, masters as int16 remainders or in fp32.
 
 Source: transformer_engine 2.x, ``pytorch/optimizers/fused_adam.py`` (``store_param_remainders``, ``get_unscaled_state``,
 ``set_scaled_state``).
@@ -13,16 +13,25 @@ import torch
 from mcore_rlhf.demo.cpu_kernels import FusedAdam
 
 
+def joined(param: Any, remainder: Any) -> Any:
+    """The masters of bf16 parameters and of what was cut off."""
+    rest = remainder.to(torch.int32)
+    bits = ((param.view(torch.int16).to(torch.int32) - (rest < 0).to(torch.int32)) << 16) | (rest & 0xFFFF)
+    return bits.view(torch.float32)
+
+
 class PreciseAdam(FusedAdam):
     def __init__(self, params: Any, *, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, master_weights: bool,
                  use_decoupled_grad: bool, master_weight_dtype: Any, store_param_remainders: bool, **fields: Any) -> None:  # fmt: skip
         del master_weights, use_decoupled_grad, master_weight_dtype
-        assert store_param_remainders
-        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": torch.int16}
+        self.master = torch.int16 if store_param_remainders else torch.float32
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": self.master}
         super().__init__(params, **fields)
 
     def initialize_state(self, param: Any) -> None:
         self.state[param] = {name: torch.zeros(param.shape, dtype=kind) for name, kind in self.dtypes.items()}
+        if self.master == torch.float32:
+            self.state[param]["master_param"].copy_(param)
 
     def get_unscaled_state(self, param: Any, name: str) -> Any:
         held = self.state[param][name]
@@ -30,7 +39,7 @@ class PreciseAdam(FusedAdam):
 
     def set_scaled_state(self, param: Any, name: str, values: Any) -> None:
         if name == "master_param":
-            assert values.dtype == torch.int16
+            assert values.dtype == self.master
         if name not in self.state[param]:
             self.initialize_state(param)
         self.state[param][name].copy_(values)
@@ -54,14 +63,16 @@ class PreciseAdam(FusedAdam):
         if not self.state[param]:
             self.initialize_state(param)
         own = self.state[param]
-        rest = own["master_param"].to(torch.int32)
-        bits = ((param.view(torch.int16).to(torch.int32) - (rest < 0).to(torch.int32)) << 16) | (rest & 0xFFFF)
-        main = bits.view(torch.float32)
+        main = own["master_param"].clone() if self.master == torch.float32 else joined(param, own["master_param"])
         self.state[main] = {name: own[name].float() for name in ("exp_avg", "exp_avg_sq")}
         self._update(main, grad.float(), group)
         done = self.state.pop(main)
         for name in ("exp_avg", "exp_avg_sq"):
             own[name].copy_(done[name])
+        if self.master == torch.float32:
+            own["master_param"].copy_(main)
+            param.copy_(main)
+            return
         bits = main.view(torch.int32)
         rest = (bits & 0xFFFF).to(torch.int16)
         own["master_param"].copy_(rest)

@@ -15,16 +15,18 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from mcore_rlhf.demo.versions import MEGATRON
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import WriteOptions
 from tests.helpers.conversions import GOLDENS, golden
 from tests.helpers.independent_reader import Reading, read
-from tests.reference import deepspeed_from_megatron
+from tests.reference import deepspeed_from_megatron, muon_jobs
 from tests.reference.deepspeed_from_megatron import batches
 from tests.reference.deepspeed_live import Live, Seen
 from tests.reference.deepspeed_matrix import deepspeed_pool, same
 from tests.reference.deepspeed_models import Batch, Tuning
 from tests.reference.lab import Lab
+from tests.reference.observing import LOOK, Session
 from tests.unit.formats.test_crossing_values import split_by_hand
 
 JOBS = "tests.reference.deepspeed_transformers"
@@ -187,3 +189,38 @@ def test_megatron_goes_on_as_qwen3_does(deepspeed: WorkerPool, pool: WorkerPool,
     assert len(before.states) == 3 * (3 + 4 * 11)
     assert [key for key in before.states if not same(before.states[key], seen.start.states[key])] == []
     assert seen.losses == pytest.approx(ranks[0].losses, rel=TOLERANCE)
+
+
+@pytest.mark.skipif(MEGATRON < (0, 18), reason="Muon of this kind came with 0.18")
+def test_megatron_goes_on_as_deepspeeds_muon_does(deepspeed: WorkerPool, pool: WorkerPool, tmp_path: Path) -> None:
+    """Its momenta are Megatron's, put together; of them Megatron orthogonalizes gate and up as one, so that updates differ a little."""
+    model, training = FP32, Training(optimizer="plain")
+    config = {**CONFIG, "vocab_size": model.vocab_size}
+    tuning = Tuning("llama", config, "fp32", 2, 2, lr=training.lr, muon=True)
+    data, ds = batches(model, training, 0, 4), str(tmp_path / "ds")
+    ranks: list[Seen] = deepspeed.run(
+        f"{JOBS}:train_and_save", tuning, ds, data[:2], data[2:], world_size=2, timeout=TIMEOUT
+    )
+    before = ranks[0].start.states
+    assert len(before) == 2 * 7 * 4 + 3 * (2 + 1 + 2 * 4)
+    megatron = converted(
+        Path(ds), tmp_path / "mcore", "megatron", padded_vocab_size=model.vocab_size, transformer_impl="local",
+        reference_config=described(tmp_path, tuning), lr_limits=(training.lr, training.min_lr),
+    )  # fmt: skip
+    seen = pool.run(
+        muon_jobs.go_on_with_megatron, Session(model, Parallel(), training), str(megatron), muon_jobs.DEEPSPEEDS,
+        world_size=1, timeout=2 * TIMEOUT,
+    )[0]  # fmt: skip
+    assert seen.losses[3] == pytest.approx(ranks[0].losses[0], rel=TOLERANCE)
+    assert seen.losses[4] == pytest.approx(ranks[0].losses[1], rel=1e-4)
+    held = seen.look.states[LOOK]
+    first = {(name, "exp_avg"): one for (state, name), one in held.items() if state in ("exp_avg", "momentum_buffer")}
+    for (name, state), one in split_by_hand(first).items():
+        theirs = before[name, "momentum_buffer"] if (name, "momentum_buffer") in before else before[name, state]
+        assert same(one, theirs[: len(one)]), name
+    assert len(first) == 3 + 4 * 6
+    back = converted(megatron, tmp_path / "back", "deepspeed", zero_stage=1, dp=1)
+    again = load(deepspeed, replace(tuning, stage=1, dp=1), back, data[2:], scheduler=False)[0]
+    assert before.keys() == again.start.states.keys()
+    assert [key for key in before if not same(before[key], again.start.states[key])] == []
+    assert again.losses == pytest.approx(ranks[0].losses, rel=TOLERANCE)

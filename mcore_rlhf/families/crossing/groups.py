@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
-from mcore_rlhf.core.catalog import FLOAT32
+from mcore_rlhf.core.catalog import EXP_AVG_SQ, FLOAT32, Shape
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.families.megatron.groups import Membership, is_matrix
+from mcore_rlhf.families.megatron.groups import Membership, is_matrix, of_matrices
+from mcore_rlhf.families.module import USE_MUON, is_for_muon
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.relation import Relation
 from mcore_rlhf.models.megatron import is_routed_expert
@@ -46,7 +47,7 @@ def with_members(
     Raises:
         LayoutMismatch: A parameter fits no group, or several.
     """
-    groups = source.state.groups
+    groups = _with_marks(source.state.groups, membership)
     if not groups:
         return ()
     into = _merged_with(groups)
@@ -55,11 +56,43 @@ def with_members(
         spec = source.model.get(shares[0].name)
         if spec is not None and spec.trainable:
             members[into[_position(spec, groups, membership)]].append(name)
+    for group, names in zip(groups, members, strict=True):
+        _order_for_muon(group, names, relation.huggingface, report)
     made = [_with_step(group, names, scalars) for group, names in zip(groups, members, strict=True) if names]
     for number, group in enumerate(made):
         text = f"param group {number}: {len(group.params)} parameters ({group.params[0]}, …)"
         report.add(Fate.DERIVED, f"{text}, as Megatron's rule for weight decay deals them", Item(Kind.GROUP))
     return tuple(made)
+
+
+def _with_marks(groups: Sequence[ParamGroup], membership: Membership) -> Sequence[ParamGroup]:
+    """Megatron's Muon beside Adam with the marks by which DeepSpeed's finds its groups; any other optimizer's as they are."""
+    muon = of_matrices(groups)
+    adam = all(
+        "betas" in one.fields and one.fields.get("optimizer") in (None, "adam")
+        for one, of in zip(groups, muon, strict=True)
+        if not of
+    )
+    if str(membership.args.values.get("optimizer")).removeprefix("dist_") != "muon" or not adam:
+        return groups
+    found = []
+    for group, of in zip(groups, muon, strict=True):
+        beta = group.fields.get("momentum_beta")  # as it was called before 0.18
+        momentum = {"momentum": beta} if of and beta is not None else {}
+        found.append(replace(group, fields={USE_MUON: of, **momentum, **group.fields}))
+    return found
+
+
+def _order_for_muon(group: ParamGroup, names: list[str], shapes: Mapping[str, Shape], report: Report) -> None:
+    """DeepSpeed sorts what its Muon trains, and loads by position; who trains otherwise than it would is said."""
+    mark = group.fields.get(USE_MUON)
+    others = [name for name in names if mark is not None and is_for_muon(name, shapes[name]) != mark]
+    if others:
+        does, would = ("does", "would not") if mark else ("does not", "would")
+        text = f"{', '.join(others)}: Megatron's Muon {does} train it, DeepSpeed's {would}: these states load where its use_muon is {mark}"
+        report.add(Fate.NOTE, text)
+    if mark is True:
+        names.sort(key=shapes.__getitem__, reverse=True)
 
 
 def _position(spec: ParamSpec, groups: Sequence[ParamGroup], membership: Membership) -> int:
@@ -127,7 +160,10 @@ def as_megatron(
             key = (is_routed_expert(name), membership.wd_mult(name, ndim), matrix)
             found.setdefault(key, {}).setdefault(number, name)
     problems = Problems()
-    made = {key: _merged(groups, key, numbers, problems) for key, numbers in found.items()}
+    plain = [_plain(group, has_variance=EXP_AVG_SQ in source.states) for group in groups]
+    chained = sorted(found, key=lambda key: not key[2])  # Muon is the first of Megatron's chain
+    made = {key: _merged(plain, key, found[key], problems) for key in chained}
+    _check_muon(groups, found, problems)
     problems.raise_if_any()
     kept = _without_twins(made)
     for key, group in kept.items():
@@ -160,10 +196,24 @@ def _without_twins(made: Mapping[_Key, ParamGroup]) -> dict[_Key, ParamGroup]:
     return {key: group for key, group in made.items() if not (twins and group.expert)}
 
 
-def _merged(groups: Sequence[ParamGroup], key: _Key, numbers: Mapping[int, str], problems: Problems) -> ParamGroup:
+def _check_muon(groups: Sequence[ParamGroup], found: Mapping[_Key, Mapping[int, str]], problems: Problems) -> None:
+    """Both have every matrix trained by Muon but those that stand for words, and call those differently."""
+    for (_, _, matrix), numbers in found.items():
+        others = [name for n, name in numbers.items() if groups[n].fields.get(USE_MUON) not in (None, matrix)]
+        if others:
+            ours, theirs = ("Muon", "Adam") if matrix else ("Adam", "Muon")
+            text = (
+                f"{', '.join(others)}: trained by {theirs} in DeepSpeed, whose states Megatron's {ours} has no use for"
+            )
+            problems.add(Lossy, text, "--no-optimizer converts the weights alone.")
+
+
+def _merged(
+    plain: Sequence[dict[str, object]], key: _Key, numbers: Mapping[int, str], problems: Problems
+) -> ParamGroup:
     """Megatron's group of a multiplier, of all groups that have parameters in it."""
     expert, wd_mult, _ = key
-    first, *others = (_plain(groups[number]) for number in numbers)
+    first, *others = (plain[number] for number in numbers)
     for other in others:
         different = sorted(key for key in {*first, *other} if key not in _KINDS and first.get(key) != other.get(key))
         if different:
@@ -197,11 +247,19 @@ def _note_group(
     )
 
 
-def _plain(group: ParamGroup) -> dict[str, object]:
-    """The fields as Megatron's optimizers keep them: the step is the group's, and a whole number."""
-    fields = dict(group.fields)
+def _plain(group: ParamGroup, *, has_variance: bool) -> dict[str, object]:
+    """The fields as Megatron's optimizers keep them: the step is the group's, and a whole number.
+
+    Args:
+        group: Of the source.
+        has_variance: Whether what has betas is Adam: Lion has them too, and corrects no bias.
+    """
+    marks = {USE_MUON, *(["momentum"] if "momentum_beta" in group.fields else [])}  # see :func:`_with_marks`
+    fields = {key: value for key, value in group.fields.items() if key not in marks}
     if _STEP in fields:
         fields[_STEP] = int(float(fields[_STEP]))  # type: ignore[arg-type]
-    if "betas" in fields:
+    if "betas" in fields and has_variance:
         fields.setdefault("bias_correction", True)
+    if group.fields.get(USE_MUON) is False:
+        fields.setdefault("optimizer", "adam")
     return fields

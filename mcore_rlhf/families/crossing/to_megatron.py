@@ -63,7 +63,6 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     source = _text_alone(source)
     family = ModuleState.needed(source, "megatron")
     _check(source, family)
-    _refuse_muon(source)
     origin = FormerFamily.of(source)
     config = description(source, options)
     among = architecture_of(config)
@@ -80,7 +79,8 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
         raise LayoutMismatch(
             f"{source.root}: has neither {LM_HEAD} nor {VALUE_HEAD}, but config.json says that the embedding is not tied"
         )
-    args = Arguments(arguments(source, origin, config, relation, sizes, options.ignore_fields))
+    described = arguments(source, origin, config, relation, sizes, options.ignore_fields)
+    args = Arguments({**described, **_muon_arguments(source, notes)})
     model = _model(source, relation, args, tied, sizes)
     _note(source, relation, model, notes, family)
     note_ignored(options.ignore_fields, config, notes)
@@ -138,14 +138,31 @@ def _waiting(source: Source) -> dict[Item, Item]:
     return {item: WAITING for item in inventory_of(source) if item.kind in kinds and item not in placed}
 
 
-def _refuse_muon(source: Source) -> None:
-    """Megatron's optimizers that are written keep Adam's states of every parameter."""
-    names = [name for group in source.state.groups if group.fields.get(USE_MUON) is True for name in group.params]
-    if names:
-        raise Unsupported(
-            f"{source.root}: {len(names)} parameters such as {names[0]} are trained by DeepSpeed's Muon, whose {MOMENTUM} has no place "
-            "in Megatron's optimizer files\n--no-optimizer converts the weights."
-        )
+def _muon_arguments(source: Source, notes: Report) -> dict[str, object]:
+    """What a Megatron run that goes on with DeepSpeed's Muon has to be told; the momentum is the same moving average in both.
+
+    Sources: deepspeed 0.19.8, ``runtime/zero/muon/original_muon.py`` (``muon_update``, ``_aspect_ratio_scale``); emerging_optimizers
+    0.3.0, ``orthogonalized_optimizers/orthogonalized_optimizer.py`` (``step``), ``muon.py`` (``get_muon_scale_factor``);
+    megatron-core 0.19.2, ``optimizer/optimizer_config.py``.
+    """
+    muon = [group for group in source.state.groups if group.fields.get(USE_MUON) is True]
+    if not muon:
+        return {}
+    momentum = muon[0].fields.get("momentum", 0.95)
+    notes.add(
+        Fate.CHANGED,
+        f"DeepSpeed's Muon of {sum(len(group.params) for group in muon)} matrices becomes Megatron's (0.18 and later): {MOMENTUM} is the "
+        f"same in both, and how updates are made of it is the run's affair. --optimizer muon --muon-momentum {momentum} --muon-nesterov "
+        "--muon-scale-mode shape_scaling --muon-coefficient-type simple comes nearest: Megatron orthogonalizes gate and up as one matrix",
+    )
+    rates = {group.fields.get("lr") for group in source.state.groups}
+    if len(rates) > 1:
+        text = f"learning rates {', '.join(map(str, rates))} of Muon's and Adam's groups: Megatron's scheduler gives both that of --lr"
+        notes.add(Fate.CHANGED, text)
+    return {
+        "optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False,
+        "muon_momentum": momentum, "muon_nesterov": True, "muon_scale_mode": "shape_scaling", "muon_coefficient_type": "simple",
+    }  # fmt: skip
 
 
 def _goes_along(source: Source) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from mcore_rlhf.core.account import same
 from mcore_rlhf.core.catalog import FLOATING, MASTER, DType, Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
-from mcore_rlhf.families.module import USE_MUON
+from mcore_rlhf.families.module import USE_MUON, is_for_muon
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.checksum import crc32
@@ -119,18 +119,13 @@ def _items(module: StoredModule, fields: Sequence[Mapping[str, object]], rules: 
         groups, wd, trainable = set(range(len(decays))), rules.wd_mult(name), rules.trainable(name)
         if wd is not None:
             groups = {g for g in groups if bool(decays[g]) == bool(wd)}
-        groups = {g for g in groups if not any(muon) or muon[g] == _is_for_muon(name, tensor.shape)}
+        groups = {g for g in groups if not any(muon) or muon[g] == is_for_muon(name, tensor.shape)}
         allowed = set() if trainable is False else groups
         found.append(_Item(name, tensor.shape, frozenset(allowed | (set() if trainable else {_FROZEN}))))
     if any(muon):  # which sorts its own by size
-        own = [item for item in found if _is_for_muon(item.name, item.shape)]
+        own = [item for item in found if is_for_muon(item.name, item.shape)]
         return [*sorted(own, key=lambda item: item.shape, reverse=True), *(item for item in found if item not in own)]
     return found
-
-
-def _is_for_muon(name: str, shape: Shape) -> bool:
-    """Source: deepspeed 0.19.8, ``__init__.py`` (``set_optimizer_flags``), ``runtime/zero/muon/original_muon.py``."""
-    return len(shape) >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
 
 
 def _search(

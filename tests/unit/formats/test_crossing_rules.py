@@ -12,6 +12,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.catalog import EXP_AVG, MASTER
 from mcore_rlhf.errors import CheckpointError, Lossy, UsageError
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -211,6 +212,18 @@ def test_parameters_of_one_group_that_are_trained_differently(tmp_path: Path) ->
     rules = Rules((Rule("*", wd_mult=1.0),))  # both groups become one, but they have different weight decays
     with pytest.raises(Lossy, match=r"weight_decay \(0\.1, 0\.0\)"):
         megatron_of(tmp_path / "ds", tmp_path / "out", rules=rules)
+
+
+def test_lion_has_betas_and_corrects_no_bias() -> None:
+    """Nor does it keep a second moment, by which Adam is told from it."""
+    seen = crossed(open_checkpoint(LLAMA, ReadOptions()), format_named("universal"), WriteOptions())
+    fields = [{k: v for k, v in group.fields.items() if k != "bias_correction"} for group in seen.state.groups]
+    seen.state.groups = tuple(replace(one, fields=more) for one, more in zip(seen.state.groups, fields, strict=True))
+    lion = replace(seen, states=(MASTER, EXP_AVG))
+    for source, corrects in ((seen, True), (lion, False)):
+        groups = crossed(source, format_named("megatron"), WriteOptions()).state.groups
+        assert ["bias_correction" in group.fields for group in groups] == [corrects] * 2
+        assert all("betas" in group.fields for group in groups)
 
 
 def test_a_loss_scale_goes_along() -> None:

@@ -14,12 +14,13 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.catalog import MASTER, TensorName
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Lossy, Unsupported
 from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
+from tests.helpers.catalog_values import tensor_of
 from tests.helpers.deepspeed_goldens import GOLDENS, assembled
 from tests.helpers.plain_load import plain_load
 
@@ -158,14 +159,52 @@ def test_universal_files_have_what_each_parameter_has(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "out", ReadOptions())
 
 
-def test_megatron_has_no_place_for_it() -> None:
-    source = open_checkpoint(GOLDENS.parent / "megatron" / "tp1_bf16_do", ReadOptions())
+def of_deepspeed(source: Source) -> Source:
+    """A run of Megatron's Muon as DeepSpeed's own would be: marks instead of names, and nothing of Megatron's."""
     seen = crossed(source, format_named("universal"), WriteOptions())
-    first, *others = seen.state.groups
-    seen.state.groups = (replace(first, fields={**first.fields, "use_muon": True}), *others)
-    with pytest.raises(
-        Unsupported, match=r"\d+ parameters such as .* are trained by DeepSpeed's Muon, whose momentum_buffer"
-    ):
+    groups = []
+    for group in seen.state.groups:
+        muon = "momentum" in group.fields
+        fields = {
+            k: v for k, v in group.fields.items() if k in ("lr", "momentum", "betas", "eps", "weight_decay", "step")
+        }
+        groups.append(replace(group, fields={**fields, "use_muon": muon}))
+    seen.state.groups = tuple(groups)
+    return replace(seen, origin={})
+
+
+def test_megatron_takes_it_with_its_own_muon() -> None:
+    """Every state of a genuine run of Megatron's comes back, and what its own run needs beside them."""
+    golden = open_checkpoint(GOLDENS.parent / "megatron_0_19" / "muon_tp2_bf16", ReadOptions())
+    there = crossed(of_deepspeed(golden), format_named("megatron"), WriteOptions(transformer_impl="local"))
+    args = there.state.args
+    assert (args["optimizer"], args["use_distributed_optimizer"], args["muon_momentum"]) == ("muon", False, 0.9)
+    fields = [group.fields for group in there.state.groups]
+    told = {(one.get("optimizer"), one["wd_mult"], "bias_correction" in one) for one in fields}
+    assert told == {(None, 1.0, False), ("adam", 1.0, True), ("adam", 0.0, True)}
+    assert any("DeepSpeed's Muon of 28 matrices becomes Megatron's" in text for _, text in there.notes.lines)
+    names = [name for name in golden.catalog if golden.catalog.get(name) is not None]
+    assert {name.state for name in names} == {"param", MASTER, "exp_avg", "exp_avg_sq", MOMENTUM}
+    for name in names:
+        rows = slice(
+            golden.model.vocab_size if name.param.endswith(("word_embeddings.weight", "output_layer.weight")) else None
+        )
+        assert torch.equal(
+            tensor_of(there, name.param, name.state)[rows], tensor_of(golden, name.param, name.state)[rows]
+        ), name
+
+
+@pytest.mark.parametrize(
+    ("name", "who"), [("model.norm.weight", "Muon"), ("model.layers.0.mlp.up_proj.weight", "Adam")]
+)
+def test_who_trains_otherwise_than_megatrons_muon_is_named(name: str, who: str) -> None:
+    seen = of_deepspeed(open_checkpoint(GOLDENS.parent / "megatron_0_19" / "muon_tp2_bf16", ReadOptions()))
+    muon, *others = seen.state.groups
+    of_it, of_others = ([n for n in group.params if n != name] for group in (muon, others[0]))
+    (of_it if who == "Muon" else of_others).append(name)
+    rest = [replace(one, params=tuple(n for n in one.params if n != name)) for one in others[1:]]
+    seen.state.groups = (replace(muon, params=tuple(of_it)), replace(others[0], params=tuple(of_others)), *rest)
+    with pytest.raises(Lossy, match=rf"trained by {who} in DeepSpeed"):
         crossed(seen, format_named("megatron"), WriteOptions())
     seen.state.groups = ()
     assert crossed(seen, format_named("megatron"), WriteOptions()).model.params
