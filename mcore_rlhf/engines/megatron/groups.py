@@ -76,9 +76,9 @@ def _narrowed(group: Fields, candidates: Sequence[ParamGroup]) -> Sequence[Param
 
 def _check_twins(stored: Sequence[ParamGroup], problems: Problems) -> None:
     """Where experts share a group with dense parameters now, and had one of their own, the two must have been equal."""
-    dense = {_all_that_tells(one.fields): one for one in stored if not one.expert}
+    dense = {all_that_tells(one.fields): one for one in stored if not one.expert}
     for expert in (one for one in stored if one.expert):
-        twin = dense.get(_all_that_tells(expert.fields), expert)
+        twin = dense.get(all_that_tells(expert.fields), expert)
         different = [
             f"{key} {twin.fields.get(key)} and {value}"
             for key, value in expert.fields.items()
@@ -108,7 +108,7 @@ def _place(fields: Fields) -> tuple[object, ...]:
     return (*identity(fields), bool(fields.get("is_expert_parallel")), fields.get(_OPTIMIZER))
 
 
-def _all_that_tells(fields: Fields) -> tuple[object, ...]:
+def all_that_tells(fields: Fields) -> tuple[object, ...]:
     """Where groups stand beside one another in a checkpoint, what tells each from the others."""
     kept = (fields.get(key) for key in (_OPTIMIZER, *_LIMITS, *_FURTHER))
     return (*identity(fields), "betas" in fields, *kept)

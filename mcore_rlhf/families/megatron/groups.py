@@ -2,13 +2,14 @@
 
 Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_standard_config_overrides``, ``_get_param_groups``,
 ``get_megatron_optimizer``); megatron-core 0.19.2, ``optimizer/emerging_optimizers.py`` (``_is_nonlinear_or_embedding``),
-``optimizer/optimizer.py`` (``param_group_identifier_keys``), ``optimizer_param_scheduler.py`` (``ParamGroupOverride``).
+``optimizer/optimizer.py`` (``param_group_identifier_keys``), ``optimizer_param_scheduler.py`` (``ParamGroupOverride``),
+``optimizer/__init__.py`` (``get_mup_config_overrides``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from mcore_rlhf.core.catalog import DType, Shape
@@ -24,7 +25,7 @@ from .arguments import Arguments
 _KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
 _IDENTIFIERS = (
     "wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr", "start_wd",
-    "end_wd", "optimizer",
+    "end_wd", "optimizer", "eps",
 )  # fmt: skip
 """A missing one and None are the same."""
 _WORDS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -146,19 +147,38 @@ class Membership:
             and self._is_decoupled(group.fields) == decoupled
             and (len(set(matrices)) < 2 or matrices[index] == is_matrix(name, ndim))
         ]
+        if len(fits) > 1 and self.args.flag("use_mup"):
+            fits = [index for index in fits if self._has_other_rate(groups[index].fields) == self._scaled(name, ndim)]
         if len(fits) != 1:
+            apart = _differences([groups[index].fields for index in fits])
             raise LayoutMismatch(
                 f"{name}: {len(fits)} of the {len(groups)} param groups have weight-decay multiplier {wd_mult}"
-                f"{' and a decoupled learning rate' if decoupled else ''}, expected one\n"
-                "Say which group it belongs to with --rules (wd_mult)."
+                f"{' and a decoupled learning rate' if decoupled else ''}, expected one"
+                f"{f'; they differ in {apart}, and nothing says which parameters have which' if apart else ''}\n"
+                "Say which group it belongs to with --rules (wd_mult), or convert the weights alone with --no-optimizer."
             )
         return fits[0]
+
+    def _scaled(self, name: str, ndim: int) -> bool:
+        """Whether muP scales the rate of a parameter: of all matrices but embeddings, and with SGD of everything else."""
+        embedding = "embedding" in name or (self.args.tied and name.endswith("output_layer.weight"))
+        return (ndim > 1 and not embedding) != (self.args.values.get("optimizer") == "sgd")
+
+    def _has_other_rate(self, fields: Mapping[str, object]) -> bool:
+        return fields.get("max_lr") != self.args.number("lr")
 
     def _is_decoupled(self, fields: Mapping[str, object]) -> bool:
         decoupled_lr = self.args.number("decoupled_lr")
         if decoupled_lr is None:
             return False
         return bool(fields.get("is_decoupled_lr")) or fields.get("max_lr") == decoupled_lr
+
+
+def _differences(several: Sequence[Mapping[str, object]]) -> str:
+    """In which fields groups differ, and how."""
+    keys = dict.fromkeys(key for fields in several for key in fields if key not in ("params", "lr", "step"))
+    values = {key: [fields.get(key) for fields in several] for key in keys}
+    return ", ".join(f"{key} ({', '.join(map(str, v))})" for key, v in values.items() if any(one != v[0] for one in v))
 
 
 def _wd_mult(fields: Mapping[str, object]) -> object:
@@ -194,13 +214,12 @@ def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup,
         for group, matrices in zip(groups, of_matrices(groups), strict=True):
             key = (group.expert, matrices, *(group.fields.get(name) for name in _IDENTIFIERS))
             known = merged.setdefault(key, group)
-            if group.fields.keys() > known.fields.keys():
-                merged[key], group, known = group, known, group
-            different = [f for f in group.fields if group.fields[f] != known.fields.get(f)]
+            merged[key] = replace(known, fields={**group.fields, **known.fields})
+            different = [f for f in group.fields.keys() & known.fields.keys() if group.fields[f] != known.fields[f]]
             if different:
                 raise Lossy(
                     f"param group with weight-decay multiplier {_wd_mult(group.fields)}: ranks disagree on "
-                    + ", ".join(f"{f} ({known.fields.get(f)} and {group.fields[f]})" for f in different)
+                    + ", ".join(f"{f} ({known.fields[f]} and {group.fields[f]})" for f in sorted(different))
                 )
     return tuple(merged.values())
 
@@ -270,6 +289,8 @@ def _marked(group: ParamGroup, expert: bool) -> ParamGroup:
 def _without_counterpart(expert: ParamGroup, dense: Sequence[ParamGroup]) -> list[ParamGroup]:
     """An expert group as a dense one, unless there is such a group already, which must then agree with it."""
     twins = [group for group in dense if all(group.fields.get(f) == expert.fields.get(f) for f in _KINDS)]
+    told = [f for f in _IDENTIFIERS if f != "is_expert_parallel"]
+    twins = [one for one in twins if all(one.fields.get(f) == expert.fields.get(f) for f in told)] or twins
     for group in twins:
         different = [f for f in group.fields if f != "is_expert_parallel" and group.fields[f] != expert.fields.get(f)]
         if different:

@@ -68,8 +68,20 @@ def test_a_decoupled_rate_is_that_of_embeddings_and_output() -> None:
 def test_no_group_or_two_are_no_guess() -> None:
     with pytest.raises(LayoutMismatch, match=r"x\.weight: 0 of the 1 param groups.*\n.*--rules"):
         membership().index("x.weight", 1, [DECAYED])
-    with pytest.raises(LayoutMismatch, match="2 of the 2"):
+    with pytest.raises(LayoutMismatch, match=r"2 of the 2 .*differ in max_lr \(0\.001, 0\.0005\), and nothing says"):
         membership().index("x.weight", 2, [DECAYED, DECOUPLED])
+
+
+@pytest.mark.parametrize(("optimizer", "scaled"), [("adam", (False, True, True)), ("sgd", (True, False, False))])
+def test_mup_gives_hidden_matrices_a_rate_of_their_own(optimizer: str, scaled: tuple[bool, ...]) -> None:
+    """As Megatron's ``get_mup_config_overrides`` says; with SGD it is the others' that is scaled."""
+    chosen = membership(use_mup=True, lr=1e-3, optimizer=optimizer, untie_embeddings_and_output_weights=True)
+    names = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "output_layer.weight")
+    for groups in ([DECAYED, DECOUPLED, SPARED], [SPARED, DECOUPLED, DECAYED]):
+        assert [groups[chosen.index(name, 2, groups)] is DECOUPLED for name in names] == [*scaled]
+        assert groups[chosen.index("decoder.final_layernorm.weight", 1, groups)] is SPARED
+    tied = membership(use_mup=True, lr=1e-3, optimizer=optimizer, untie_embeddings_and_output_weights=False)
+    assert tied.index("output_layer.weight", 2, [DECAYED, DECOUPLED]) == scaled[0]
 
 
 def test_groups_of_ranks_are_merged_and_must_agree() -> None:
@@ -78,6 +90,16 @@ def test_groups_of_ranks_are_merged_and_must_agree() -> None:
     later = ParamGroup({**DECAYED.fields, "step": 3})
     with pytest.raises(Lossy, match=r"step \(2 and 3\)"):
         merged_groups([[DECAYED], [later]])
+
+
+def test_a_group_that_is_empty_on_a_rank_has_the_step_of_the_others() -> None:
+    """Which it lacks there; it may have what they lack, and another epsilon is another group."""
+    empty = ParamGroup({key: value for key, value in DECAYED.fields.items() if key != "step"} | {"of_a_hook": 1})
+    whole = ParamGroup({**DECAYED.fields, "of_a_hook": 1})
+    other = ParamGroup({**DECAYED.fields, "eps": 1e-6, "step": 9})
+    for ranks in ([[empty, other], [DECAYED, other]], [[DECAYED, other], [empty, other]]):
+        first, second = merged_groups(ranks)
+        assert (first, second) == (whole, other)
 
 
 def _spec(name: str, *shape: int) -> ParamSpec:
