@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.reference.lab import TIMEOUT, Lab
 from tests.reference.merge import bits_equal, differences, merged
 from tests.reference.muon_jobs import LAYER_WISE, OFFLOAD, PRECISE, Seen
 from tests.reference.observing import END, LOOK, Session
+from tests.reference.precise_adam import joined
 
 MODEL = replace(SAME_ROWS, dropout=0.0, num_layers=2)
 TWO = Parallel(dp=2)
@@ -28,9 +30,9 @@ TWO = Parallel(dp=2)
 MUON, PING_PONG, LAID_OUT = "muon", LAYER_WISE + "ping-pong", LAYER_WISE + "by layout"
 NEWER = muon_jobs.megatron() >= (0, 18)
 SINCE_018 = [
-    LAID_OUT, LAID_OUT + ", lion", "muon, lion", "adaptive_muon", "normuon", "soap", LAYER_WISE + "soap", "lion", "sgd", PRECISE,
-    OFFLOAD, pytest.param(OFFLOAD + ", half", marks=pytest.mark.slow),
+    LAID_OUT, LAID_OUT + ", lion", "muon, lion", "adaptive_muon", "normuon", "soap", LAYER_WISE + "soap", "lion", "sgd",
 ]  # fmt: skip
+OF_ADAM = [PRECISE, OFFLOAD, pytest.param(OFFLOAD + ", half", marks=pytest.mark.slow)]
 
 
 CUT = (PRECISE, OFFLOAD)
@@ -44,7 +46,7 @@ def run(
     return lab.pool.run(job, session, str(root), kind, world_size=world, timeout=TIMEOUT, **options)
 
 
-@pytest.fixture(scope="module", params=[MUON, PING_PONG, *(SINCE_018 if NEWER else [])])
+@pytest.fixture(scope="module", params=[MUON, PING_PONG, *(SINCE_018 if NEWER else []), *OF_ADAM])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -172,7 +174,6 @@ def test_a_step_that_lacks_half_of_it_is_not_committed(lab: Lab) -> None:
         assert rank.report == [], number
 
 
-@pytest.mark.skipif(not NEWER, reason="run on one version")
 @pytest.mark.parametrize("kind", [OFFLOAD, PRECISE], indirect=True)
 def test_without_its_optimizer_masters_are_the_weights(lab: Lab, saved: tuple[Path, list[Seen]], kind: str) -> None:
     """In a run that has gone a step: masters that lie among the states are not emptied with them."""
@@ -185,6 +186,44 @@ def test_without_its_optimizer_masters_are_the_weights(lab: Lab, saved: tuple[Pa
         elif state != "param":
             assert not value.any(), (state, name)
     assert abs(ranks[0].losses[3] - saved[1][0].losses[3]) < 0.1
+
+
+@pytest.mark.parametrize("kind", [PRECISE], indirect=True)
+@pytest.mark.parametrize(
+    ("to", "other"),
+    [("megatron", Parallel(tp=2)), pytest.param("megatron-dist", TWO, marks=pytest.mark.slow)],
+)
+def test_remainders_become_masters_with_which_megatron_goes_on(
+    lab: Lab, saved: tuple[Path, list[Seen]], to: str, other: Parallel
+) -> None:
+    """Megatron's own optimizer with fp32 masters, which takes no remainders, has what the run had: bits joined by the test's own hand."""
+    source, ranks = actor(saved[0]), saved[1]
+    root = lab.new_root()
+    job = convert(source, root, ConvertOptions(to, write=WriteOptions(tp=other.tp, dp=other.dp), fsync=False))
+    assert any("joined with the parameters they are the masters again" in text for _, text in job.report.lines)
+    again = run(lab, muon_jobs.go_on_with_megatron, other, root, PRECISE + ", masters")
+    before, after = (merged([one.look for one in some if one.look], LOOK, MODEL) for some in (ranks, again))
+    by_hand = {key: joined(before["param", key[1]], one) if key[0] == "master" else one for key, one in before.items()}
+    assert any(not bits_equal(by_hand[key], before["param", key[1]].float()) for key in before if key[0] == "master")
+    assert differences(by_hand, after) == []
+    expected = {step: ranks[0].losses[step] for step in (3, 4)}
+    assert again[0].losses == pytest.approx(expected, rel=LOSS_TOLERANCE["bf16"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NEWER, reason="run on one version")
+def test_groups_that_differ_in_their_rates_alone(lab: Lab) -> None:
+    """Of muP: the plain optimizer's file does not say who is in which, and both have the same weight decay."""
+    root = lab.new_root()
+    ranks = run(lab, muon_jobs.save, TWO, root, muon_jobs.MUP)
+    assert verify(actor(root), ReadOptions(), Depth.DEEP).intact
+    for other in (TWO, Parallel(tp=2)):
+        again = run(lab, muon_jobs.load, other, root, muon_jobs.MUP)
+        assert [rank.told for rank in again] == [("", "")] * 2
+        before, after = (merged([one.look for one in some if one.look], LOOK, MODEL) for some in (ranks, again))
+        assert differences(before, after) == []
+        expected = {step: ranks[0].losses[step] for step in (3, 4)}
+        assert again[0].losses == (expected if other == TWO else pytest.approx(expected, rel=LOSS_TOLERANCE["bf16"]))
 
 
 @pytest.mark.slow
@@ -206,12 +245,27 @@ def test_an_offloaded_optimizer_in_megatrons_own_files(lab: Lab) -> None:
 EXPERTS = replace(MODEL, num_experts=4)
 
 
-@pytest.mark.parametrize(
-    "kind", [*(pytest.param(one, marks=pytest.mark.slow) for one in (MUON, PING_PONG)), *([LAID_OUT] if NEWER else [])]
-)
-def test_experts_that_are_dealt_too(lab: Lab, kind: str) -> None:
+THIN = [Parallel(tp=2, ep=2, etp=1, dp=2, sequence_parallel=True), Parallel(tp=2, etp=1, dp=2, sequence_parallel=True)]
+
+
+def experts(at: Parallel, *kinds: str) -> Iterator[Any]:
+    """Cases of which one is quick."""
+    for kind in kinds:
+        quick = at.tp == 1 and kind == LAID_OUT
+        yield pytest.param(kind, at, id=f"{kind}-ep{at.ep}-etp{at.etp}", marks=[] if quick else pytest.mark.slow)
+
+
+EXPERT_CASES = [
+    case
+    for at in (Parallel(dp=2, ep=2), *(THIN if NEWER else []))
+    for case in experts(at, *([LAID_OUT] if NEWER else []), PING_PONG, MUON)
+]
+
+
+@pytest.mark.parametrize(("kind", "both"), EXPERT_CASES)
+def test_experts_that_are_dealt_too(lab: Lab, kind: str, both: Parallel) -> None:
     """At EP 2 bit for bit, and at EP 1, where the experts' own data-parallel ranks are others."""
-    root, both = lab.new_root(), Parallel(dp=2, ep=2)
+    root = lab.new_root()
     ranks = run(lab, muon_jobs.save, both, root, kind, model=EXPERTS)
     assert verify(actor(root), ReadOptions(), Depth.DEEP).intact
     for rank, again in zip(ranks, run(lab, muon_jobs.load, both, root, kind, model=EXPERTS), strict=True):

@@ -26,7 +26,6 @@ from mcore_rlhf.families.megatron.dealing import Dealt, dealt_out
 from mcore_rlhf.families.megatron.folders import iteration_folder_name
 from mcore_rlhf.families.megatron.groups import LocalParam
 from mcore_rlhf.formats.megatron.plain import FACTORS
-from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -40,6 +39,7 @@ from .parallel_state import ParallelRank
 At = tuple[int, str]
 """Model chunk and local name of a parameter."""
 Fields = dict[str, object]
+_EXPERT = "is_expert_parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank tells the data-parallel ranks that it shares a model-parallel rank with.
+    """What a rank tells those that it shares dense parameters or experts with.
 
     Args:
         parts: What it has.
@@ -75,6 +75,10 @@ class Told:
     groups: Sequence[Sequence[Fields]]
     whole: bool
 
+    def expert(self, part: Part) -> bool:
+        """Whether a part is of an expert that other ranks share than dense parameters."""
+        return bool(self.groups[part.member][part.group].get(_EXPERT))
+
 
 @dataclass
 class BySize:
@@ -84,7 +88,8 @@ class BySize:
         place: This rank.
         model: Its model.
         chain: Its optimizers.
-        ranks: The data-parallel ranks of its model-parallel rank.
+        ranks: Those that told what they have: the data-parallel ranks of its model-parallel rank, and where experts are cut
+            otherwise than dense parameters, so that other ranks share them, those of its pipeline stage.
         told: What each of them has.
     """
 
@@ -106,11 +111,13 @@ class BySize:
             chain: Its optimizers.
         """
         present = [member for member in chain if member is not None]
-        apart = place.parallel.ep > 1 and place.parallel.etp != place.parallel.tp
+        apart, alone = place.parallel.etp != place.parallel.tp, place.parallel.dp * place.parallel.cp == 1
         kept_otherwise = any(one.opaque or one.keeps_remainders or one.scaler is not None for one in present)
-        if not is_laid_out(chain) or len(present) != len(chain) or kept_otherwise or apart:
+        if not is_laid_out(chain) or len(present) != len(chain) or kept_otherwise or (apart and alone):
             return None
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if apart:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         ranks = dist.get_process_group_ranks(group)
         told: list[Any] = [None] * len(ranks)
         dist.all_gather_object(told, _told(model, present), group=group)
@@ -126,11 +133,9 @@ class BySize:
         Args:
             step: The iteration.
         """
-        for rank in self.ranks:
+        for rank in self._sharing(self.place.rank):
             path = f"{iteration_folder_name(step)}/{self.place.folder_of(rank)}/{self.place.layer_wise_file_of(rank)}"
-            givers = (
-                giver for giver, told in zip(self.ranks, self.told, strict=True) if self._gives(giver, told, rank)
-            )
+            givers = (giver for giver in self._sharing(rank) if rank in self._receivers[giver])
             writers = (rank, *(giver for giver in givers if giver != rank))
             segments = list(self._segments(rank))
             if rank == self.place.rank:
@@ -146,48 +151,63 @@ class BySize:
 
     @cached_property
     def _known(self) -> dict[At, Part]:
-        """What was told of every parameter of this rank; experts of other expert-parallel ranks have the same names."""
+        """What was told of every parameter of this rank; other parameters of other ranks have the same names."""
         found: dict[At, Part] = {}
         for rank, told in zip(self.ranks, self.told, strict=True):
-            here = self._same_experts(rank)
-            found.update((part.at, part) for part in told.parts if here or not is_routed_expert(part.at[1]))
+            found.update(
+                (one.at, one) for one in told.parts if rank in self._sharing(self.place.rank, told.expert(one))
+            )
         return found
 
     @cached_property
     def _dealt(self) -> list[tuple[int, int, LocalParam, int]]:
-        """Chained optimizer, group, parameter and the rank whose file has it."""
+        """Chained optimizer, group, parameter and which of those that share it has it in its file."""
         fields = [self._fields(member) for member in self.chain]
         whole: Dealt = [[[] for _ in groups] for groups in fields]
         for at, param in self._params.items():
             if (part := self._known.get(at)) is not None:
                 local = LocalParam(at[1], at[0], tuple(param.shape), dtype_of(param.dtype), shared_embedding=False)
                 whole[part.member][part.group].append(local)
-        experts = [[bool(group.get("is_expert_parallel")) for group in groups] for groups in fields]
-        peers = [rank for rank in self.ranks if self._same_experts(rank)]
-        return [
-            (member, group, param, (peers if experts[member][group] else self.ranks)[turn])
-            for member, group, param, turn in dealt_out(whole, experts, len(self.ranks), len(peers))
-        ]
+        experts = [[bool(group.get(_EXPERT)) for group in groups] for groups in fields]
+        dense, expert = (len(self._sharing(self.place.rank, kind)) for kind in (False, True))
+        return list(dealt_out(whole, experts, dense, expert))
 
     @cached_property
-    def _owners(self) -> dict[At, int]:
-        return {(param.vpp_rank, param.name): rank for _, _, param, rank in self._dealt}
+    def _turns(self) -> dict[At, int]:
+        return {(param.vpp_rank, param.name): turn for _, _, param, turn in self._dealt}
 
-    def _same_experts(self, rank: int) -> bool:
-        return self.place.parallel.coordinates(rank).ep_rank == self.place.at.ep_rank
+    @cached_property
+    def _receivers(self) -> dict[int, set[int]]:
+        """For every rank, in whose files something of it lies."""
+        return {
+            rank: {self._sharing(rank, told.expert(part))[self._turns[part.at]] for part in told.parts}
+            for rank, told in zip(self.ranks, self.told, strict=True)
+        }
 
-    def _gives(self, giver: int, told: Told, rank: int) -> bool:
-        """Whether one of the ranks has something that lies in another's file."""
-        parts = (part.at for part in told.parts if self._same_experts(giver) or not is_routed_expert(part.at[1]))
-        return any(self._owners[at] == rank for at in parts)
+    def _sharing(self, rank: int, expert: bool | None = None) -> list[int]:
+        """The ranks that share a rank's experts, its dense parameters, or, for None, either; itself among them."""
+        if expert is None:
+            return sorted({*self._sharing(rank, False), *self._sharing(rank, True)})
+        at = self.place.parallel.coordinates(rank)
+        return self._groups[(expert, at.ep_rank, at.etp_rank) if expert else (expert, at.tp_rank)]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], list[int]]:
+        """The ranks that share experts, by their coordinates, and those that share dense parameters."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            at = self.place.parallel.coordinates(rank)
+            found.setdefault((False, at.tp_rank), []).append(rank)
+            found.setdefault((True, at.ep_rank, at.etp_rank), []).append(rank)
+        return found
 
     def _segments(self, rank: int) -> Iterator[Segment]:
         """What this rank has of the parameters in a rank's file."""
         names = {param: at for at, param in self._params.items()}
         for member in self.chain:
             for owned in member.owned():
-                at = names[owned.param]
-                if self._owners[at] != rank:
+                at, expert = names[owned.param], bool(member.groups[owned.group].get(_EXPERT))
+                if self._sharing(self.place.rank, expert)[self._turns[at]] != rank:
                     continue
                 for state, (tensor, dtype) in _states(member, owned).items():
                     if tensor is not None:
@@ -205,8 +225,11 @@ class BySize:
             groups: list[tuple[Fields, list[int]]] = []
             masters: list[list[StoredTensor]] = []
             for number, fields in enumerate(self._fields(member)):
+                sharing = self._sharing(self.place.rank, bool(fields.get(_EXPERT)))
                 own = [
-                    one for m, g, one, rank in self._dealt if (m, g, rank) == (member.number, number, self.place.rank)
+                    one
+                    for m, g, one, turn in self._dealt
+                    if (m, g) == (member.number, number) and sharing[turn] == self.place.rank
                 ]
                 groups.append((fields, [*range(len(states), len(states) + len(own))]))
                 masters.append([])

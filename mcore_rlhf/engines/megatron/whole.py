@@ -32,7 +32,7 @@ from ..load import Pair
 from ..optimizers import OptimizerLoad, OwnLoad, SavedOptimizer, StockLoad, is_stock, matched
 from ..stateful import Undo
 from .files import shard_places
-from .groups import alike, describe
+from .groups import alike, all_that_tells, describe
 from .model import LiveModel
 from .optimizers import PARAM_KEY, ChainMember, Owned, is_laid_out, rank_by_rank
 from .own_files import OwnFiles
@@ -121,7 +121,8 @@ class WholeOptimizer:
         stored_groups = inner_state(stored).get("param_groups")
         groups = [one for one in stored_groups if isinstance(one, Mapping)] if isinstance(stored_groups, list) else []
         for live, group in zip(member.groups, groups, strict=False):
-            if not alike(live, group):
+            others = [one for one in groups if one is not group and all_that_tells(one) == all_that_tells(live)]
+            if not alike(live, group) or (others and all_that_tells(group) != all_that_tells(live)):
                 text = f"{where}: a param group with {describe(group)} stands where this run's has {describe(live)}"
                 problems.add(LayoutMismatch, text, _ADVICE)
         if member.kind == DISTRIBUTED:
@@ -276,7 +277,8 @@ def lies_by_size(own: OwnFiles, place: ParallelRank) -> bool:
         own: This rank's files, of the same layout but for the data-parallel size.
         place: This rank.
     """
-    return own.args.layer_wise and place.parallel.ep == 1 and not _has_flat_part(own)
+    parallel = place.parallel
+    return own.args.layer_wise and parallel.ep == 1 and parallel.etp == parallel.tp and not _has_flat_part(own)
 
 
 def _has_flat_part(own: OwnFiles) -> bool:
