@@ -14,6 +14,7 @@ from mcore_rlhf.execution.fingerprint import Binding, Fingerprint, digest, ident
 from mcore_rlhf.execution.parts import finish, is_of, run_part
 from mcore_rlhf.execution.run import publish
 from mcore_rlhf.execution.saved import SavedPlan, write_plan
+from mcore_rlhf.execution.store_parts import finish_store_parts, run_store_part
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.storage.destination import Publication
@@ -21,6 +22,7 @@ from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import LocalPublication, check_space
 from mcore_rlhf.storage.transactions import joined, recover
+from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 
 from .run import steps
@@ -181,6 +183,8 @@ def convert_part(
         conversion = conversion_of(prepare_step(source, replace(options, resume=True), by_parts=True), options)
     else:
         conversion = SavedPlan(checkpoint_path(plan)).load(source.folder, options)
+    if not isinstance(publication, LocalPublication):
+        return run_store_part(conversion, publication, part, options, progress or Progress())
     check_space(publication.target.parent, conversion.space)
     return run_part(conversion, publication.target, part, options, progress or Progress())
 
@@ -218,6 +222,8 @@ def finish_parts(
         CheckpointError: Parts are missing, or something is wrong; nothing was published.
     """
     publication = _by_parts(source, target, replace(options, resume=False))
+    if not isinstance(publication, LocalPublication):
+        return _finish_in_store(source, target, publication, options, progress or Progress())
     before = joined(publication.target, publication.manifest_name)
     if before:  # by a process that was killed before it could remove the parts
         job = prepare_step(source, replace(options, resume=True))
@@ -232,6 +238,19 @@ def finish_parts(
         except CheckpointError:
             publication.check_target()  # another one may have joined them meanwhile, and taken the parts away
             raise
+    return _finished(job, published, target, options)
+
+
+def _finish_in_store(
+    source: Subject, target: ReadablePath, publication: StorePublication, options: ConvertOptions, progress: Progress
+) -> StepJob:
+    publication.check_target()
+    job = prepare_step(source, replace(options, resume=True))
+    try:
+        published = finish_store_parts(conversion_of(job, options), publication, options, progress)
+    except CheckpointError:
+        publication.check_target()  # as above
+        raise
     return _finished(job, published, target, options)
 
 
@@ -260,19 +279,19 @@ def _publication(source: Subject, target: ReadablePath, options: ConvertOptions)
     return publication(folder, _is_step, manifest_name=steps.MANIFEST, **published_by(options))
 
 
-def _by_parts(source: Subject, target: ReadablePath, options: ConvertOptions) -> LocalPublication:
+def _by_parts(source: Subject, target: ReadablePath, options: ConvertOptions) -> LocalPublication | StorePublication:
     """The same, of what is made of parts.
 
     Raises:
         Unsupported: The parts would have no place to lie in.
     """
-    if options.to == "universal" and isinstance(target, Path) and is_run(target):
+    if options.to == "universal" and is_run(target):
         raise Unsupported(f"{target}: is a run that is there, and parts make a folder of their own\nGive a new folder.")
     found = _publication(source, target, options)
-    if not isinstance(found, LocalPublication):
+    if not isinstance(found, LocalPublication | StorePublication):
         raise Unsupported(
-            f"{target}: lies in a store, and parts lie beside their target in a file system\n"
-            "Give a folder that all processes see, and copy what is published; or convert in one process."
+            f"{target}: parts lie in a folder that all processes see, or in an object store\n"
+            "Give one of them, and copy what is published; or convert in one process."
         )
     return found
 

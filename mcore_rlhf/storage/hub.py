@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
+from typing import Any
 from urllib.parse import unquote
 
 from ..errors import NotACheckpoint, StorageError, UsageError
@@ -59,6 +60,10 @@ class HubStore(FetchingStore):
             path = PurePosixPath(entry.path)
             beside = self._folders.setdefault("" if path.parent == PurePosixPath() else str(path.parent), {})
             beside[path.name] = entry.size if isinstance(entry, RepoFile) else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: the same commit."""
+        return HubStore, (self._repo, self._commit)
 
     def __str__(self) -> str:
         return f"hf://{self._repo}{self._named}/"

@@ -24,7 +24,7 @@ from ..errors import NotACheckpoint, StorageError, UsageError
 from .fetched import FetchingStore
 from .manifest import PREFIX, Manifest
 from .publish import MANIFEST_NAME
-from .settings import SCHEMES, SETTINGS
+from .settings import SCHEMES, SETTINGS, StoreSettings, stores_with
 from .store import Store, StorePath
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ class ObjectStore(FetchingStore):
 
     def __str__(self) -> str:
         return self.url
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: the same store, asked in the same way, of which nothing is known yet."""
+        return _reopened, (self.url, self.root, self.settings)
 
     def listed(self, folder: str) -> Mapping[str, int | None]:
         """See :meth:`Store.listed`; asked of the store once, in as many pages as it takes.
@@ -162,6 +166,11 @@ class ObjectStore(FetchingStore):
         with self.asking(key, "read"):
             found = _obstore().head(self.client, key)
         self._tags[key] = found["size"], found["e_tag"]
+
+    def version_now(self, key: str) -> str:
+        """The ETag of an object that has just been written."""
+        self._ask_length(key)
+        return self._tags.pop(key)[1] or ""
 
     def fetch(self, file: str, start: int, stop: int) -> bytes:
         """See :meth:`FetchingStore.fetch`; asks for the version that the listing named."""
@@ -282,6 +291,11 @@ class ObjectStore(FetchingStore):
     def _rights(self) -> str:
         names = SCHEMES.get(self.url.partition(":")[0])
         return f"Credentials, region and endpoint come from {names}, or --store-option." if names else ""
+
+
+def _reopened(url: str, root: str, settings: StoreSettings) -> Store:
+    with stores_with(settings):
+        return open_url(f"{url}{root}").store
 
 
 def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:

@@ -4,6 +4,7 @@ For a target ``ckpt`` a transaction uses keys that no other one ever uses:
 
 * ``ckpt/.tx-<id>/…``      the files
 * ``ckpt/.tx-<id>.writer`` says that somebody writes, and was how the store was asked whether it keeps conditions
+* ``ckpt/.tx-<id>.parts/…`` small notes of processes that send together
 
 One conditional put of the manifest publishes it: of two writers, one wins. A target without a manifest does not exist. What a dead
 process left is removed by :func:`prune`, by the store's own clock; unfinished multipart uploads by a lifecycle rule of the bucket.
@@ -59,7 +60,7 @@ class StorePublication(Publication):
         manifest_name: Name of the manifest in the folder.
         memory: Bytes that may be on their way, of one file.
         transaction: Its id.
-        goes_on: Whether a process that is no more may have begun this transaction: what it has sent is used.
+        goes_on: Whether others may have begun this transaction: what they have sent is used, and never removed by who cannot begin.
     """
 
     target: StorePath
@@ -90,16 +91,23 @@ class StorePublication(Publication):
 
     def __enter__(self) -> StorePublication:
         """See :meth:`Publication.__enter__`; asks the store whether it keeps conditions, before anything large is sent."""
-        self._check_target()
+        self.check_target()
         self._settled = False
         try:
             self._ask_for_conditions()
         except BaseException:
-            self._remove_own()
+            if not self.goes_on:
+                self._remove_own()
+            self._settled = True
             raise
         return self
 
-    def _check_target(self) -> None:
+    def check_target(self) -> None:
+        """Refuse a target that may not be replaced.
+
+        Raises:
+            StorageError: It may not.
+        """
         found = self._store.read_whole(self._key(self.manifest_name))
         if found is not None:
             data, self._tag = found
@@ -138,7 +146,8 @@ class StorePublication(Publication):
         """What was sent; where the store refuses, it is :func:`prune`'s."""
         self._settled = True
         with suppress(CheckpointError, OSError):
-            self._store.remove([*keys(self._store, self._key(self.prefix)), f"{self._key(self.prefix)}.writer"])
+            own = self._key(self.prefix)
+            self._store.remove([*keys(self._store, own), *keys(self._store, f"{own}.parts"), f"{own}.writer"])
 
     def leave(self) -> None:
         """See :meth:`Publication.leave`."""
@@ -148,6 +157,63 @@ class StorePublication(Publication):
         """Length of every file that is there as a whole, by path."""
         prefix = self._key(self.prefix)
         return {item["path"][len(prefix) + 1 :]: item["size"] for item in self._store.objects(prefix)}
+
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """Length and version of every file that is there as a whole, by path."""
+        prefix = self._key(self.prefix)
+        found = self._store.objects(prefix)
+        return {item["path"][len(prefix) + 1 :]: (item["size"], item["e_tag"] or "") for item in found}
+
+    def version(self, file: str) -> str:
+        """What tells a file, which has just been sent, from what is put in its place."""
+        return self._store.version_now(self._key(f"{self.prefix}/{file}"))
+
+    def before(self) -> str:
+        """The transaction of what is at the target now; empty where nothing is."""
+        found = self._store.read_whole(self._key(self.manifest_name))
+        return "" if found is None else Manifest.from_json(found[0], f"{self.target}/{self.manifest_name}").transaction
+
+    def note(self, name: str, data: bytes, *, once: bool = False) -> bool:
+        """Leave a small note for those who send together.
+
+        Args:
+            name: Its path among them.
+            data: What it says.
+            once: Whether one that is there stays.
+
+        Returns:
+            Whether it is what was given.
+        """
+        key = f"{self._key(self.prefix)}.parts/{name}"
+        if once:
+            return self._store.put_if(key, data, None) is not None
+        self._store.put(key, data)
+        return True
+
+    def notes(self, name: str) -> Iterator[bytes]:
+        """A note, or all below a folder of them."""
+        key = f"{self._key(self.prefix)}.parts/{name}"
+        for one in (key, *keys(self._store, key)):
+            found = self._store.read_whole(one)
+            if found is not None:
+                yield found[0]
+
+    def noted(self) -> dict[str, list[str]]:
+        """The notes of all transactions at the target, by transaction."""
+        found: dict[str, list[str]] = {}
+        for key in keys(self._store, str(self.target.path)):
+            folder, _, name = key[len(self._key("")) :].partition("/")
+            if folder.startswith(PREFIX) and folder.endswith(".parts"):
+                found.setdefault(folder.removeprefix(PREFIX).removesuffix(".parts"), []).append(name)
+        return found
+
+    def remove_notes(self, part: int | None = None) -> None:
+        """Remove all notes, or those of one part."""
+        folder = f"{self._key(self.prefix)}.parts"
+        of_part = f"{folder}/{part:04d}" if part is not None else ""
+        self._store.remove(
+            keys(self._store, folder) if part is None else [f"{of_part}.json", *keys(self._store, of_part)]
+        )
 
     def check_space(self, nbytes: int) -> None:
         """A store has no end."""
@@ -363,7 +429,7 @@ def dead(root: StorePath, after: timedelta = DEAD_AFTER) -> Iterator[Dead]:
         parts = item["path"].split("/")
         at = next((number for number, part in enumerate(parts) if part.startswith(PREFIX)), None)
         if at is not None:
-            name = parts[at].removesuffix(".writer")
+            name = parts[at].removesuffix(".writer").removesuffix(".parts")
             found.setdefault("/".join([*parts[:at], name]), []).append(item)
     if not found:
         return
@@ -372,7 +438,7 @@ def dead(root: StorePath, after: timedelta = DEAD_AFTER) -> Iterator[Dead]:
         if now - max(item["last_modified"] for item in items) < after:
             continue
         if _is_named(store, path):
-            items = [item for item in items if item["path"] == f"{path}.writer"]
+            items = [item for item in items if not item["path"].startswith(f"{path}/")]
         if items:
             yield Dead(f"{store}{path}", [item["path"] for item in items], sum(item["size"] for item in items))
 
