@@ -22,8 +22,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 from mcore_rlhf.storage.dcp.metadata import Path_
@@ -50,16 +51,20 @@ class KeyLayout:
         model: ReadablePath of the model's dictionary.
         optimizer: ReadablePath of the optimizer's, or None where the folder has none.
         style: How its keys are spelled.
+        top: Whether something lies outside of the dictionary that both of them are in.
     """
 
     model: Path_
     optimizer: Path_ | None = None
     style: Style = Style.NESTED
+    top: bool = False
 
     @property
     def rest(self) -> Path_:
         """ReadablePath of the dictionary that holds everything else."""
-        return self.model[:-1] if self.optimizer is None else self.optimizer[:-1]
+        own, other = self.model[:-1], self.model[:-1] if self.optimizer is None else self.optimizer[:-1]
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False))
+        return () if self.top else tuple(part for part, _ in common)
 
     def model_path(self, param: str) -> Path_:
         """ReadablePath of a parameter or buffer."""
@@ -149,7 +154,8 @@ def find_layout(paths: Collection[Path_], tensors: Collection[Path_]) -> KeyLayo
     if named and all(name.isdigit() for name in named):
         found, named = KeyLayout((), optimizer, Style.NUMBERED), set()
     others = [path for path in tensors if found.parse(path).kind not in ("state", "group")]
-    return KeyLayout(_find_model(others, named), optimizer, found.style)
+    layout = KeyLayout(_find_model(others, named), optimizer, found.style)
+    return replace(layout, top=any(path[: len(layout.rest)] != layout.rest for path in paths))
 
 
 def _find_optimizer(paths: Iterable[Path_]) -> tuple[Path_ | None, Style]:
@@ -244,7 +250,7 @@ def flattened(value: object, path: Path_ = ()) -> Iterator[tuple[Path_, object]]
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from flattened(item, (*path, str(key)))
+            yield from flattened(item, (*path, key if type(key) is int else str(key)))
     elif isinstance(value, list) and not _is_leaf(value):
         for index, item in enumerate(value):
             yield from flattened(item, (*path, index))
@@ -263,7 +269,7 @@ def unflattened(values: Mapping[Path_, object]) -> dict[str, Any]:
     """Put a nested dict together again: an int in a path is an index of a list.
 
     Args:
-        values: Leaves by path; no path is empty.
+        values: Leaves by path; no path is empty. Of a list whose beginning is not there, an int stays what it is.
     """
     root: dict[str | int, Any] = {}
     for path, value in values.items():
@@ -280,4 +286,4 @@ def _with_lists(value: Any) -> Any:
     items = {key: _with_lists(item) for key, item in value.items()}
     if items and sorted(items, key=str) == sorted(range(len(items)), key=str) and all(type(k) is int for k in items):
         return [items[index] for index in range(len(items))]
-    return {str(key): item for key, item in items.items()}
+    return items

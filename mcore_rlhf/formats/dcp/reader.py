@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
@@ -173,7 +174,7 @@ class _DcpReader:
                 if self._with_optimizer:
                     self._sort_optimizer(full, key)
             else:
-                path = key.path or (key.param,)
+                path = key.path or (*self.layout.model[len(self.layout.rest) :], key.param)
                 self.rest[path] = load_tensor(tensor) if tensor is not None else self.opened.objects[full].load()
         if not self.model_keys:
             raise Unsupported(f"{self.opened.folder}: holds no tensors of a model")
@@ -223,8 +224,11 @@ class _DcpReader:
 
     def _may_be_trained(self, key: str) -> bool:
         """FSDP cuts parameters and no buffers: where several ranks wrote, a whole floating-point tensor is a buffer."""
-        cut = any(len(self.opened.tensors[other].meta.chunks) > 1 for other in self.model_keys.values())
-        return self._is_floating(key) and (not cut or len(self.opened.tensors[key].meta.chunks) > 1)
+        return self._is_floating(key) and (not self._any_cut or len(self.opened.tensors[key].meta.chunks) > 1)
+
+    @cached_property
+    def _any_cut(self) -> bool:
+        return any(len(self.opened.tensors[key].meta.chunks) > 1 for key in self.model_keys.values())
 
     def _aliases(self) -> dict[str, str]:
         """Second names of tied weights, which an FSDP run stores under both."""
@@ -348,16 +352,16 @@ def find_aliases(
     """
     found: dict[str, str] = {}
     shapes = {name: opened.tensors[key].global_shape for name, key in model_keys.items()}
+    owners: dict[Shape, list[str]] = {}
+    for name in model_keys:
+        if name in trained:
+            owners.setdefault(shapes[name], []).append(name)
     for alias, key in model_keys.items():
         if alias in trained or len(shapes[alias]) != 2:
             continue
-        for owner in model_keys:
-            fits = owner in trained and shapes[owner] == shapes[alias]
-            if (
-                fits
-                and _EMBEDDING.search(f"{alias} {owner}")
-                and _checksums(opened, key) == _checksums(opened, model_keys[owner])
-            ):
+        for owner in owners.get(shapes[alias], ()):
+            embeds = _EMBEDDING.search(f"{alias} {owner}")
+            if embeds and _checksums(opened, key) == _checksums(opened, model_keys[owner]):
                 found[alias] = owner
                 notes.add(Fate.NOTE, f"{alias}: the same tensor as {owner}, stored twice")
                 break

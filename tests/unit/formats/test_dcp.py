@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from mcore_rlhf.convert import Job, convert, prepare
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, TensorName
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,
@@ -27,6 +29,7 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp.keys import KeyLayout, Style, find_layout, flattened, guess_paths, joined, unflattened
+from mcore_rlhf.formats.dcp.reader import _DcpReader
 from mcore_rlhf.formats.dcp.state import DcpState
 from mcore_rlhf.formats.dcp.writer import cut
 from mcore_rlhf.formats.registry import open_checkpoint
@@ -475,3 +478,34 @@ def test_a_config_beside_the_folder_describes_the_model(tmp_path: Path) -> None:
     (actor / "huggingface").mkdir()
     (actor / "huggingface" / "config.json").write_text(json.dumps({"hidden_size": 8}))
     assert opened(actor).family.config == {"hidden_size": 8}  # type: ignore[attr-defined]
+
+
+def test_an_object_among_the_weights_stays_there(tmp_path: Path) -> None:
+    """A module's ``_extra_state`` is no tensor: a loader asks for it under the model's own key."""
+    import torch.distributed.checkpoint as dcp
+
+    weight = torch.rand(4, 4)
+    group = {"lr": 0.1, "params": ["up.weight"]}
+    state = {"up.weight": {"step": torch.tensor(1.0), "exp_avg": weight, "exp_avg_sq": weight}}
+    optimizer = {"state": state, "param_groups": [group]}
+    model = {"up.weight": weight, "up._extra_state": b"scale"}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"app": {"model": model, "optimizer": optimizer}}, checkpoint_id=tmp_path / "run", no_dist=True)
+    run_to(tmp_path / "run", tmp_path / "again", dp=2)
+    found = DcpFolder.open(tmp_path / "again", tmp_path / "again")
+    assert "app.model.up._extra_state" in found.objects
+    assert found.objects["app.model.up._extra_state"].load() == b"scale"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_tens_of_thousands_of_small_tensors_take_no_longer_each(parts: int) -> None:
+    """Weights without an optimizer: what is a buffer is told of each, and of all only once."""
+    reader = _DcpReader.__new__(_DcpReader)
+    chunks = tuple(((n, 0), (1, 1)) for n in range(parts))
+    meta = SimpleNamespace(chunks=chunks)
+    names = [f"layers.{n}.weight" for n in range(20_000)]
+    reader.opened = SimpleNamespace(tensors={n: SimpleNamespace(dtype=FLOAT32, meta=meta) for n in names})  # type: ignore[assignment]
+    reader.model_keys = {name: name for name in names}
+    began = time.perf_counter()
+    assert all(reader._may_be_trained(name) for name in names)
+    assert time.perf_counter() - began < 5  # one look at all of them for each took minutes
