@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Fate, Report, same
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, FixedCatalog, TensorEntry, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
@@ -107,8 +107,11 @@ class _VerlReader:
         return file.tree
 
     def _tensors(self, ranks: Values) -> dict[str, list[Any]]:
-        """Every tensor's parts, by rank."""
+        """Every tensor's parts, by rank; nothing else of the state dict (``_extra_state``) is read."""
         _refuse_apart(self.model, ranks, "")
+        for file, values in zip(self.model, ranks, strict=True):
+            others = {k: v for k, v in values.items() if v is not None and not isinstance(v, Local | StoredTensor)}
+            self.unplaced.look(file.file, others, {})
         return {
             name: [values[name] for values in ranks]
             for name, value in ranks[0].items()
@@ -133,7 +136,8 @@ class _VerlReader:
                 if isinstance(value, Local):
                     found.setdefault(str(number), {})[key] = [rank[number][key] for rank in numbered]
                 else:
-                    self.collected.scalars.setdefault(str(number), {})[key] = _scalar(self.optim[0], value)
+                    one = self._scalar(numbered, number, key)
+                    self.collected.scalars.setdefault(str(number), {})[key] = one
         if numbered[0] and not found:
             raise Unsupported(
                 f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
@@ -145,6 +149,21 @@ class _VerlReader:
         one = {number: next(iter(states.values()))[0].global_shape for number, states in found.items()}
         names = name_numbers(self.collected, shapes, one, self.located.root, self.notes)
         return {names[number]: states for number, states in found.items()}
+
+    def _scalar(self, ranks: Values, number: Any, key: str) -> object:
+        """A step, which all ranks have counted alike.
+
+        Raises:
+            LayoutMismatch: They have not.
+        """
+        first, *others = (_scalar(file, rank[number][key]) for file, rank in zip(self.optim, ranks, strict=True))
+        for file, other in zip(self.optim[1:], others, strict=True):
+            if not same(other, first) and not getattr(first, "shape", ()):  # what has dimensions is FSDP1's
+                raise LayoutMismatch(
+                    f"{file.directory.path}: {key} of parameter {number} is {_brief(other)}, but {_brief(first)} on rank 0\n"
+                    "Files of different steps are mixed in one folder: copy the checkpoint again from where it came from."
+                )
+        return first
 
     def _compare_groups(self, ranks: Values) -> None:
         """The groups of the first rank stand for all; nothing else is read of the files."""
@@ -248,8 +267,11 @@ def _refuse_apart(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]],
             raise LayoutMismatch(f"{file.directory.path}: {what}{apart[0]} is not in the files of all ranks")
 
 
+def _brief(value: object) -> str:
+    return f"{float(value):g}" if isinstance(value, SmallTensor) and value.numel() == 1 else repr(value)[:60]
+
+
 def _scalar(file: RankFile, value: Any) -> object:
-    """A step, which is equal on all ranks."""
     if not isinstance(value, StoredTensor):
         return value
     data, itemsize = file.directory.read(value.record.key), value.record.dtype.itemsize

@@ -23,6 +23,7 @@ from mcore_rlhf.storage.dcp.rankfile import Local, read_rank_file
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.catalog_values import tensor_of
+from tests.helpers.damage import edited
 
 VERL = Path(__file__).parents[2] / "goldens" / "verl"
 
@@ -230,3 +231,13 @@ def test_ways_to_choose_are_counted(
     shapes: list[tuple[int, ...]], wanted: list[tuple[int, ...] | None], ways: int, chosen: list[int]
 ) -> None:
     assert choices(shapes, wanted) == (ways, chosen)
+
+
+def test_an_optimizer_of_another_step_is_found(three: Path) -> None:
+    """Each rank has counted its own steps: one whose file is of another save has other moments as well."""
+    with edited(three / "optim_world_size_3_rank_1.pt") as tree:
+        for state in tree["state"].values():
+            state["step"] += 5
+    with pytest.raises(LayoutMismatch, match=r"rank_1\.pt: step of parameter 0 is 7, but 2 on rank 0"):
+        opened(three)
+    assert opened(three, optimizer=False).model.params
