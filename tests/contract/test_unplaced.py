@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.core.account import Fate, Item, Kind
@@ -15,6 +16,7 @@ from mcore_rlhf.errors import Lossy
 from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.contract.test_account import ALL, SOURCES
 from tests.helpers.damage import edited
 
@@ -92,3 +94,49 @@ def test_the_item_has_the_path_and_the_file(tmp_path: Path) -> None:
     (path,) = (file.relative_to(root) for file in root.rglob("zero_pp_rank_1_*optim_states.pt"))
     name = f"optimizer_state_dict.base_optimizer_state.{STRANGE} in {path}"
     assert planned(root, "deepspeed").account.entries[Item(Kind.VALUE, name)].fate is Fate.LOST
+
+
+def everywhere(golden: str, pattern: str, folder: Path, change: Callable[[Any, int], None]) -> Path:
+    """A copy of a golden, with the trees of some files changed; each is told its number."""
+    root = Path(shutil.copytree(ALL / golden, folder / "source"))
+    for number, path in enumerate(sorted(root.rglob(pattern))):
+        with edited(path) as tree:
+            change(tree, number)
+    return root
+
+
+def lost(job: Job) -> list[str]:
+    return [text for fate, text in job.report.lines if fate is Fate.LOST]
+
+
+def test_what_a_state_dict_has_beside_tensors_is_lost_by_name(tmp_path: Path) -> None:
+    """verl's rank files and universal ones have no place for it in any target."""
+    verl = everywhere("verl/fsdp2_ws3", "model_*.pt", tmp_path / "a", lambda tree, _: tree.update(_extra_state="fp8"))
+    assert any("_extra_state in model_world_size_3_rank_0.pt and 2 more" in text for text in lost(planned(verl, "dcp")))
+    golden = "deepspeed/z2_bf16_ac_dp2/step3_uni"
+    universal = everywhere(
+        golden, "mp_rank_*.pt", tmp_path / "b", lambda tree, _: tree["module"].update(x_extra_state="fp8")
+    )
+    assert any("module.x_extra_state" in text for text in lost(planned(universal, "universal")))
+    assert not planned(universal, "universal").lossless
+
+
+@pytest.mark.parametrize("to", ["universal", "dcp", "hf", "deepspeed"])
+def test_what_ranks_of_stage_3_have_of_their_own_is_lost_where_it_is_kept_once(to: str, tmp_path: Path) -> None:
+    root = everywhere(
+        "deepspeed/z3_bf16_frozen_dp2/step3", "*model_states.pt", tmp_path, lambda tree, rank: tree.update(seen=rank)
+    )
+    more = {"with_optimizer": True} if to == "hf" else {"dp": 4} if to == "deepspeed" else {}
+    assert any("only rank 0's" in text and "seen" in text for text in lost(planned(root, to, **more)))
+    if to == "deepspeed":
+        assert planned(root, to).lossless
+
+
+def test_a_buffer_of_which_ranks_of_stage_3_have_their_own_is_no_damage(tmp_path: Path) -> None:
+    def change(tree: Any, rank: int) -> None:
+        tree["module"]["seen"] = torch.full((3,), float(rank))
+        tree["buffer_names"].append("seen")
+
+    root = everywhere("deepspeed/z3_bf16_frozen_dp2/step3", "*model_states.pt", tmp_path, change)
+    assert verify(root, ReadOptions(), Depth.DEEP).intact
+    assert any("buffers that differ" in text and "seen" in text for text in lost(planned(root, "deepspeed")))

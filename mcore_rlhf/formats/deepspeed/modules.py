@@ -6,11 +6,11 @@ Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_save_checkpoint``, ``_get_sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.catalog import DType, Shape
+from mcore_rlhf.core.catalog import DType, Record, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete
 from mcore_rlhf.layouts.zero import SlicedGroup
 from mcore_rlhf.storage.pt import StoredTensor
@@ -47,6 +47,7 @@ class StoredModule:
         buffers: Names of persistent buffers.
         opaque: Values that are no tensors (``_extra_state``).
         layers: Keys of a ``PipelineModule``'s layer files, with their global names.
+        apart: Buffers of which data-parallel ranks have each their own.
     """
 
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class StoredModule:
     buffers: tuple[str, ...] = ()
     opaque: dict[str, object] = field(default_factory=dict)
     layers: dict[int, dict[str, str]] = field(default_factory=dict)
+    apart: list[str] = field(default_factory=list)
 
     @property
     def frozen(self) -> list[str]:
@@ -150,12 +152,15 @@ def _stored_aliases(opened: OpenedTag, module: Mapping[str, object]) -> dict[str
 
 
 def _seen_aliases(module: Mapping[str, object]) -> dict[str, str]:
-    """Tensors that are the same elements: the only sign of a tie in stage 0."""
-    owners: dict[tuple[str, str, int, Shape], str] = {}
+    """Tensors that are the same elements in the same order: the only sign of a tie in stage 0. A transposed view is none, nor is the same
+    storage seen as another type.
+    """
+    owners: dict[tuple[Record, int, Shape, Shape], str] = {}
     found: dict[str, str] = {}
     for name, value in module.items():
         if isinstance(value, StoredTensor) and 0 not in value.shape:
-            at = (value.record.file, value.record.key, value.start, value.shape)
+            steps = (stride for count, stride in zip(value.shape, value.strides, strict=True) if count > 1)
+            at = (value.record, value.start, value.shape, tuple(steps))
             if owners.setdefault(at, name) != name:
                 found[name] = owners[at]
     return found
@@ -183,8 +188,24 @@ def _take_slices(opened: OpenedTag, mp_rank: int, reading: StoredModule, shapes:
             tensor.stored = [_slices(opened, name, frozen[name], mp_rank, fragments)]
         elif name in reading.buffers or 0 not in tensor.shape:
             tensor.stored = [top["module"][name] for top in tops if name in top["module"]]
+            if name in reading.buffers and not _agree(opened, mp_rank, tensor.stored):
+                tensor.stored = tensor.stored[:1]
+                reading.apart.append(name)
         else:
             del reading.tensors[name]  # a frozen parameter that exclude_frozen_parameters left out
+
+
+def _agree(opened: OpenedTag, mp_rank: int, copies: Sequence[Any]) -> bool:
+    """Whether all ranks have the same in a buffer: nobody keeps them alike, and each rank loads its own. Equal CRCs are enough."""
+    files = {pt.file: pt for (_, rank), pt in opened.model.items() if rank == mp_rank}
+    found = []
+    for stored in copies:
+        pt = files[stored.record.file]
+        crc = pt.directory.members[stored.record.key].crc32 if pt.directory.checksummed else None
+        found.append((crc, stored.start, stored.shape, stored.strides, stored.record.dtype))
+    if len(set(found)) == 1 and found[0][0] is not None:
+        return True
+    return len({(s.shape, s.record.dtype, files[s.record.file].load(s).contiguous()) for s in copies}) <= 1
 
 
 def _slices(opened: OpenedTag, name: str, shape: Shape, mp_rank: int, fragments: list[Any]) -> Partitioned:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.account import Fate, Inventory, Report, same
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, Said, same
 from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, Known, Unplaced, of_torch, state_dict_of
@@ -45,16 +45,25 @@ class DeepSpeedState(ModuleState):
         opened: The files.
         modules: Each model-parallel rank's module.
         shards: For each parameter, the parts of it that ranks have, by model-parallel rank.
+        apart: Keys of client state of which not all ranks have the same.
     """
 
     opened: OpenedTag | None = None
     modules: list[StoredModule] = field(default_factory=list)
     shards: Mapping[str, Mapping[int, MpShard]] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
     def inventory(self) -> Inventory:
         """What all of the family have, and values of the module that are no tensors."""
         opaque = tuple(value for module in self.modules for value in module.opaque.values() if value is not None)
         return {**ModuleState.inventory(self), **({OPAQUE: opaque} if opaque else {})}
+
+    def homeless(self) -> Mapping[Item, Said]:
+        """Besides, what ranks of stage 3 have each their own of: other formats have it once."""
+        apart = self.apart if self.opened is not None and self.opened.sliced else ()
+        said = Said(Fate.LOST, only_of_the_first(apart))
+        items = (Item(kind, key) for key in apart for kind in (Kind.VALUE, Kind.RNG))
+        return {**ModuleState.homeless(self), **dict.fromkeys(items, said)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +88,16 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
     notes = Report()
     opened = open_tag(locate(path, options.step), options.stubs, optimizer=options.optimizer)
     modules = [read_module(opened, mp_rank) for mp_rank in range(opened.mp)]
+    if buffers := [name for module in modules for name in module.apart]:
+        notes.add(Fate.LOST, f"of buffers that differ between the source's ranks, only rank 0's: {', '.join(buffers)}")
     optimizer = _read_optimizer(opened, modules, options, notes)
     shards, specs = _shards(opened, modules, optimizer, options)
     states = dict.fromkeys(s for of in shards.values() for shard in of.values() for s in shard.stored if s != PARAM)
     tied = any(module.shared for module in modules)
     model = ModelSpec(tuple(specs), _num_layers(specs), tied=tied, vocab_size=options.vocab_size)
+    apart = _differing_keys(opened)
+    if apart:
+        notes.add(Fate.NOTE, f"differs between ranks, and goes with them only into the same layout: {', '.join(apart)}")
     without = opened.sliced and not options.optimizer
     catalog = DeepSpeedCatalog(
         role=options.role or "actor",
@@ -104,7 +118,7 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
         states=catalog.states,
         optimizer=f"zero{opened.stage}" if options.optimizer and (optimizer.flat or optimizer.plain) else None,
         notes=notes,
-        family=_module_state(opened, modules, shards),
+        family=_module_state(opened, modules, shards, apart),
         unplaced=unplaced_of(opened, with_optimizer=options.optimizer),
     )
 
@@ -273,11 +287,6 @@ def _training_state(opened: OpenedTag, groups: tuple[ParamGroup, ...], notes: Re
     """The state that all ranks share, taken from the first; values that differ between ranks are noted."""
     top, pt = opened.first, opened.model[0, 0]
     other = other_values(opened, 0, 0)
-    differing = differing_keys(opened)
-    if differing:
-        notes.add(
-            Fate.NOTE, f"differs between ranks, and goes with them only into the same layout: {', '.join(differing)}"
-        )
     scheduler, config = state_dict_of(top.get("lr_scheduler"), "lr_scheduler", notes), top.get("ds_config")
     return TrainingState(
         iteration=int(top.get("global_steps") or 0),
@@ -290,24 +299,25 @@ def _training_state(opened: OpenedTag, groups: tuple[ParamGroup, ...], notes: Re
 
 
 def _module_state(
-    opened: OpenedTag, modules: list[StoredModule], shards: Mapping[str, Mapping[int, MpShard]]
+    opened: OpenedTag, modules: list[StoredModule], shards: Mapping[str, Mapping[int, MpShard]], apart: Sequence[str]
 ) -> DeepSpeedState:
     values = _optimizer_values(opened)
     pt = opened.optim[0, 0] if opened.optim else opened.model[0, 0]
-    apart = SHARDED_KEYS | {"state", "fp32_groups_flat"}
+    placed = SHARDED_KEYS | {"state", "fp32_groups_flat"}
     ranks = [other_values(opened, 0, mp_rank) for mp_rank in range(opened.mp)] if opened.mp > 1 else []
     return DeepSpeedState(
         tag=opened.files.tag,
         order=tuple(dict.fromkeys(name for module in modules for name in module.order)),
         buffers=tuple(dict.fromkeys(name for module in modules for name in module.buffers)),
         shared={alias: owner for module in modules for alias, owner in module.shared.items()},
-        optimizer={key: pt.materialize(value) for key, value in values.items() if key not in apart},
+        optimizer={key: pt.materialize(value) for key, value in values.items() if key not in placed},
         per_rank=tuple(ranks),
         pipeline=opened.first["module"] is None,
         without_frozen=opened.first.get("frozen_param_shapes") is None and not any(module.frozen for module in modules),
         opened=opened,
         modules=modules,
         shards=shards,
+        apart=tuple(apart),
     )
 
 
@@ -329,7 +339,12 @@ def _outline(opened: OpenedTag, dp_rank: int, mp_rank: int) -> dict[str, object]
     return {key: map_tensors(value, stand_in) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
 
 
-def differing_keys(opened: OpenedTag) -> list[str]:
+def only_of_the_first(keys: Sequence[str]) -> str:
+    """The line of the report about such values."""
+    return f"of values that differ between the source's ranks, only rank 0's: {', '.join(keys)}"
+
+
+def _differing_keys(opened: OpenedTag) -> list[str]:
     """Which of these values are not the same on all ranks."""
     first = _outline(opened, 0, 0)
     outlines = [_outline(opened, *at) for at in opened.model]

@@ -23,7 +23,7 @@ from mcore_rlhf.storage.pt import Pt
 
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
 from .layout import NewFile, TagLayout, zero_config
-from .reader import DeepSpeedState, differing_keys
+from .reader import DeepSpeedState, only_of_the_first
 from .state_dicts import StateDict, layer_states, model_states, optim_states
 from .tag import expert_name
 
@@ -199,13 +199,7 @@ def _note_missing_states(tag: TagLayout, report: Report) -> None:
 def _note_ranks(tag: TagLayout, report: Report) -> None:
     """Stage 3 has client state of every rank, which other ranks have no use for."""
     own = DeepSpeedState.of(tag.source)
-    opened = own.opened if own else None
-    if opened is None or not opened.sliced or tag.same_ranks:
+    if own is None or own.opened is None or not own.opened.sliced or tag.same_ranks:
         return
-    differing = differing_keys(opened)
-    if differing:
-        report.add(
-            Fate.LOST,
-            f"of values that differ between the source's ranks, only rank 0's: {', '.join(differing)}",
-            *(Item(Kind.VALUE, key) for key in differing),
-        )
+    if own.apart:
+        report.add(Fate.LOST, only_of_the_first(own.apart), *(Item(Kind.VALUE, key) for key in own.apart))

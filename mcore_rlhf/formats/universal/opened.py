@@ -11,6 +11,7 @@ from typing import cast
 
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.paths import ReadablePath, walk
@@ -123,9 +124,17 @@ class ModelStates:
 
     def others(self) -> Iterator[dict[str, object]]:
         """For each model-parallel rank, what its file has besides the model and the layout."""
-        for pt in self.per_mp_rank:
-            tree = cast(Mapping[str, object], pt.tree)
-            yield {key: pt.materialize(value) for key, value in tree.items() if key not in LAYOUT_KEYS}
+        yield from map(_others, self.per_mp_rank)
+
+    def look(self, found: Unplaced) -> None:
+        """Note what is not read: values of the module that are no tensors, and what further data-parallel ranks have of their own."""
+        first = {pt.file.rpartition("_mp_rank_")[2]: pt for pt in self.per_mp_rank}
+        for pt in self.files:
+            opaque = {k: v for k, v in self.module(pt).items() if v is not None and not isinstance(v, StoredTensor)}
+            found.look(pt.file, opaque, {}, "module")
+            known = first[pt.file.rpartition("_mp_rank_")[2]]
+            if pt is not known:
+                found.compare(pt.file, _others(pt), _others(known))
 
     def _merged(self, key: str) -> dict[str, object]:
         merged: dict[str, object] = {}
@@ -171,6 +180,11 @@ def _open(located: UniversalFolder, name: str, stubs: tuple[str, ...]) -> PtFile
     return pt
 
 
+def _others(pt: PtFile) -> dict[str, object]:
+    tree = cast(Mapping[str, object], pt.tree)
+    return {key: pt.materialize(value) for key, value in tree.items() if key not in LAYOUT_KEYS}
+
+
 def _listed(value: object) -> list[dict[str, object]]:
     return [shapes for shapes in value if isinstance(shapes, dict)] if isinstance(value, list) else []
 
@@ -214,11 +228,13 @@ class ZeroFolder:
         params: The parameters' folders, by name.
         opened: All files that were opened.
         optimizer: ``optimizer_state.pt``, where it was asked for; None too where there are weights alone.
+        unplaced: What in it is not read.
     """
 
     params: dict[str, ParamFiles]
     opened: list[PtFile]
     optimizer: Mapping[str, object] | None
+    unplaced: Unplaced = field(default_factory=Unplaced)
 
 
 def read_zero_folder(located: UniversalFolder, stubs: tuple[str, ...], *, optimizer: bool) -> ZeroFolder:
@@ -241,7 +257,7 @@ def read_zero_folder(located: UniversalFolder, stubs: tuple[str, ...], *, optimi
             problems.add_error(error)
     if optimizer and not _weights_alone(located, folder):
         try:
-            folder.optimizer = _read_optimizer(located, stubs, folder.opened)
+            folder.optimizer = _read_optimizer(located, stubs, folder)
         except CheckpointError as error:
             problems.add_error(error)
     problems.raise_if_any()
@@ -317,16 +333,18 @@ def _tensor(pt: PtFile) -> tuple[StoredTensor, dict[str, object]]:
     return tensor, {key: value for key, value in pt.tree.items() if key != PARAM_KEY}
 
 
-def _read_optimizer(located: UniversalFolder, stubs: tuple[str, ...], opened: list[PtFile]) -> Mapping[str, object]:
+def _read_optimizer(located: UniversalFolder, stubs: tuple[str, ...], folder: ZeroFolder) -> Mapping[str, object]:
     file = f"{located.name}/{ZERO}/{OPTIMIZER_FILE}"
     if not (located.root / file).is_file():
         raise Incomplete(
             f"{located.root / file}: expected the optimizer's param groups, but there is no such file\n{_WRITTEN_AGAIN}"
         )
     pt = read_pt(located.root, file, stubs=stubs)
-    opened.append(pt)
+    folder.opened.append(pt)
     if not isinstance(pt.tree, dict):
         raise Unsupported(f"{pt.root / file}: expected a dictionary, found {type(pt.tree).__name__}")
+    inner = pt.tree.get("optimizer_state_dict")
+    folder.unplaced.look(file, inner, {"state": None, "param_groups": None}, "optimizer_state_dict")
     return {key: _without_shard(pt, key, value) for key, value in pt.tree.items() if key != "fp32_flat_groups"}
 
 

@@ -280,6 +280,7 @@ class _OpenedUniversal:
         )
         role = self.options.role or "actor"
         opened = (*self.states.opened, *self.zero.opened)
+        self.states.look(self.zero.unplaced)
         return Source(
             format="universal",
             root=self.located.root,
@@ -293,6 +294,7 @@ class _OpenedUniversal:
             optimizer="universal" if self.zero.optimizer is not None else None,
             notes=notes,
             family=self._module_state(others, specs),
+            unplaced=self.zero.unplaced.names,
         )
 
     def _trained(self) -> list[str]:

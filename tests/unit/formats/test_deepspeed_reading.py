@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
+from tests.helpers.damage import edited
 from tests.helpers.deepspeed_goldens import GOLDENS, NAMES, WITH_EXPECTATION, expected, opened, tag, tensor
 from tests.helpers.zero_reader import MASTER, read_zero
 
@@ -148,3 +151,20 @@ def test_a_root_a_tag_and_a_step_mean_the_same() -> None:
     for path, options in ((root, ReadOptions()), (root / "step3", ReadOptions()), (root, ReadOptions(step=3))):
         source = open_checkpoint(path, options)
         assert (source.format, source.root) == ("deepspeed", root)
+
+
+def test_a_transposed_view_is_no_second_name(tmp_path: Path) -> None:
+    """It begins where the tensor begins and has its shape: only a tie is the same elements in the same order."""
+    root = Path(shutil.copytree(tag("z0_fp32_untied_dp1"), tmp_path / "step3"))
+    with edited(root / "mp_rank_00_model_states.pt") as tree:
+        table = torch.arange(9.0).reshape(3, 3)
+        views = {"table": table, "turned": table.t(), "again": table.view(3, 3)}
+        tree["module"].update(views)
+        tree["buffer_names"] += list(views)
+    source = open_checkpoint(root, ReadOptions())
+    assert source.family.shared == {"again": "table"}
+    for name in ("table", "turned"):
+        found = tensor(source, name, PARAM)
+        assert found is not None
+        assert found.dtype == views[name].dtype
+        assert torch.equal(found, views[name]), name
