@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -21,6 +22,13 @@ _OF_RANKS = ("metadata.json", "fsdp_config.json", "integrity.json")
 """Files that say how Megatron-core and verl have stored the rest, and what bytes they have stored."""
 _COPIES = ("model_state_dict/full_weights.pt",)
 """RLinf's: the same weights once more, for other programs. Source: RLinf, ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py``."""
+_AGAIN = re.compile(
+    r"(model|pytorch_model(_fsdp)?|consolidated|tf_model|flax_model)([.-].*)?\.(safetensors|bin|pth?|ckpt|npz)|.*\.index(\..+)?\.json"
+    r"|.*\.(gguf|ggml|h5|msgpack|onnx|onnx_data|ot|tflite|pdparams|mlpackage|engine)"
+)
+"""Names of what has a model's weights once more, for other programs. Any other file has weights of its own: a value head, a projector.
+Sources: transformers 5.23.0, ``utils/__init__.py`` (``WEIGHTS_NAME``, …); mistral-inference, ``consolidated``; LLaMA-Factory,
+``extras/constants.py`` (``V_HEAD_SAFE_WEIGHTS_NAME``, which is none)."""
 
 
 def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, without_optimizer: bool) -> Account:
@@ -108,7 +116,8 @@ def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[
         elif file.path in _ITEMIZED or file.path in target.texts:
             yield item, Said(Fate.DERIVED, "written anew, from what it says")
         else:
-            yield item, _fate(file, lost[:1], why)
+            again = _AGAIN.fullmatch(file.path.rpartition("/")[2])
+            yield item, _fate(file, lost[:1] if again else lost, why if file.reason is Reason.TRAINER else "")
 
 
 def _fate(file: Leftover, lost: Collection[Reason], why: str) -> Said:

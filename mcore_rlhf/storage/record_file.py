@@ -9,7 +9,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -72,12 +72,14 @@ class OpenedFile:
         nbytes: Its length.
         tensors: By name, in the file's order.
         records: ``(key, byte offset, bytes, crc32)`` of every part whose checksum the file stores.
+        metadata: Texts of the file's own header, but for what says which framework it is for, and second names of tied tensors.
     """
 
     file: str
     nbytes: int
     tensors: Mapping[str, StoredTensor]
     records: Sequence[tuple[str, int, int, int]] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Container(ABC):

@@ -34,7 +34,7 @@ MAX_HEADER = 100_000_000
 """Source: safetensors 0.8.0, ``safetensors/src/tensor.rs`` (``MAX_HEADER_SIZE``)."""
 
 _LENGTH = 8
-_METADATA = "__metadata__"
+_METADATA, _FRAMEWORK = "__metadata__", "format"
 _AGAIN = "Copy the file again from where it came from, and compare its checksum with the one that is published there."
 _TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
 _ALIGNMENT = 8
@@ -58,7 +58,10 @@ class Safetensors(Container):
     def open(cls, root: ReadablePath, file: str, stubs: Collection[str] = ()) -> OpenedFile:
         """See :meth:`.record_file.Container.open` and :func:`read_safetensors`."""
         opened = read_safetensors(root, file)
-        return OpenedFile(file, opened.nbytes, opened.tensors)
+        metadata = {
+            key: text for key, text in opened.metadata.items() if key != _FRAMEWORK and text not in opened.tensors
+        }
+        return OpenedFile(file, opened.nbytes, opened.tensors, metadata=metadata)
 
     def layout(self, file: str) -> Layout:
         """The header, and the tensors behind it.

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage, same
@@ -120,6 +122,36 @@ def test_files_that_nobody_reads_are_items(tmp_path: Path) -> None:
     told = [f"{line['fate']} {line['text']}" for line in job.report.as_json()]
     assert any(line.startswith("lost optimizer.pt: ") for line in told)
     assert any(line.startswith("left behind file .git: ") for line in told)
+
+
+def test_weights_that_are_no_copy_of_the_models_are_lost(tmp_path: Path) -> None:
+    """A reward model's head lies in a file of its own; the same weights for other programs do not count."""
+    source = shutil.copytree(LLAMA, tmp_path / "model")
+    for name in (
+        "value_head.safetensors",
+        "mm_projector.bin",
+        "original/consolidated.00.pth",
+        "model-q4.gguf",
+        "pytorch_model.bin",
+    ):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"...")
+    for to in ("hf", "deepspeed"):
+        job = planned(source, to)
+        lost = {item.name for item in job.account.of_fate(Fate.LOST)}
+        assert lost == {"value_head.safetensors", "mm_projector.bin"}
+        assert not job.lossless
+
+
+def test_texts_in_the_header_of_weights_are_items(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    save_file(
+        {"up.weight": torch.zeros(2, 2)},
+        source / "model.safetensors",
+        {"format": "pt", "tied": "up.weight", "step": "7"},
+    )
+    assert planned(source, "hf").account.lost == ["metadata.step in model.safetensors: not known, and not carried"]
 
 
 def test_what_transformers_trainer_leaves_beside_a_tag_is_an_item(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ class _FolderReader:
             optimizer=optimizer,
             notes=self.notes,
             family=replace(self._native(model, shared), packs_experts=False),
+            unplaced=self.weights.unplaced.names,
             origin={} if self.sidecar is None else self.sidecar.origin,
         )
 

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
@@ -27,12 +28,14 @@ class Series:
         shared: Second names of the same stored elements: ``{alias: owner}``.
         files: Its files, the index included.
         notes: What a reader should know of it.
+        unplaced: Texts of its files' headers, which nobody reads.
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     files: list[StoredFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unplaced: Unplaced = field(default_factory=Unplaced)
 
 
 def find_series(folder: ReadablePath) -> tuple[str, str] | None:
@@ -173,6 +176,7 @@ class _SeriesReader:
 
         opened = open_tensors(self.root, file, self.stubs)
         self.series.files.append(StoredFile(file, opened.nbytes, opened.records))
+        self.series.unplaced.look(file, opened.metadata, {}, "metadata")
         return opened.tensors
 
     def _add(self, name: str, tensor: StoredTensor) -> None:
