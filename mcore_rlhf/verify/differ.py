@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from mcore_rlhf.core.account import same
 from mcore_rlhf.core.cast import as_floats, differing_after_rounding
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, TensorEntry, TensorName
 from mcore_rlhf.core.execute import SourceBytes
@@ -195,13 +196,9 @@ class Differ:
             if a.record.dtype == b.record.dtype and np.array_equal(left, right):
                 continue
             x, y = as_floats(left, a.record.dtype), as_floats(right, b.record.dtype)
-            gap = np.abs(x - y)
-            tolerance = self.tolerance
-            close = left == right if tolerance.exact else gap <= tolerance.atol + tolerance.rtol * np.abs(y)
+            alike = left == right if a.record.dtype == b.record.dtype else x == y
             ulps = _ulps(left, right) if a.record.dtype == b.record.dtype and a.record.dtype in FLOATING else 0
-            found = found.with_(
-                _Gap(int((~close).sum()), _largest(gap), _largest(gap[y != 0] / np.abs(y[y != 0])), ulps)
-            )
+            found = found.with_(_gap(x, y, alike, self.tolerance)._replace(max_ulps=ulps))
         return found
 
     def _compare_rounded(self, a: Chunk, b: Chunk) -> _Gap:
@@ -220,13 +217,15 @@ class Differ:
         a, b = self.a.state, self.b.state
         if a.iteration != b.iteration:
             self._differs("iteration", f"{a.iteration} and {b.iteration}")
-        if a.scheduler != b.scheduler:
+        if not same(a.scheduler, b.scheduler):
             self._differs("scheduler", f"{a.scheduler} and {b.scheduler}")
-        groups_a, groups_b = (
-            [_identity(group.fields) for group in state.groups if not group.expert] for state in (a, b)
-        )
-        if sorted(groups_a, key=repr) != sorted(groups_b, key=repr):
-            self._differs("param_groups", "the optimizer's param groups are not the same")
+        for expert in (False, True):
+            of_a, of_b = ([group.fields for group in s.groups if group.expert == expert] for s in (a, b))
+            if expert and not (of_a and of_b):
+                continue  # where experts are not dealt over ranks, they are in the others' groups
+            if not same(sorted(map(_identity, of_a), key=repr), sorted(map(_identity, of_b), key=repr)):
+                whose = "experts' " if expert else ""
+                self._differs(f"{whose}param_groups", f"the optimizer's {whose}param groups are not the same")
         for counter in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
             if a.args.get(counter) != b.args.get(counter):
                 self._differs(counter, f"{a.args.get(counter)} and {b.args.get(counter)}")
@@ -238,6 +237,16 @@ class Differ:
 
     def _differs(self, name: str, what: str, gap: _Gap | None = None, tensor: TensorName | None = None) -> None:
         self.result.differences.append(Difference(name, what, *(gap or _Gap()), tensor))
+
+
+def _gap(x: Any, y: Any, alike: Any, tolerance: Tolerance) -> _Gap:
+    """How far two arrays are from one another; what is infinite or no number is near to nothing but itself."""
+    with np.errstate(invalid="ignore"):
+        gap = np.where(alike, 0.0, np.abs(x - y))
+        near = (gap <= tolerance.atol + tolerance.rtol * np.abs(y)) & np.isfinite(x) & np.isfinite(y)
+        relative = gap[y != 0] / np.abs(y[y != 0])
+    close = alike if tolerance.exact else alike | near
+    return _Gap(int((~close).sum()), _largest(gap), _largest(relative))
 
 
 def _largest(values: Any) -> float:

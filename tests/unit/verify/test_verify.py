@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, Problems
@@ -14,7 +15,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Audit, Ledger
 from mcore_rlhf.verify.checkpoint import Depth, verify
-from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
+from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance, _gap
 from tests.helpers.conversions import GOLDENS, NAMES, Conversions
 from tests.helpers.damage import ITERATION, MODEL, OPTIMIZER, copied, edited, flip
 
@@ -135,3 +136,24 @@ def test_damage_is_not_compared_away(tmp_path: Path) -> None:
     flip(source / ITERATION / "mp_rank_00" / OPTIMIZER, "data/1", 5)
     verdict = verify(source, replace(ReadOptions(), role="actor"))
     assert not verdict.intact
+
+
+def gap(x: list[float], y: list[float], **tolerance: float) -> int:
+    a, b = np.array(x), np.array(y)
+    return _gap(a, b, a.view(np.uint64) == b.view(np.uint64), Tolerance(**tolerance)).differing
+
+
+def test_a_tolerance_is_for_numbers() -> None:
+    """An infinity, and no number, are near to themselves alone."""
+    inf, nan = float("inf"), float("nan")
+    assert gap([-inf, nan, 1.0], [-inf, nan, 1.001], rtol=0.01) == 0
+    assert gap([1.0, inf, nan, -inf], [inf, 1.0, 1.0, inf], rtol=0.01, atol=1e9) == 4
+
+
+def test_groups_of_experts_are_compared(tmp_path: Path) -> None:
+    source = copied("ep2dp2_moe_seq_bf16_do", tmp_path)
+    for path in source.rglob(MODEL):
+        with edited(path) as tree:
+            tree["optimizer"][1]["optimizer"]["param_groups"][0]["lr"] = 7.0
+    (difference,) = compare(GOLDENS / "ep2dp2_moe_seq_bf16_do", source).differences
+    assert difference.name == "experts' param_groups"
