@@ -244,12 +244,33 @@ class NewRun:
             ),
             "drop": (Fate.LOST, "RNG states: fresh ones from args.seed, as --rng drop asks"),
         }
+        if self.choices.rng == "keep" and (apart := self._rng_apart()):
+            fates["keep"] = apart
         if not self.family.shards:
             fates["drop"] = (
                 Fate.DERIVED,
                 "RNG states: fresh ones from args.seed, since Megatron did not write the source",
             )
         self.report.add(*fates[self.choices.rng], *([] if self.choices.rng == "keep" else [Item(Kind.RNG)]))
+
+    def _rng_apart(self) -> tuple[Fate, str] | None:
+        """What is to be said where data-parallel ranks have random states of their own, and there are others of them now."""
+        had, parallel = self.family.rng_ranks, self.choices.parallel
+        if self.ckpt_format == "torch":  # one for each folder, of which expert-parallel ranks have their own
+            has = parallel.dp if self.family.args.flag("data_parallel_random_init") else parallel.ep
+        else:
+            has = parallel.dp * parallel.cp
+        if had > has:
+            return (
+                Fate.LOST,
+                f"RNG states of {had - has} of {had} data-parallel ranks: the new layout has {has}; of the others they are kept",
+            )
+        if 1 < had < has:
+            return (
+                Fate.DERIVED,
+                f"RNG states of {has - had} more data-parallel ranks than the source has; of its own {had} they are kept",
+            )
+        return None
 
     def _note_batch(self) -> None:
         """Megatron asserts that the global batch divides into micro-batches of all data-parallel ranks."""

@@ -155,6 +155,12 @@ class MegatronState(Family):
     unknown: list[str]
     scalars: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def rng_ranks(self) -> int:
+        """Data-parallel ranks that have random states of their own: all, in a run with ``--data-parallel-random-init``."""
+        stored = (shard.top.get("rng_state") for shard in self.shards)
+        return max((len(states) for states in stored if isinstance(states, list)), default=0)
+
     def inventory(self) -> Inventory:
         """What its ranks have, item by item, beside what all of them share."""
         keys = dict.fromkeys(key for shard in self.shards for key in shard.top if key in OF_RANKS)

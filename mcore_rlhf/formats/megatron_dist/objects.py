@@ -160,6 +160,11 @@ class DistState(MegatronState):
     sharding: str | None = None
     idle: frozenset[str] = frozenset()
 
+    @property
+    def rng_ranks(self) -> int:
+        """Data-parallel ranks that have random states of their own: all where experts are dealt, up to 0.16."""
+        return max((key.shape[2] for key in self.rng if len(key.shape) > 2), default=1)
+
     def inventory(self) -> Inventory:
         """What its ranks have, item by item, beside what all of them share."""
         return {
@@ -288,13 +293,13 @@ class Objects:
 
     def _rng(self) -> Iterator[ObjectItem]:
         """Random states of every rank, kept as they are where the layout is the source's own."""
-        parallel = self.run.choices.parallel
+        parallel, own = self.run.choices.parallel, {key.index: item for key, item in self.own.rng.items()}
         for rank, at in rng_ranks(parallel):
             index, shape = rng_index(parallel, rank)
             keys = [ShardKey(RNG, index, shape)]
             if not any(index[2:]):  # and of the first expert-parallel rank for all, as 0.17 and later look for it
                 keys += [ShardKey(RNG, index[:2], shape[:2])] if len(index) > 2 else []
-            kept = rng_of(self.own.rng, parallel, rank)
+            kept = own.get(index) or own.get(index[:2])
             states = None if kept is not None and self.run.choices.rng == "keep" else self.run.rng_states(at)
             for key in keys:
                 if states is not None:

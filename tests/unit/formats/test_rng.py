@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from mcore_rlhf.convert import convert
+from mcore_rlhf.core.account import Fate
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.state import RngMaker
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from tests.helpers.conversions import GOLDENS, Conversions, golden
-from tests.helpers.plain_load import bits, same
+from tests.helpers.conversions import GOLDENS, Conversions, golden, options
+from tests.helpers.damage import MODEL, copied, edit_args, edited
+from tests.helpers.plain_load import bits, plain_load, same
 
 SAVED: dict[str, Any] = golden("tp1_bf16_do").ranks[0].model["rng_state"][0]
 TRACKER = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
@@ -132,3 +137,20 @@ def test_a_conversion_keeps_derives_or_drops(conversions: Conversions) -> None:
         assert all(same(a, b) for a, b in zip(made, old, strict=True))
         assert any(fate.value == word and "RNG" in line for fate, line in job.report.lines)
         assert all(list(state[0]) == list(SAVED) for state in made)
+
+
+@pytest.mark.parametrize(("dp", "fate", "stored"), [(1, Fate.LOST, 1), (2, Fate.KEPT, 2), (3, Fate.DERIVED, 3)])
+def test_states_of_data_parallel_ranks_are_not_said_to_be_kept_where_they_are_not(
+    dp: int, fate: Fate, stored: int, tmp_path: Path
+) -> None:
+    """With ``--data-parallel-random-init`` each data-parallel rank has its own."""
+    root = copied("tp1_bf16_do", tmp_path)
+    edit_args(root, data_parallel_random_init=True, data_parallel_size=2, world_size=2)
+    (path,) = root.rglob(MODEL)
+    with edited(path) as tree:
+        tree["rng_state"].append({**tree["rng_state"][0], "random_rng_state": random.Random(7).getstate()})
+    job = convert(root, tmp_path / "out", replace(options(dp=dp), to="megatron"))
+    assert [found for found, text in job.report.lines if text.startswith("RNG states")] == [fate]
+    assert job.lossless == (fate is not Fate.LOST)
+    (there,) = (tmp_path / "out").rglob(MODEL)
+    assert len(plain_load(there)["rng_state"]) == stored
