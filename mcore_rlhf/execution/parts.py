@@ -279,7 +279,8 @@ def joined_parts(target: Path, fingerprint: Fingerprint) -> tuple[Path, Joined]:
 
 
 def _check_files(place: Path, ledger: Manifest) -> None:
-    """Look at the length of every file of a part, and read those again that were written after its ledger.
+    """Look at the length of every file of a part, and read those again that somebody touched after its ledger was written; ``ctime``
+    is the time that nobody can set back.
 
     Raises:
         CheckpointError: Some are missing, or damaged.
@@ -287,7 +288,7 @@ def _check_files(place: Path, ledger: Manifest) -> None:
     problems = check(place, ledger, sizes_only=True)
     if not problems:
         noted = (place / LEDGER).stat().st_mtime_ns
-        files = {name: entry for name, entry in ledger.files.items() if (place / name).stat().st_mtime_ns > noted}
+        files = {name: entry for name, entry in ledger.files.items() if (place / name).stat().st_ctime_ns > noted}
         problems = check(place, replace(ledger, files=files))
     if problems:
         problems.add(

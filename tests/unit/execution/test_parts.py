@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -153,14 +154,16 @@ def test_a_ledger_that_was_damaged_is_refused(three: Path, source: Path, tmp_pat
 
 
 def test_a_byte_of_a_part_that_was_flipped_since_is_found(three: Path, source: Path, tmp_path: Path) -> None:
-    """Files that are as old as they should be are linked and not read; those that were written since are read."""
+    """Files that nobody has touched are linked and not read; those that were touched since are read, whatever time they say."""
     target = copied(three, tmp_path)
     file = max(target.parent.glob(".out.parts-*/part-0002/*/*/*.pt"))
+    before = file.stat().st_mtime_ns
     with file.open("r+b") as data:
         data.seek(file.stat().st_size // 2)
         byte = data.read(1)[0]
         data.seek(-1, 1)
         data.write(bytes([byte ^ 1]))
+    os.utime(file, ns=(before, before))
     code, _, stderr = run("convert", source, target, *TO, "--finish")
     assert (code, target.exists()) == (1, False)
     assert f"{file}: is damaged" in stderr
