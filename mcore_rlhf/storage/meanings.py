@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, Protocol
 
 from ..errors import CheckpointError, Corrupt, Unsupported
-from .stored import Namespace, Stub, StubType
+from .stored import Namespace, StoredArray, Stub, StubType
 from .torch_values import TorchSize, torch_device, torch_dtype
 
 STORAGES = {
@@ -33,6 +33,10 @@ STORAGES = {
 
 _DTYPE = re.compile(r"torch\.(q?u?int\d{1,2}(x\d)?|b?float\d{1,2}(_\w{1,16})?|complex\d{2,3}|bool|bits\w{1,8})")
 _ARRAY_CODE = re.compile(r"[<>|=]?(\?|[biufcO]\d{1,2}|[SUV]\d{0,9})")
+_NUMBERS = {
+    f"{kind}{size}": size for kind, sizes in (("iu", (1, 2, 4, 8)), ("f", (2, 4, 8))) for kind in kind for size in sizes
+}
+_MOST_DIMENSIONS = 32  # numpy 1 has no more
 _FACTORIES = {f"builtins.{kind.__name__}": kind for kind in (list, dict, int, float, str, bool, set, tuple)}
 _TENSOR_CLASSES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 _QUANTIZED = {
@@ -285,22 +289,43 @@ def _namespace(resolver: Resolver, stub: Stub) -> Namespace:
     return Namespace(_fields(resolver, stub))
 
 
-def _array_dtype(stub: Any) -> Any:
-    """A ``numpy.dtype``: the type's code, then a state with its byte order."""
-    import numpy as np
-
+def _array_code(stub: Any) -> str:
+    """The name of a ``numpy.dtype``: the type's code, behind the byte order that its state tells."""
     if not isinstance(stub, Stub) or type(stub).stub_name != "numpy.dtype":
         raise Unfit(Corrupt, f"a numpy array whose dtype is a {type(stub).__name__}")
     code = stub.stub_args[0] if stub.stub_args else None
     state = (3, "|", None, None, None, -1, -1, 0) if stub.stub_state is None else stub.stub_state
-    plain = isinstance(code, str) and _ARRAY_CODE.fullmatch(code)
-    if not plain or not isinstance(state, tuple) or len(state) < 5 or any(state[2:5]):
+    plain = isinstance(state, tuple) and len(state) >= 5 and not any(state[2:5])
+    if not plain or not isinstance(code, str) or not _ARRAY_CODE.fullmatch(code):
         raise Unfit(Unsupported, f"a numpy array of dtype {_short(code)}, which is not a plain number or string type")
+    return f"{state[1]}{code.lstrip('<>|=')}" if state[1] in ("<", ">") else code
+
+
+def _array_dtype(stub: Any) -> Any:
+    import numpy as np
+
+    code = _array_code(stub)
     try:
-        dtype = np.dtype(code)
+        return np.dtype(code)
     except (TypeError, ValueError):
         raise Unfit(Corrupt, f"a numpy array of the unknown dtype {_short(code)}") from None
-    return dtype.newbyteorder("<" if state[1] == "<" else ">") if state[1] in ("<", ">") else dtype
+
+
+def _stored_array(resolver: Resolver, state: Any) -> Any:
+    """Plain numbers, row by row, are left as they lie; whatever else numpy knows becomes what it is."""
+    if isinstance(state, tuple) and len(state) == 5 and state[3] is False:
+        _, shape, pickled, _, data = state
+        dtype, content = _array_code(pickled), resolver.resolve(data)
+        itemsize = _NUMBERS.get(dtype.lstrip("<>|="))
+        sound = (
+            isinstance(shape, tuple)
+            and len(shape) <= _MOST_DIMENSIONS
+            and all(type(n) is int and n >= 0 for n in shape)
+        )
+        if itemsize and sound and isinstance(content, bytes) and len(content) == prod(shape) * itemsize:
+            resolver.charge(len(content))
+            return StoredArray(dtype, shape, content)
+    return _array(resolver, state)
 
 
 def _array(resolver: Resolver, state: Any) -> Any:
@@ -339,7 +364,7 @@ def _reconstruct(resolver: Resolver, stub: Stub) -> Any:
     cls = stub.stub_args[0] if stub.stub_args else None
     if not isinstance(cls, StubType) or cls.stub_name != "numpy.ndarray":
         raise Unfit(Unsupported, f"a numpy array of the class {getattr(cls, 'stub_name', type(cls).__name__)}")
-    return _array(resolver, stub.stub_state)
+    return _stored_array(resolver, stub.stub_state)
 
 
 def _scalar(resolver: Resolver, stub: Stub) -> Any:

@@ -23,7 +23,7 @@ from mcore_rlhf.storage.torch_values import is_tensor
 from ..core.catalog import DType, Record, dtype_of
 from ..errors import CheckpointError, Unsupported
 from .meanings import STORAGES
-from .stored import Namespace, StoredTensor, Stub, StubType, stub_class
+from .stored import Namespace, StoredArray, StoredTensor, Stub, StubType, stub_class
 from .torch_values import SmallTensor, TorchDevice, TorchDtype, TorchSize, inert, torch_dtype
 
 
@@ -291,6 +291,9 @@ class _Pickler(_PythonPickler):
 
         self._once(cls, write)
 
+    def _save_array(self, stored: StoredArray) -> None:
+        self.save(stored.array())
+
     def _save_set(self, obj: set[Any] | frozenset[Any]) -> None:
         """In a fixed order: that of a set of strings changes from process to process."""
 
@@ -310,7 +313,7 @@ class _Pickler(_PythonPickler):
         super().save_global(obj, name)
 
     _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
-        StoredTensor: _save_tensor, StubType: _save_stub_class, set: _save_set, frozenset: _save_set,
+        StoredTensor: _save_tensor, StoredArray: _save_array, StubType: _save_stub_class, set: _save_set, frozenset: _save_set,
         Namespace: _save_namespace, SmallTensor: _save_torch, TorchSize: _save_torch, TorchDtype: _save_torch,
         TorchDevice: _save_torch,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import copyreg
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ..core.catalog import Box, Chunk, Record, Shape, TensorEntry, TensorName, dot, row_major
@@ -59,12 +59,39 @@ def whole_entry(name: TensorName, *replicas: StoredTensor) -> TensorEntry:
     return TensorEntry(name, first.shape, first.record.dtype, chunks)
 
 
+@dataclass(slots=True)
+class StoredArray:
+    """A numpy array of numbers, as it lay in a pickle: an RNG state, which most who open a file never look at, and numpy takes
+    longer to import than the file to open.
+
+    Args:
+        dtype: numpy's name of its element type, with the byte order: ``<u4``.
+        shape: Its shape.
+        data: Its elements, row by row.
+    """
+
+    dtype: str
+    shape: Shape
+    data: bytes
+    _array: Any = field(default=None, compare=False, repr=False)
+
+    def array(self) -> Any:
+        """The array itself: the same one for all who ask, as all who named it in the pickle shared it."""
+        if self._array is None:
+            import numpy as np
+
+            self._array = np.frombuffer(bytearray(self.data), np.dtype(self.dtype)).reshape(self.shape)
+        return self._array
+
+
 def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
     """A copy of a nest of dictionaries, lists, tuples and Namespaces with ``function`` applied to its stored
-    tensors.
+    tensors, and its arrays made.
     """
     if isinstance(tree, StoredTensor):
         return function(tree)
+    if isinstance(tree, StoredArray):
+        return tree.array()
     if type(tree) in (dict, OrderedDict):
         return type(tree)((key, map_tensors(value, function)) for key, value in tree.items())
     if type(tree) in (list, tuple):

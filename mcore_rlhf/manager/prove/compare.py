@@ -22,7 +22,7 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.reading import ByteSource, MappedFile, opened
-from mcore_rlhf.storage.stored import NAMESPACES, StoredTensor, Stub
+from mcore_rlhf.storage.stored import NAMESPACES, StoredArray, StoredTensor, Stub
 from mcore_rlhf.storage.torch_values import SmallTensor
 
 _MOST = 1000
@@ -236,6 +236,8 @@ def _text(value: object) -> str:
         return "not there"
     if isinstance(value, StoredTensor):
         return _kind(value)
+    if isinstance(value, StoredArray):
+        return shown(value.array())
     inside = children(value)
     return f"{type(value).__name__} of {len(inside)}" if inside else shown(value)
 

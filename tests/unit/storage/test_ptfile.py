@@ -18,7 +18,7 @@ from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted
 from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
-from mcore_rlhf.storage.stored import Namespace, stub_class
+from mcore_rlhf.storage.stored import Namespace, StoredArray, stub_class
 from mcore_rlhf.storage.torchzip import read_directory
 from tests.unit.storage.forge import flatten, saved_pickle, write_pt
 
@@ -45,7 +45,7 @@ def test_a_genuine_megatron_file() -> None:
     assert type(args) is Namespace
     assert args.attention_backend.stub_args == (5,)
     assert repr(args.exit_signal) == "<stub signal.Signals(15)>"
-    assert found.tree["rng_state"][0]["np_rng_state"][1].dtype == np.uint32
+    assert found.tree["rng_state"][0]["np_rng_state"][1].array().dtype == np.uint32
     for path, stored in flatten(found.tree["model"]).items():
         if stored is not None:
             assert torch.equal(torch_values(found.load(stored)), expected[path])
@@ -132,7 +132,10 @@ def test_numpy_comes_back_as_it_was(tmp_path: Path) -> None:
         "objects": np.array([{"a": 1}, None], dtype=object), "scalar": np.float32(1.5), "dtype": np.dtype("int16"),
         "zero-d": np.array(3), "bool": np.array([True]), "state": np.random.RandomState(7).get_state(),
     }  # fmt: skip
-    found = saved(tmp_path, tree).tree
+    opened = saved(tmp_path, {**tree, "again": tree["c"]})
+    assert isinstance(opened.tree["c"], StoredArray), "numbers wait until somebody wants them"
+    found = opened.materialize(opened.tree)
+    assert found["again"] is found["c"]
     for key, value in tree.items():
         if isinstance(value, np.ndarray):
             assert found[key].dtype == value.dtype
@@ -148,7 +151,7 @@ def test_old_numpy_names_are_read(tmp_path: Path) -> None:
     pickled = saved_pickle({"a": np.arange(3)})
     for old, new in ((b"numpy.core", b"numpy._core"), (b"numpy._core", b"numpy.core")):
         write_pt(tmp_path / "x.pt", pickled.replace(old + b".multiarray", new + b".multiarray"))
-        assert np.array_equal(read_pt(tmp_path, "x.pt").tree["a"], np.arange(3))
+        assert np.array_equal(read_pt(tmp_path, "x.pt").tree["a"].array(), np.arange(3))
 
 
 def test_extra_state_in_a_bytesio_stays_bytes(tmp_path: Path) -> None:
@@ -237,7 +240,8 @@ def test_every_protocol_gives_the_same_tree(tmp_path: Path, protocol: int) -> No
         with pytest.raises(Untrusted, match="opcode"):
             read_pt(tmp_path, "x.pt")
         torch.save({k: v for k, v in tree.items() if k != "np"}, tmp_path / "x.pt", pickle_protocol=5)
-    found = torch_values(read_pt(tmp_path, "x.pt").tree)
+    opened = read_pt(tmp_path, "x.pt")
+    found = torch_values(opened.materialize(opened.tree))
     assert found.pop("w").shape == (3,)
     assert protocol == 5 or np.array_equal(found.pop("np"), np.arange(3))
     assert found == {k: v for k, v in tree.items() if k not in ("w", "np")}
