@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -17,6 +18,15 @@ settings.load_profile("default")
 TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
 SEED = pytest.StashKey[int]()
+
+
+def _asked_for() -> Path | None:
+    """The folder of ``--megatron``, before pytest has read the option: other conftests ask for Megatron's version as they are imported."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--megatron")
+    version = parser.parse_known_args()[0].megatron
+    folder = Path(sys.prefix) / f"megatron-{version}"
+    return folder if version and folder.is_dir() else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--seed") is None:  # set as an option, which the worker processes are given
         config.option.seed = random.SystemRandom().getrandbits(32)
     config.stash[SEED] = config.getoption("--seed")
-    if config.getoption("--megatron") is not None:
+    if config.getoption("--megatron") is not None and _asked_for() is None:  # given otherwise than in the command line
         put_first(Path(sys.prefix) / f"megatron-{config.getoption('--megatron')}")
 
 
@@ -46,6 +56,10 @@ def put_first(folder: Path) -> None:
         raise pytest.UsageError(f"{folder} is not there: scripts/add_megatron.sh {version}")
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+if (_folder := _asked_for()) is not None:
+    put_first(_folder)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

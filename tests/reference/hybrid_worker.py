@@ -212,6 +212,33 @@ def load_legacy(folder: Path, model: Any, optimizer: Any, tp_rank: int, pp_rank:
     optimizer.load_parameter_state(str(rank / "distrib_optim.pt"))
 
 
+def save_legacy(folder: Path, first: Path, model: Any, optimizer: Any, tp_rank: int) -> None:
+    """As Megatron-LM's ``save_checkpoint`` does for the legacy format; what is no state of the model is another file's."""
+    rank = f"mp_rank_{tp_rank:02d}"
+    (folder / rank).mkdir(parents=True)
+    state = torch.load(first / rank / "model_optim_rng.pt", weights_only=False)
+    state |= {"model": model.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
+    if not any(name.endswith("mixer.conv1d_weight") for name in state["model"]):  # as a run of 0.18 stores them
+        del state["args"].mamba_training_ssm_states_dtype
+    torch.save(state, folder / rank / "model_optim_rng.pt")
+    optimizer.save_parameter_state(str(folder / rank / "distrib_optim.pt"))
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("6")
+
+
+def load_dist(folder: str, model: Any, optimizer: Any, migrated: str | None = None) -> None:
+    """As Megatron does for ``torch_dist``; with a pattern it is a GPTModel's."""
+    from megatron.core import dist_checkpointing
+
+    asked = sharded(model, optimizer, loading=True)
+    if migrated is not None:
+        retarget(asked, migrated)
+    state, missing, unexpected = dist_checkpointing.load(asked, folder, strict="return_all")
+    others = {"rng_state", "rerun_state_machine_state", "common_state"}  # for which this process did not ask
+    assert (missing | unexpected) <= others, (missing, unexpected)
+    model.load_state_dict({k: v for k, v in state.items() if k.startswith(("embedding.", "decoder.", "output_layer."))})
+    optimizer.load_state_dict(state["optimizer"])
+
+
 def sharded(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: F401
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -269,8 +296,13 @@ def run(rank: int, job: dict[str, Any]) -> None:
     name = f"mp_rank_{0:02d}" + ("_000" if pp > 1 else "")
     args = torch.load(first / name / "model_optim_rng.pt", weights_only=False)["args"]
     model, wrapped, optimizer = build(args, tp, pp)
-    load_legacy(first, model, optimizer, tp_rank, pp_rank, pp)
+    if "begin" in job:  # a file that this release does not load by itself: its names are another one's
+        load_dist(job["begin"], model, optimizer)
+    else:
+        load_legacy(first, model, optimizer, tp_rank, pp_rank, pp)
     legacy = contents(model, optimizer)
+    if "write" in job:
+        save_legacy(Path(job["write"]) / first.name, first, model, optimizer, tp_rank)
     result: dict[str, Any] = {}
     if "save" in job:
         Path(job["save"]).mkdir(parents=True, exist_ok=True)
@@ -281,16 +313,7 @@ def run(rank: int, job: dict[str, Any]) -> None:
         result["losses"] = train(model, wrapped, optimizer, args)
     for folder in [*job.get("dist", []), *job.get("gpt", [])]:
         other, _, second = build(args, tp, pp)
-        asked = sharded(other, second, loading=True)
-        if folder in job.get("gpt", []):
-            retarget(asked, args.hybrid_layer_pattern)
-        state, missing, unexpected = dist_checkpointing.load(asked, folder, strict="return_all")
-        others = {"rng_state", "rerun_state_machine_state", "common_state"}  # for which this process did not ask
-        assert (missing | unexpected) <= others, (missing, unexpected)
-        other.load_state_dict(
-            {k: v for k, v in state.items() if k.startswith(("embedding.", "decoder.", "output_layer."))}
-        )
-        second.load_state_dict(state["optimizer"])
+        load_dist(folder, other, second, args.hybrid_layer_pattern if folder in job.get("gpt", []) else None)
         loaded = contents(other, second)
         result[folder] = [key for key in legacy if not torch.equal(legacy[key], loaded[key])]
         result["compared"] = len(loaded)

@@ -50,7 +50,7 @@ ROWS = {
     "test_engine_muon": Row("Muon, Lion and others through the engine", ("[muon]",), (OLDEST, *ALL[2:]), "its jobs do not make 0.17's"),
     "test_fields": Row("fields without meaning for the function change no logit", ("",)),
     "test_hf": Row("Hugging Face folders, both ways"),
-    "test_hybrid_megatron": Row("HybridModel, reshaped", (), (NEWEST,), "its gated delta nets came with 0.19"),
+    "test_hybrid_megatron": Row("HybridModel, reshaped", (), (NEWEST,), "gated delta nets came with 0.19; one test starts 0.18.2 itself"),
     "test_integration_megatron_lm": Row("the drop-in on Megatron's own models", ("",)),
     "test_megatron_dist": Row("`torch_dist`, both ways", ("tied", "cube")),
     "test_megatron_dist_muon": Row("Muon in `torch_dist`", (), ALL[2:], "Muon of this kind came with 0.18"),

@@ -133,6 +133,19 @@ def test_a_lost_tensor_of_one_of_several_equal_layers_is_missed(copied: Callable
         open_checkpoint(local_path(root), ReadOptions(optimizer=False))
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+def test_mamba_of_more_groups_is_cut_further(copied: Callable[[str], Path], tmp_path: Path, tp: int) -> None:
+    """The same blocks as 4 groups of 8 instead of 2 of 16; and home again, every file's states at their offsets."""
+    root = copied(MAMBA)
+    edit_args(root, mamba_num_groups=4, mamba_state_dim=8)
+    source = read(root)
+    convert(root, tmp_path / "there", options(tp=tp, dp=1, padded_vocab_size=160))
+    assert differences(source, read(tmp_path / "there")) == []
+    convert(tmp_path / "there", tmp_path / "back", options(tp=2, dp=1, padded_vocab_size=160))
+    for old, new in zip(source.ranks, read(tmp_path / "back").ranks, strict=True):
+        assert same(old.distrib, new.distrib) == []
+
+
 OLD_ORDER = ("dt_bias", "A_log", "D", "in_proj.", "conv1d.", "norm.", "out_proj.")
 """How a Mamba mixer registered until 0.18, where its convolution was a module: megatron-core 0.18.2, ``ssm/mamba_mixer.py``."""
 
