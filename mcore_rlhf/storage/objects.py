@@ -36,6 +36,20 @@ MANIFESTS = (MANIFEST_NAME, "manifest.json")
 BESIDE = (*MANIFESTS, "quarantined.json")
 """What lies in a published folder itself, and not below its prefix."""
 
+_ADVICE = {
+    "NoSuchBucket|ContainerNotFound": "Check the bucket's name, and the endpoint (AWS_ENDPOINT_URL, or --store-option endpoint=…).",
+    "without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed": (
+        "The bucket lies in another region: name that one, by AWS_REGION or --store-option region=…"
+    ),
+    "RequestTimeTooSkewed|RequestExpired": "Requests are signed with the time, and this machine's clock is wrong: set it, and try again.",
+    "ExpiredToken": "The credentials are too old: get new ones, and try again.",
+    "SlowDown|status code: (503|429)|ServerBusy": (
+        "The store is busy; it was asked again, with growing pauses. Try again later, or with fewer --connections."
+    ),
+}
+"""What helps, by what a store says. Source: Amazon S3, API reference, Error responses; object_store 0.12, ``client/retry.rs``
+(redirects); Azure, Blob service error codes."""
+
 _MOST_COPIED = 5 << 30
 """Bytes that a store copies by itself. Source: Amazon S3, API reference, CopyObject."""
 
@@ -56,6 +70,7 @@ class ObjectStore(FetchingStore):
         self._folders: dict[str, dict[str, int | None]] = {}
         self._tags: dict[str, tuple[int, str | None]] = {}
         self._prefixes: dict[str, str] = {}
+        self._answers = False
 
     def __str__(self) -> str:
         return self.url
@@ -72,10 +87,29 @@ class ObjectStore(FetchingStore):
         """
         if folder not in self._folders:
             names = self._names(self._real(folder))
+            if not names and not self._answers:
+                self._ask_for_nothing(folder)
             if not names and self._is_in_published(folder):
                 names = self._names(self._real(folder))
             self._folders[folder] = self._of_published(folder, names)
         return self._folders[folder]
+
+    def _ask_for_nothing(self, folder: str) -> None:
+        """See that what is not there is not found: of a web page, such as a store's console, every listing is an empty one.
+
+        Raises:
+            StorageError: It is there, whatever it is.
+        """
+        from obstore.exceptions import BaseError
+
+        key = f"{folder}/{PREFIX}nothing-{os.urandom(4).hex()}".lstrip("/")
+        with suppress(FileNotFoundError, BaseError):
+            _obstore().head(self.client, key)
+            raise StorageError(
+                f"{self}{key}: is found, though nobody has put it there: what answers is no object store.\n"
+                "Does the endpoint (AWS_ENDPOINT_URL, or --store-option endpoint=…) name a web page, such as the store's console?"
+            )
+        self._answers = True
 
     def _names(self, folder: str) -> dict[str, int | None]:
         found = self._list(folder)
@@ -285,12 +319,13 @@ class ObjectStore(FetchingStore):
             ) from error
         except (refused.BaseError, OSError) as error:  # of writers, the latter
             why = ": the store refuses" if _is_refusal(error) else ""
-            text = "\n".join(filter(None, (f"{where}: cannot {doing}{why}.", said(error), hint, self._rights())))
+            text = "\n".join(filter(None, (f"{where}: cannot {doing}{why}.", said(error), hint, self._advice(error))))
             raise StorageError(text) from error
 
-    def _rights(self) -> str:
+    def _advice(self, error: BaseException) -> str:
+        found = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, str(error))), "")
         names = SCHEMES.get(self.url.partition(":")[0])
-        return f"Credentials, region and endpoint come from {names}, or --store-option." if names else ""
+        return found or (f"Credentials, region and endpoint come from {names}, or --store-option." if names else "")
 
 
 def _reopened(url: str, root: str, settings: StoreSettings) -> Store:

@@ -14,6 +14,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.objects import open_url, said
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import read_bytes
+from mcore_rlhf.storage.settings import StoreSettings, stores_with
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.contract.test_store import GOLDENS, ONE_OF_EACH, contents
@@ -154,6 +155,41 @@ def test_refusals(s3: S3) -> None:
         open_checkpoint(url("run"), ReadOptions())
     with pytest.raises(UsageError, match="is a URL of a kind that is not read"):
         open_checkpoint("ftp://host/run", ReadOptions())
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [
+        ("404 Not Found", "NoSuchBucket", "Check the bucket's name"),
+        ("301 Moved", "PermanentRedirect", "lies in another region: name that one, by AWS_REGION"),
+        ("400 Bad Request", "AuthorizationHeaderMalformed", "lies in another region"),
+        ("403 Forbidden", "RequestTimeTooSkewed", "this machine's clock is wrong"),
+        ("400 Bad Request", "ExpiredToken", "get new ones"),
+        ("503 Slow Down", "SlowDown", "fewer --connections"),
+        ("403 Forbidden", "AccessDenied", "Credentials, region and endpoint come from AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_what_a_store_says_has_its_own_advice(s3: S3, status: str, code: str, advice: str) -> None:
+    s3.fault = lambda request: (
+        f"{status}\n<?xml version='1.0'?><Error><Code>{code}</Code><Message>why</Message></Error>"
+    )
+    with stores_with(StoreSettings(patience=0.1)):
+        for action in (
+            lambda: list(open_url(f"s3://{BUCKET}/advised").iterdir()),
+            lambda: convert(
+                GOLDENS / ONE_OF_EACH["hf"], open_url(f"s3://{BUCKET}/advised-out"), ConvertOptions(to="hf")
+            ),
+        ):
+            with pytest.raises(StorageError) as told:
+                action()
+            assert advice in str(told.value)
+            assert str(told.value).count("\n") <= 2
+
+
+def test_a_web_page_is_no_empty_store(s3: S3) -> None:
+    s3.fault = lambda request: "200 OK\n<html><body>MinIO Console</body></html>"
+    with pytest.raises(StorageError, match=r"no object store\.\nDoes the endpoint .* name a web page"):
+        list(open_url(f"s3://{BUCKET}/run").iterdir())
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:

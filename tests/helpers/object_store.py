@@ -44,8 +44,8 @@ class LostAnswer(Exception):
 
 @dataclass
 class S3:
-    """The server. ``fault`` may answer a request itself: with a status such as ``503 Slow Down``. ``after`` is called when a request was
-    carried out and not yet answered; what it raises loses the answer.
+    """The server. ``fault`` may answer a request itself: with a status such as ``503 Slow Down``, and a body after a line break.
+    ``after`` is called when a request was carried out and not yet answered; what it raises loses the answer.
 
     moto checks a condition and then writes, without a lock: conditional puts pass one by one here.
     """
@@ -75,8 +75,9 @@ class S3:
         time.sleep(self.delay)
         answer = self.fault(request)
         if answer is not None:
-            start_response(answer, [("Content-Length", "0")])
-            return [b""]
+            status, _, body = answer.partition("\n")
+            start_response(status, [("Content-Length", str(len(body)))])
+            return [body.encode()]
         with self.one_by_one if request.conditional else nullcontext():
             answered: Iterable[bytes] = self.application(environ, start_response)
         try:
