@@ -118,7 +118,10 @@ class Job:
             place: Where a file of the target goes in the folder that is published.
         """
         read = self.seen or self.source
-        checked = {"replicas": not options.trust_replicas, "parity": not options.write.no_optimizer}
+        checked = {
+            "replicas": not options.trust_replicas,
+            "parity": not options.write.no_optimizer and self.source.parity,
+        }
         made = () if read.computed is None else read.computed.computations.values()
         work = Work(
             name,

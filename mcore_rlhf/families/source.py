@@ -225,6 +225,7 @@ class Source:
         moved: Items of the source that this one was made of, and what they are a part of here; see :mod:`.crossing`.
         distrust: Why parameters and their masters may disagree though no byte is damaged: a fault of the framework that wrote
             them; empty where nothing of the kind is known.
+        parity: Whether parameters are their masters, rounded; not in a run that keeps them in fewer bits than its files hold.
         unread: Why the optimizer was not read though it is there; empty where it was, or was not to be.
         refused: The error that this is for who needs the optimizer: nobody knows it, or no other layout can hold it.
         carried: Files that belong to the model and are none of its tensors: its config, tokenizer, code; None where there are none.
@@ -247,6 +248,7 @@ class Source:
     family: Family = field(default_factory=Family)
     computed: Computed | None = None
     distrust: str = ""
+    parity: bool = True
     unread: str = ""
     refused: type[CheckpointError] = Unsupported
     carried: Carried | None = None

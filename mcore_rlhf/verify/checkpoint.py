@@ -192,7 +192,7 @@ def _check_bytes(
     with bytes_of(source) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
         audit = Audit(mapped, ledger, verdict.problems, count, source.distrust)
         deep = depth is Depth.DEEP
-        list(pool.map(lambda task: task(), audit.tasks(source.catalog, replicas=deep, parity=deep)))
+        list(pool.map(lambda task: task(), audit.tasks(source.catalog, replicas=deep, parity=deep and source.parity)))
         list(pool.map(lambda task: task(), ledger.tasks(mapped, verdict.problems, count)))
         list(pool.map(lambda task: task(), _digest_tasks(source, verdict.problems)))
     if source.digests:
@@ -201,7 +201,8 @@ def _check_bytes(
         verdict.problems.found.insert(0, _distrusted(source, audit.unlike, audit.advice))
     verdict.checked.append(f"{_checksums(source)}, and that shards tile every tensor")
     if deep:
-        verdict.checked.append("equality of all replicas, and of fp32 masters with parameters")
+        masters = "" if source.parity else " (not: the run keeps these in fewer bits)"
+        verdict.checked.append(f"equality of all replicas, and of fp32 masters with parameters{masters}")
     if verdict.manifest and not verdict.problems:
         verdict.problems.extend(check(path, Manifest.read(path / MANIFEST_NAME)).found)
         verdict.checked.append("the CRC-32 of every file in the manifest")

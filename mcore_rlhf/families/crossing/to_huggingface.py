@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
-from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
-from mcore_rlhf.core.views import Recut
+from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16, MASTER, PARAM, Catalog
+from mcore_rlhf.core.views import FROM_MASTERS, Recut, StateOrder
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
@@ -66,12 +66,18 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
         notes.add(Fate.LOST, doubt)
     groups = with_members(source, relation, Membership(family.args, options.rules), family.scalars, notes)
     shares = relation.of_huggingface()
+    tensors: Catalog = source.catalog
+    if not source.parity and MASTER in source.states:
+        tensors = StateOrder(tensors, {PARAM: FROM_MASTERS[PARAM]})
+        notes.add(
+            Fate.CHANGED, "parameters: rounded from their fp32 masters; the run itself computes with fewer bits of them"
+        )
     left = FormerFamily.of(source).module(source.state.iteration)
     if source.origin:
         _note_left(left, notes)
     return replace(
         source, model=_model(source, relation, sizes, build.tied), parallel=ParallelConfig(dp=source.parallel.world_size),
-        catalog=Recut(source.catalog, source.role, shares, relation.huggingface),
+        catalog=Recut(tensors, source.role, shares, relation.huggingface), parity=True,
         state=_with_left(_state(source, notes, groups), left), notes=notes,
         family=ModuleState(
             str(left.get("tag") or f"global_step{source.state.iteration}"), (*relation.huggingface, *([LM_HEAD] if build.tied else [])),

@@ -101,6 +101,13 @@ class Arguments:
         return "muon" in name or (_LAYER_WISE in self.values and name not in ("adam", "sgd"))
 
     @property
+    def has_narrow_params(self) -> bool:
+        """Whether weights are kept in fp8 or fp4: files hold their values, and not their masters rounded. Source: megatron-core 0.19.2,
+        ``training/arguments.py`` (``--fp8-param-gather``).
+        """
+        return self.flag("fp8_param_gather") or self.flag("fp4_param_gather")
+
+    @property
     def layer_wise(self) -> bool:
         """Whether that optimizer deals whole parameters to data-parallel ranks: ``dist_muon``, as 0.16 and 0.17 call it."""
         return self.has_matrix_optimizer and (

@@ -143,6 +143,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
             scalars=optimizer.scalars,
         ),
         unplaced=unplaced_of(run.shards, with_optimizer=options.optimizer),
+        parity=not run.args.has_narrow_params,
     )
     if optimizer.kind != DISTRIBUTED or not run.args.flag("use_precision_aware_optimizer"):
         return source
@@ -276,8 +277,12 @@ def training_state(
     )
 
 
+def _members(optimizer: object) -> list[object]:
+    return optimizer if isinstance(optimizer, list) else [optimizer]
+
+
 def _grad_scaler(optimizer: object) -> object | None:
-    members = optimizer if isinstance(optimizer, list) else [optimizer]
+    members = _members(optimizer)
     return next((m["grad_scaler"] for m in members if isinstance(m, dict) and "grad_scaler" in m), None)
 
 
@@ -327,8 +332,12 @@ def unplaced_of(shards: Sequence[RankShard], *, with_optimizer: bool) -> tuple[s
         with_optimizer: Whether the optimizer is read at all.
     """
     found, first = Unplaced(), _scheduler(shards[0])
+    scaler = _scaler(shards[0], _grad_scaler(shards[0].top.get("optimizer")))
     for shard in shards:
         found.compare(shard.pt.file, _scheduler(shard), first)
+        for number, member in enumerate(_members(shard.top.get("optimizer")) if with_optimizer else ()):
+            if isinstance(member, dict) and "grad_scaler" in member:  # chained ones may have come to other scales
+                found.compare(shard.pt.file, _scaler(shard, member["grad_scaler"]), scaler, f"optimizer.{number}")
         if with_optimizer:
             look_at_optimizer(found, shard.pt.file, shard.top.get("optimizer"))
             for dealt in shard.dealt.values():
@@ -336,6 +345,10 @@ def unplaced_of(shards: Sequence[RankShard], *, with_optimizer: bool) -> tuple[s
         if with_optimizer and shard.distrib is not None:
             _look_flat(found, shard.distrib)
     return found.names
+
+
+def _scaler(shard: RankShard, stored: object) -> dict[str, object]:
+    return {"grad_scaler": shard.materialize(stored)}
 
 
 def _scheduler(shard: RankShard) -> dict[str, object]:

@@ -157,6 +157,7 @@ class _DistReader:
             family=family,
             distrust=self._distrust(),
             unplaced=self._unplaced(),
+            parity=not self.args.has_narrow_params,
             digests=digests_in(self.folder.located),
         )
         if self.optimizer.kind != DISTRIBUTED or not self.args.flag("use_precision_aware_optimizer"):
@@ -177,7 +178,12 @@ class _DistReader:
     def _unplaced(self) -> tuple[str, ...]:
         found = Unplaced()
         if self.optimizer.kind is not None:
-            look_at_optimizer(found, self.folder.common_file, self.folder.top.get("optimizer"))
+            stored = self.folder.top.get("optimizer")
+            look_at_optimizer(found, self.folder.common_file, stored)
+            for number, member in stored.items() if isinstance(stored, dict) else ():
+                if isinstance(member, dict) and "grad_scaler" in member:  # chained ones may have come to other scales
+                    own, first = {"grad_scaler": member["grad_scaler"]}, {"grad_scaler": self.optimizer.scaler}
+                    found.compare(self.folder.common_file, own, first, f"optimizer.{number}")
         odd = (
             f"{names[0]} and {len(names) - 1} more states that are not shaped like their weights"
             for names in self.optimizer.odd.values()

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from mcore_rlhf.convert import convert, prepare
 from mcore_rlhf.errors import NotACheckpoint, Problems
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
@@ -16,7 +18,7 @@ from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.audit import Audit, Ledger
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance, _gap
-from tests.helpers.conversions import GOLDENS, NAMES, Conversions
+from tests.helpers.conversions import GOLDENS, NAMES, Conversions, options
 from tests.helpers.damage import ITERATION, MODEL, OPTIMIZER, copied, edited, flip
 
 MANY, ONE = "tp2pp2dp2_bf16_do", "tp1_bf16_do"
@@ -157,3 +159,29 @@ def test_groups_of_experts_are_compared(tmp_path: Path) -> None:
             tree["optimizer"][1]["optimizer"]["param_groups"][0]["lr"] = 7.0
     (difference,) = compare(GOLDENS / "ep2dp2_moe_seq_bf16_do", source).differences
     assert difference.name == "experts' param_groups"
+
+
+def test_weights_in_fp8_are_not_their_masters_rounded(tmp_path: Path) -> None:
+    """With ``--fp8-param-gather`` a run's files hold the values of fp8, and masters as exact as ever: nothing is damaged."""
+    source = copied(ONE, tmp_path)
+    with edited(source / ITERATION / "mp_rank_00" / MODEL) as tree:
+        tree["args"].fp8_param_gather = True
+        for name, weight in tree["model"].items():
+            if "linear" in name and name.endswith("weight"):
+                weight.copy_((weight.float() * 16).to(torch.float8_e4m3fn).float() / 16)
+    for target, to, write in (("tp2", "megatron", {"tp": 2}), ("dist", "megatron-dist", {}), ("zero", "deepspeed", {})):
+        job = convert(source, tmp_path / target, replace(options(**write), to=to))
+        assert verify(tmp_path / target, ReadOptions(), Depth.DEEP).intact, to
+        assert any("rounded from" in text for _, text in job.report.lines) == (to == "deepspeed")
+    assert verify(source, ReadOptions(), Depth.DEEP).intact
+    assert compare(source, tmp_path / "tp2").equal
+
+
+def test_scales_of_chained_optimizers_that_went_apart_are_lost(tmp_path: Path) -> None:
+    source = copied("ep2dp2_moe_seq_bf16_do", tmp_path)
+    for path in source.rglob(MODEL):
+        with edited(path) as tree:
+            for member, scale in zip(tree["optimizer"], (1.0, 9.0), strict=True):
+                member["grad_scaler"] = {"scale": torch.tensor([scale]), "growth_tracker": 1, "hysteresis_tracker": 2}
+    job = prepare(source, replace(options(), to="megatron"))
+    assert any("optimizer.1.grad_scaler" in text for text in job.account.lost)
