@@ -47,7 +47,8 @@ def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, 
     crossed = Stage(inventory_of(seen), {**_homeless(opened, target), **seen.notes.said}, seen.moved)
     stages = [crossed, Stage(target.holds, final)]
     account = Account.of(inventory_of(opened), stages, target.report.lost)
-    told = tensors_of(traced, {**_unused(opened), **seen.notes.said, **final}) | dict(
+    empty = {spec.name for spec in opened.model.params if 0 in spec.global_shape}
+    told = tensors_of(traced, {**_unused(opened), **seen.notes.said, **final}, empty) | dict(
         _files(opened, target, without_optimizer)
     )
     forgotten = tuple(item for item, said in told.items() if said is None)
@@ -70,10 +71,16 @@ def _unused(opened: Source) -> dict[Item, Said]:
     return {Item(Kind.TENSOR, name): said for name in opened.model.unused}
 
 
-def tensors_of(traced: Traced, said: Mapping[Item, Said]) -> dict[Item, Said | None]:
-    """The tensors by state, and one by one those that are in no target file; of None nobody speaks."""
+def tensors_of(traced: Traced, said: Mapping[Item, Said], empty: Collection[str] = ()) -> dict[Item, Said | None]:
+    """The tensors by state, and one by one those that are in no target file; of None nobody speaks.
+
+    Args:
+        traced: The opened source's catalogue, after everything was planned.
+        said: What was said of items.
+        empty: Parameters without elements, of which there is nothing to plan.
+    """
     found: dict[Item, Said | None] = {ELEMENTS: Said(Fate.KEPT, "") if traced.complete else said.get(ELEMENTS)}
-    left_out = traced.unplanned()
+    left_out = {state: [name for name in of if name not in empty] for state, of in traced.unplanned().items()}
     for state, missing in left_out.items():
         whole, every = Item(Kind.TENSOR, state), said.get(Item(Kind.TENSOR))
         if state == PARAM and every is not None and every.fate is Fate.LOST:

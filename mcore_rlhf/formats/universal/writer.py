@@ -100,6 +100,21 @@ class UniversalLayout:
         return {name: step for name, step in steps.items() if step is not None}
 
 
+def _never_made(new: UniversalLayout) -> dict[str, list[str]]:
+    """States of the optimizer that a parameter lacks and others of its group have, since it never took a step: by parameter.
+
+    ZeRO has them, as zeros; without their files DeepSpeed would keep what it had before.
+    """
+    found: dict[str, list[str]] = {}
+    there = frozenset(new.source.catalog) if new.optimizer else frozenset()
+    for group in new.source.state.groups if new.optimizer else ():
+        for state in new.states[1:]:
+            without = [n for n in group.params if TensorName(new.source.role, n, state) not in there]
+            for name in without if len(without) < len(group.params) else ():
+                found.setdefault(name, []).append(state)
+    return found
+
+
 def universal_target(source: Source, options: WriteOptions) -> Target:
     """Describe the universal checkpoint that holds what a DeepSpeed source has, under the same names.
 
@@ -157,19 +172,21 @@ def _files(new: UniversalLayout) -> Iterator[TargetFile]:
         for name, whole in ((model_file(mp_rank), mp_rank == 0), (stage3_model_file(mp_rank), False)):
             path = f"{new.folder}/{name}"
             yield TargetFile(path, partial(_model_layout, new, path, mp_rank, whole))
-    steps = new.steps()
+    steps, zeros = new.steps(), _never_made(new)
     for spec in new.source.model.params:
-        yield from _param_files(new, spec, steps.get(spec.name))
+        yield from _param_files(new, spec, steps.get(spec.name), zeros.get(spec.name, ()))
     if new.optimizer:
         yield TargetFile(f"{new.folder}/{ZERO}/{OPTIMIZER_FILE}", partial(_optimizer_layout, new))
 
 
-def _param_files(new: UniversalLayout, spec: ParamSpec, step: object | None) -> Iterator[TargetFile]:
+def _param_files(
+    new: UniversalLayout, spec: ParamSpec, step: object | None, zeros: Sequence[str]
+) -> Iterator[TargetFile]:
     """The files of one parameter or buffer; none of a buffer that fp32 cannot hold."""
     if not spec.trainable and spec.dtype not in FLOATING:
         return
     for state in new.states if spec.trainable else (MASTER,):
-        if state == MASTER or new.entry(spec, state) is not None:
+        if state == MASTER or state in zeros or new.entry(spec, state) is not None:
             path = f"{new.folder}/{ZERO}/{spec.name}/{state_key(state)}.pt"
             yield TargetFile(path, partial(_param_layout, new, path, spec, state))
     if step is not None and spec.trainable:
@@ -186,6 +203,8 @@ def _param_layout(new: UniversalLayout, path: str, spec: ParamSpec, state: str) 
         whole if rows is None else (min(rows, whole[0]), *whole[1:]),
         entry.dtype if entry is not None else FLOAT32,
     )
+    if entry is None and state != MASTER:  # what nothing fills reads as zeros
+        file.holds.clear()
     return file.layout({**new.keys(spec), PARAM_KEY: stored})
 
 
@@ -351,6 +370,8 @@ def _note(new: UniversalLayout, report: Report, options: WriteOptions) -> None:
         return
     if any(spec.trainable and new.entry(spec, MASTER) is None for spec in params):
         report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
+    if zeros := [f"{name} ({state})" for name, states in _never_made(new).items() for state in states]:
+        report.add(Fate.DERIVED, f"zeros for states that were never made: {', '.join(zeros[:3])}")
     for text in _notes_of_groups(new):
         report.add(Fate.NOTE, text)
     if not {EXP_AVG, EXP_AVG_SQ} <= set(new.source.states):

@@ -37,3 +37,10 @@ def test_an_optimizer_that_is_lost_does_not_excuse_a_parameter() -> None:
     told = tensors_of(traced((TRAINED, PARAM)), lost)
     assert told[Item(Kind.TENSOR, EXP_AVG)] == lost[Item(Kind.TENSOR)]
     assert told[Item(Kind.TENSOR, f"{FROZEN} (param)")] is None
+
+
+def test_nothing_is_planned_of_a_tensor_without_elements() -> None:
+    told = tensors_of(traced((TRAINED, PARAM), (TRAINED, MASTER), (TRAINED, EXP_AVG)), {}, {FROZEN})
+    assert {item.name: said is not None and said.fate for item, said in told.items() if item.name == PARAM} == {
+        PARAM: Fate.KEPT
+    }

@@ -35,6 +35,7 @@ from mcore_rlhf.formats.dcp.writer import cut
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.reading import OpenFiles
+from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import options
@@ -509,3 +510,21 @@ def test_tens_of_thousands_of_small_tensors_take_no_longer_each(parts: int) -> N
     began = time.perf_counter()
     assert all(reader._may_be_trained(name) for name in names)
     assert time.perf_counter() - began < 5  # one look at all of them for each took minutes
+
+
+def test_a_parameter_that_never_took_a_step_becomes_zeros_in_a_universal_checkpoint(tmp_path: Path) -> None:
+    """ZeRO has states of all: the folder that we make is whole, and what has no elements is nothing that could be lost."""
+    import torch.distributed.checkpoint as dcp
+
+    model = {"up.weight": torch.rand(4, 4), "up.bias": torch.rand(4), "none": torch.empty(0, 4)}
+    stepped = {"step": torch.tensor(3.0), "exp_avg": torch.rand(4, 4), "exp_avg_sq": torch.rand(4, 4)}
+    none = {**stepped, "exp_avg": torch.empty(0, 4), "exp_avg_sq": torch.empty(0, 4)}
+    optimizer = {"state": {"up.weight": stepped, "none": none}, "param_groups": [{"lr": 0.1, "params": list(model)}]}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "run", no_dist=True)
+    job = run_to(tmp_path / "run", tmp_path / "universal", "universal", strict=True)
+    assert any("zeros for states that were never made: up.bias" in text for text in lines(job, Fate.DERIVED))
+    assert verify(tmp_path / "universal", ReadOptions(), Depth.DEEP).intact
+    moment = tensor_of(opened(tmp_path / "universal"), "up.bias", "exp_avg")
+    assert torch.equal(moment, torch.zeros(4))
+    assert run_to(tmp_path / "run", tmp_path / "again", strict=True).lossless
