@@ -229,7 +229,7 @@ class Differ:
         for counter in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
             if a.args.get(counter) != b.args.get(counter):
                 self._differs(counter, f"{a.args.get(counter)} and {b.args.get(counter)}")
-        self.result.notes.append("RNG states and the other arguments were not compared: they belong to a layout")
+        self.result.notes.append("RNG states, loss scaler, client state and the other arguments were not compared")
 
     def _note(self, text: str) -> None:
         if text not in self.result.notes:
