@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+import torch
 
 CANARY = "CANARY"
 """A file that only code of a checkpoint would make, in the folder where the command runs."""
@@ -91,7 +94,9 @@ def run(
         _be_the_command(main or command_line, arguments, folder, limits)
     hung = not _ends_within(child, limits.wall)
     if hung:
-        os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # so busy a machine that it leads no group yet
+            os.killpg(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
     _, status, used = os.wait4(child, 0)
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     texts = [_text(folder.parent / name) for name in _OUTPUT]
@@ -140,10 +145,8 @@ def _be_the_command(
 
 
 def _settle_in(folder: Path, limits: Limits) -> None:
-    import torch
-
-    torch.set_num_threads(1)  # makes the pool anew that did not survive the fork, before two threads do it at once
     os.setsid()
+    torch.set_num_threads(1)  # makes the pool anew that did not survive the fork, before two threads do it at once
     os.chdir(folder)
     for number, name in enumerate(_OUTPUT, 1):
         opened = os.open(folder.parent / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -183,8 +186,6 @@ def warm_up() -> None:
     """Import everything that a command imports, so that no child has to."""
     import importlib
     import pkgutil
-
-    import torch
 
     import mcore_rlhf
 

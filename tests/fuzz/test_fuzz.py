@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from tests.fuzz.child import CANARY, Limits, run
 
 CASES, SEED = 300, 10
 PROJECT = Path(__file__).parents[2]
-TIGHT = Limits(cpu=5, wall=3.0, file=4 << 20)
+# Of memory without end: what is private counts what the process of the tests had before it was forked. And with patience: a
+# busy machine is no hanging command.
+ROOMY = Limits(memory=1 << 50, file=4 << 20)
+IMPATIENT = replace(ROOMY, wall=1.0)
 
 
 def test_no_promise_is_broken(tmp_path: Path) -> None:
@@ -52,6 +56,10 @@ def _sleeps(arguments: Sequence[str]) -> int:
 
 def _is_greedy(arguments: Sequence[str]) -> int:
     return 1 if bytearray(os.urandom(1)) * (400 << 20) else 0
+
+
+def _asks_for_too_much(arguments: Sequence[str]) -> int:
+    return len(bytearray(1 << 51))
 
 
 def _dies(arguments: Sequence[str]) -> int:
@@ -95,6 +103,7 @@ BROKEN: list[tuple[Callable[[Sequence[str]], int], set[str]]] = [
     (_prints("x" * (1 << 20)), {verdict.DIRTY}),
     (_sleeps, {verdict.HANG}),
     (_is_greedy, {verdict.MEMORY}),
+    (_asks_for_too_much, {verdict.MEMORY, verdict.TRACEBACK}),
     (_dies, {verdict.SIGNAL}),
     (_runs_code, {verdict.CODE}),
     (_connects, {verdict.CODE}),
@@ -110,6 +119,6 @@ def test_the_judge_finds_it(main: Callable[[Sequence[str]], int], kinds: set[str
     here = tmp_path / "here"
     (here / "out").mkdir(parents=True)
     before = verdict.listing(here)
-    ended = run(["convert"], here, TIGHT, main)
+    ended = run(["convert"], here, IMPATIENT if main is _sleeps else ROOMY, main)
     limits = Limits(resident=ended.peak - 1 if main is _is_greedy else 4 << 30)
     assert verdict.judge("convert source out/target", ended, here, before, limits).keys() == kinds
