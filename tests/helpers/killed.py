@@ -1,45 +1,76 @@
-"""A conversion in a process of its own that is killed, or counts what it does."""
+"""A conversion in a process of its own that is killed, or counts what it does.
+
+The processes are forked from one that has imported the command line: importing takes longer than most of what they do. There are
+two such servers, which hash strings differently, and who starts several commands gets them from both: what one process plans must
+be what another plans.
+"""
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[2]
-
-_PROGRAM = """
-import json, os, signal, sys
-from mcore_rlhf.core import execute
-from mcore_rlhf.execution import journal
-from mcore_rlhf.cli import main
-
-after, number, log = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1)
-run, add = execute.FileRun.run, journal.Journal.add
-noted = 0
-
-def counted(self):
-    with open(log, "a") as out:
-        out.write(self.plan.file + "\\n")
-    return run(self)
-
-def adding(self, name, done):
-    global noted
-    add(self, name, done)
-    noted += 1
-    if noted == after:
-        os.kill(os.getpid(), number)
-
-execute.FileRun.run, journal.Journal.add = counted, adding
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests behind his shell ignores it
-main()
-"""
+_LONGEST = 1 << 16
 
 
-def start(*arguments: object, after: int = 0, number: int = 9, log: Path = Path("/dev/null")) -> subprocess.Popen[str]:
+class Command:
+    """A command that runs, with as much of ``subprocess.Popen`` as is needed."""
+
+    def __init__(self, server: socket.socket, request: bytes) -> None:
+        self.returncode: int | None = None
+        self._output = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed where it is read
+        self._ended, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(server, [request], [*(file.fileno() for file in self._output), theirs.fileno()])
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for its end: standard output and error."""
+        with self._ended:
+            self._ended.settimeout(timeout)
+            self.returncode = int(self._ended.recv(16))
+        texts = []
+        for file in self._output:
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode())
+        return texts[0], texts[1]
+
+
+@cache
+def _servers() -> Iterator[socket.socket]:
+    return itertools.cycle([_server("1"), _server("2")])
+
+
+def _server(hash_seed: str) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.killed", str(theirs.fileno())],
+            cwd=PROJECT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def start(*arguments: object, after: int = 0, number: int = 9, log: Path = Path("/dev/null")) -> Command:
     """Start ``mcore-rlhf``; once so many tasks are noted as done it gets a signal from itself.
 
     Args:
@@ -48,15 +79,15 @@ def start(*arguments: object, after: int = 0, number: int = 9, log: Path = Path(
         number: The signal.
         log: Hears of every file that is begun.
     """
-    code = [sys.executable, "-c", _PROGRAM, str(after), str(number), str(log), *map(str, arguments)]
-    return subprocess.Popen(code, cwd=PROJECT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = [str(argument) for argument in arguments]
+    return Command(next(_servers()), json.dumps([after, int(number), str(log), words]).encode())
 
 
-def run(*arguments: object, **more: Any) -> tuple[int, str, str]:
+def run(*arguments: object, **more: Any) -> tuple[int | None, str, str]:
     """The same, to its end: exit code, standard output and error."""
-    process = start(*arguments, **more)
-    stdout, stderr = process.communicate(timeout=240)
-    return process.returncode, stdout, stderr
+    command = start(*arguments, **more)
+    stdout, stderr = command.communicate(timeout=240)
+    return command.returncode, stdout, stderr
 
 
 def begun(log: Path) -> list[str]:
@@ -75,3 +106,64 @@ def content(folder: Path) -> Mapping[str, Any]:
         elif path.is_file():
             found[name] = path.read_bytes()
     return found
+
+
+def _serve(control: socket.socket) -> None:
+    """Fork a command for every request, and one that waits for it and tells its exit code, until nobody can ask any more."""
+    import mcore_rlhf.cli.app
+    import mcore_rlhf.cli.converting
+    import mcore_rlhf.formats.megatron.reader
+    import mcore_rlhf.formats.megatron.writer
+    import mcore_rlhf.formats.megatron_dist.writer  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, _LONGEST, 3)
+        if not request:
+            return
+        if os.fork():
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        *output, ended = descriptors
+        child = os.fork()
+        if not child:
+            control.close()
+            os.close(ended)
+            _be_the_command(output, *json.loads(request))
+            return
+        _, status = os.waitpid(child, 0)
+        os.write(ended, str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+
+
+def _be_the_command(output: list[int], after: int, number: int, log: str, words: list[str]) -> None:
+    from mcore_rlhf.cli import main
+    from mcore_rlhf.core import execute
+    from mcore_rlhf.execution import journal
+
+    for target, descriptor in enumerate(output, 1):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    sys.argv = ["mcore-rlhf", *words]
+    run_file, add, noted = execute.FileRun.run, journal.Journal.add, itertools.count(1)
+
+    def counted(self: execute.FileRun) -> Any:
+        with open(log, "a") as out:
+            out.write(self.plan.file + "\n")
+        return run_file(self)
+
+    def adding(self: journal.Journal, name: str, done: Any) -> None:
+        add(self, name, done)
+        if next(noted) == after:
+            os.kill(os.getpid(), number)
+
+    execute.FileRun.run, journal.Journal.add = counted, adding  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests behind his shell ignores it
+    main()
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as controlled:
+        _serve(controlled)
