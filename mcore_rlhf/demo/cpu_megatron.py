@@ -66,13 +66,14 @@ class CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], "cpu", *args[2:])
+        if not kwargs:  # most calls: every operator passes here
+            return func(*args)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
         if kwargs.get("pin_memory"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -37,10 +38,33 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(LARGEST_WORLD) as workers:
+    with WorkerPool(LARGEST_WORLD, preload="tests.reference.megatron_preload") as workers:
         yield workers
 
 
 @pytest.fixture(scope="session")
 def lab(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(pool, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="session")
+def deepspeed_pool() -> Iterator[WorkerPool]:
+    """Ranks with DeepSpeed imported, which is not done here since it changes the process."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    with WorkerPool(4, preload="tests.reference.deepspeed_preload") as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def fsdp_pool() -> Iterator[WorkerPool]:
+    """Ranks that wrap models in FSDP."""
+    with WorkerPool(4, preload="tests.reference.dcp_jobs") as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def kernels_pool() -> Iterator[WorkerPool]:
+    """Ranks with a Megatron that has Mamba and the gated delta net."""
+    with WorkerPool(2, preload="tests.reference.kernels_preload") as workers:
+        yield workers

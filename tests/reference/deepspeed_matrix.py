@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,12 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import WriteOptions
 from tests.reference.deepspeed_cases import NATIVE, UNIVERSAL, Case
-from tests.reference.deepspeed_lab import require_deepspeed
 from tests.reference.deepspeed_live import Live, Seen
 from tests.reference.deepspeed_models import Setting
 
-LARGEST_WORLD = 4
 TIMEOUT = 100.0
 """Seconds for a job of a few tiny steps; two cores that others use as well take their time."""
 _RESIDENT = "tests.reference.deepspeed_resident"
-
-
-@contextmanager
-def deepspeed_pool(preload: str = _RESIDENT) -> Iterator[WorkerPool]:
-    """Ranks that have DeepSpeed imported; they end with the block, or with its process."""
-    require_deepspeed()
-    with WorkerPool(LARGEST_WORLD, preload=preload) as workers:
-        yield workers
 
 
 @dataclass

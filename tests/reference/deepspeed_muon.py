@@ -5,10 +5,7 @@ Whole momenta are put together here from what DeepSpeed itself says of its parti
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon's kernels would be compiled
 
 import deepspeed
 import torch

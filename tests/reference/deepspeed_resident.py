@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+# Nothing is compiled: the first optimizer of every rank imports Muon's kernels, and with them two seconds of torch's compiler.
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
 
 import deepspeed
 import torch

@@ -1,16 +1,11 @@
-"""One rank of real DeepSpeed on the CPU: runs the cases that it is given, and writes what it saw as JSON.
+"""One rank of real DeepSpeed on the CPU: runs the cases that it is given, and tells what it saw.
 
-Started as ``python -m tests.reference.deepspeed_worker JOB.json`` with RANK and WORLD_SIZE set. DeepSpeed is compared with
-itself here: what the manager saves against ``engine.save_checkpoint``, what it loads against ``engine.load_checkpoint``.
+DeepSpeed is compared with itself here: what the manager saves against ``engine.save_checkpoint``, what it loads against
+``engine.load_checkpoint``.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +19,7 @@ from mcore_rlhf.engines.deepspeed import DeepSpeedEngine
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager
+from tests.reference.deepspeed_resident import begin
 
 VOCAB, LENGTH, BATCH, WIDTH, INNER = 61, 7, 4, 96, 256
 STATE = RlhfState(iteration=7, weight_version=3)
@@ -287,31 +283,13 @@ JOBS = {
 }
 
 
-def main() -> None:
-    """Run the cases of a job file, one after the other."""
-    path = Path(sys.argv[1])
-    job = json.loads(path.read_text())
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(job["store"], world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+def run(root: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What this rank saw of each case."""
+    begin()
     results = {}
-    for name, case in job["cases"].items():
-        root = Path(job["root"]) / name
+    for name, case in cases.items():
         try:
-            results[name] = JOBS[case["job"]](case, root)
-        except BaseException:
-            results[name] = {"error": traceback.format_exc()}
-            break  # the others may be anywhere
-    Path(job["root"], f"results-{job['number']}-{rank}.json").write_text(json.dumps(results))
-    os._exit(0)  # gloo's threads may wait for one another
-
-
-if __name__ == "__main__":
-    main()
+            results[name] = JOBS[case["job"]](case, Path(root) / name)
+        except BaseException as error:
+            raise RuntimeError(f"case {name}") from error
+    return results

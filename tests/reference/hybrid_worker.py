@@ -1,16 +1,14 @@
 """Real HybridModel of megatron-core 0.19 on the CPU: what it computes and holds after loading a checkpoint at some layout.
 
-``python hybrid_worker.py JOB.json`` starts as many processes as the layout has ranks, on gloo. Mamba's and the gated delta net's
-mixers, their splits of fused tensors, the optimizer and both formats' loaders are Megatron's own. Stand-ins, all of them plain torch:
-Transformer Engine's linear layers and norms (Megatron's own linear layers under the same names), mamba_ssm's scan and gated norm, and two
-functions of fla, whose gated delta rule Megatron has in torch itself (``--deterministic-mode``).
+Mamba's and the gated delta net's mixers, their splits of fused tensors, the optimizer and both formats' loaders are Megatron's own.
+Stand-ins, all of them plain torch: Transformer Engine's linear layers and norms (Megatron's own linear layers under the same names),
+mamba_ssm's scan and gated norm, and two functions of fla, whose gated delta rule Megatron has in torch itself (``--deterministic-mode``).
 
 Nothing of mcore_rlhf is used but the demonstration's stand-ins for CUDA and NCCL.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import types
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 if not hasattr(typing, "override"):
@@ -275,17 +272,12 @@ def contents(model: Any, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def run(rank: int, job: dict[str, Any]) -> None:
-    """One process."""
-    stand_in_for_kernels()
-    from mcore_rlhf.demo import cpu_megatron
-
-    cpu_megatron.import_megatron()
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """One rank, which has a process group."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     tp, pp = job["tp"], job["pp"]
-    dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=tp * pp)
     parallel_state.initialize_model_parallel(tp, pp)
     model_parallel_cuda_manual_seed(1)
     tp_rank, pp_rank = (
@@ -317,8 +309,7 @@ def run(rank: int, job: dict[str, Any]) -> None:
         loaded = contents(other, second)
         result[folder] = [key for key in legacy if not torch.equal(legacy[key], loaded[key])]
         result["compared"] = len(loaded)
-    Path(f"{job['out']}.{rank}").write_text(json.dumps(result))
-    dist.barrier()
+    return result
 
 
 def train(model: Any, wrapped: Any, optimizer: Any, args: Any) -> list[float]:
@@ -338,8 +329,3 @@ def train(model: Any, wrapped: Any, optimizer: Any, args: Any) -> list[float]:
         wrapped.finish_grad_sync()
         optimizer.step()
     return losses
-
-
-if __name__ == "__main__":
-    wanted = json.loads(Path(sys.argv[1]).read_text())
-    torch.multiprocessing.spawn(run, (wanted,), wanted["tp"] * wanted["pp"])

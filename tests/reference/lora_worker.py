@@ -1,6 +1,6 @@
 """One rank of real DeepSpeed with a LoRA of real peft: trains, saves, and loads what was converted.
 
-Started as ``python -m tests.reference.lora_worker FOLDER STAGE``. It leaves ``run`` (DeepSpeed's own checkpoint), ``adapter``
+It leaves ``run`` (DeepSpeed's own checkpoint), ``adapter``
 (peft's own), and ``seen.json``: the losses of the uninterrupted run, and of one that went on from a checkpoint without its frozen
 parameters.
 """
@@ -8,18 +8,14 @@ parameters.
 from __future__ import annotations
 
 import json
-import os
-import sys
-import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from tests.reference.deepspeed_resident import begin
 
 BASE = Path(__file__).parents[1] / "goldens" / "peft" / "base"
 WORDS, STEPS = 61, 3
@@ -61,16 +57,11 @@ def train(engine: Any, first: int) -> list[float]:
     return losses
 
 
-def main(folder: Path, stage: int) -> None:
+def run(folder: Path, stage: int) -> None:
     """Train and save; convert; load and go on."""
     import deepspeed
-    from deepspeed.ops import __compatible_ops__
 
-    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=120))
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    begin()
     engine = engine_of(stage)
     train(engine, 0)
     engine.save_checkpoint(folder / "run", tag=f"step{STEPS}")
@@ -86,9 +77,3 @@ def main(folder: Path, stage: int) -> None:
     again.load_checkpoint(folder / "lean", load_module_strict=False)
     found = train(again, STEPS)
     (folder / "seen.json").write_text(json.dumps({"expected": expected, "found": found}))
-    os._exit(0)  # gloo's threads may wait for one another
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Logits of a Qwen3-Next or Qwen3.5 that real megatron-core 0.19 loads: ``python qwen3_next_worker.py JOB.json RANK``.
+"""Logits of a Qwen3-Next or Qwen3.5 that real megatron-core 0.19 loads.
 
 The gated delta net, the gated attention, the mixture and how layers are chosen are Megatron's own. Transformer Engine's linear layers and
 norms are the plain torch of :mod:`hybrid_worker`, and so are two functions of fla; experts are loaded one by one (``SequentialMLP``).
@@ -6,15 +6,14 @@ norms are the plain torch of :mod:`hybrid_worker`, and so are two functions of f
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hybrid_worker import layer_classes, stand_in_for_kernels
+
+from tests.reference.hybrid_worker import layer_classes
 
 _GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
@@ -43,12 +42,8 @@ def block_of(config: Any) -> Any:
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=made["norm"])
 
 
-def main(job: dict[str, Any], rank: int) -> None:
-    """Load, run, and write the logits of all words."""
-    stand_in_for_kernels()
-    from mcore_rlhf.demo import cpu_megatron
-
-    cpu_megatron.import_megatron()
+def logits(root: str, words: list[list[int]]) -> torch.Tensor:
+    """Load, run, and return the logits of all words; of a rank that has a process group, one of tensor-parallel ranks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -56,14 +51,14 @@ def main(job: dict[str, Any], rank: int) -> None:
     from mcore_rlhf.demo.configs import Parallel
     from tests.reference.architectures_jobs import _config
 
-    dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=job["tp"])
-    parallel_state.initialize_model_parallel(job["tp"])
+    rank, tp = dist.get_rank(), dist.get_world_size()
+    parallel_state.initialize_model_parallel(tp)
     model_parallel_cuda_manual_seed(1)
-    (path,) = Path(job["root"]).glob(f"*/mp_rank_{rank:02d}/model_optim_rng.pt")
+    (path,) = Path(root).glob(f"*/mp_rank_{rank:02d}/model_optim_rng.pt")
     file = torch.load(path, weights_only=False)
     args = file["args"]
     args.deterministic_mode, args.moe_grouped_gemm = True, False
-    config = _config(args, Parallel(tp=job["tp"]))
+    config = _config(args, Parallel(tp=tp))
     block = block_of(config)
     further = (
         gpt_layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=True)
@@ -86,13 +81,9 @@ def main(job: dict[str, Any], rank: int) -> None:
     )
     assert stored == registered, [pair for pair in zip(stored, registered, strict=True) if pair[0] != pair[1]]
     model.mtp_process, model.config.mtp_num_layers = False, None  # it wants labels; logits do not need it
-    tokens = torch.tensor(job["tokens"])
+    tokens = torch.tensor(words)
     with torch.no_grad():
         output = model.eval()(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
-    parts = [torch.empty_like(output) for _ in range(job["tp"])]
+    parts = [torch.empty_like(output) for _ in range(tp)]
     dist.all_gather(parts, output.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    torch.save(torch.cat(parts, -1), f"{job['out']}.{rank}")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    return torch.cat(parts, -1)

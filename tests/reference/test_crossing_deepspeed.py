@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tests.helpers.independent_reader import Reading, read
 from tests.reference import deepspeed_from_megatron, muon_jobs
 from tests.reference.deepspeed_from_megatron import batches
 from tests.reference.deepspeed_live import Live, Seen
-from tests.reference.deepspeed_matrix import deepspeed_pool, same
+from tests.reference.deepspeed_matrix import same
 from tests.reference.deepspeed_models import Batch, Tuning
 from tests.reference.lab import Lab
 from tests.reference.observing import LOOK, Session
@@ -41,12 +40,6 @@ CONFIG: dict[str, Any] = {
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 TOLERANCE = 5e-6
 """Relative difference of fp32 losses between Megatron and transformers."""
-
-
-@pytest.fixture(scope="module")
-def deepspeed() -> Iterator[WorkerPool]:
-    with deepspeed_pool(JOBS) as workers:
-        yield workers
 
 
 @dataclass(frozen=True)
@@ -80,13 +73,13 @@ def converted(source: Path, target: Path, to: str, **write: Any) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.golden)
-def test_deepspeed_takes_up_a_run_of_megatrons(way: Way, deepspeed: WorkerPool, tmp_path: Path) -> None:
+def test_deepspeed_takes_up_a_run_of_megatrons(way: Way, deepspeed_pool: WorkerPool, tmp_path: Path) -> None:
     options = {} if way.universal else {"zero_stage": way.stage, "dp": way.dp}
     root = converted(GOLDENS / way.golden, tmp_path / "ds", "universal" if way.universal else "deepspeed", **options)
     tied, dtype = "tied" in way.golden, "fp32" if "fp32" in way.golden else "bf16"
     tuning = Tuning("llama", {**CONFIG, "tie_word_embeddings": tied}, dtype, way.stage, way.dp)
     data = batches(TinyGPT(), Training(), 2, 6)
-    ranks = load(deepspeed, tuning, root, data, universal=way.universal, save=str(tmp_path / "again"))
+    ranks = load(deepspeed_pool, tuning, root, data, universal=way.universal, save=str(tmp_path / "again"))
     for rank in ranks:
         assert unequal(rank.start, golden(way.golden), tied=tied, zero3=way.stage == 3) == []
         assert rank.start.steps == [2.0]
@@ -150,7 +143,9 @@ FP32 = TinyGPT(dtype="fp32", dropout=0.0, vocab_size=160)
 
 
 @pytest.mark.parametrize(("stage", "dp"), [(2, 2), (3, 1)])
-def test_llama_goes_on_as_megatron_does(stage: int, dp: int, deepspeed: WorkerPool, lab: Lab, tmp_path: Path) -> None:
+def test_llama_goes_on_as_megatron_does(
+    stage: int, dp: int, deepspeed_pool: WorkerPool, lab: Lab, tmp_path: Path
+) -> None:
     """The loss at the checkpoint says that the weights mean the same, the loss after one step that the moments do."""
     trained = lab.train(FP32, Parallel(tp=2, pp=2), Training())
     root = converted(trained.root, tmp_path / "ds", "deepspeed", zero_stage=stage, dp=dp)
@@ -158,19 +153,19 @@ def test_llama_goes_on_as_megatron_does(stage: int, dp: int, deepspeed: WorkerPo
         Tuning("llama", {**CONFIG, "vocab_size": FP32.vocab_size}, "fp32", stage, dp),
         batches(FP32, Training(), 2, 4),
     )
-    seen = load(deepspeed, tuning, root, data)[0]
+    seen = load(deepspeed_pool, tuning, root, data)[0]
     assert seen.losses[0] == pytest.approx(trained.evaluation, rel=TOLERANCE)
     assert seen.losses == pytest.approx([trained.losses[3], trained.losses[4]], rel=TOLERANCE)
     assert [group["lr"] for group in seen.start.settings] == [Training().lr] * 2
 
 
-def test_megatron_goes_on_as_qwen3_does(deepspeed: WorkerPool, pool: WorkerPool, tmp_path: Path) -> None:
+def test_megatron_goes_on_as_qwen3_does(deepspeed_pool: WorkerPool, pool: WorkerPool, tmp_path: Path) -> None:
     """A run that was never Megatron's becomes one, and comes back."""
     model, training = replace(FP32, qk_layernorm=True), Training()
     tuning = Tuning("qwen3", {**CONFIG, "vocab_size": model.vocab_size}, "fp32", 1, 2, lr=training.lr)
     data = batches(model, training, 0, 4)
     ds = str(tmp_path / "ds")
-    ranks: list[Seen] = deepspeed.run(
+    ranks: list[Seen] = deepspeed_pool.run(
         f"{JOBS}:train_and_save", tuning, ds, data[:2], data[2:], world_size=2, timeout=TIMEOUT
     )
     megatron = converted(
@@ -183,7 +178,9 @@ def test_megatron_goes_on_as_qwen3_does(deepspeed: WorkerPool, pool: WorkerPool,
     )[0]  # fmt: skip
     assert losses == pytest.approx(ranks[0].losses, rel=TOLERANCE)
     back = converted(megatron, tmp_path / "back", "deepspeed", zero_stage=3, dp=1)
-    seen = load(deepspeed, replace(tuning, stage=3, dp=1), back, data[2:], scheduler=False)[0]  # Megatron's has none
+    seen = load(deepspeed_pool, replace(tuning, stage=3, dp=1), back, data[2:], scheduler=False)[
+        0
+    ]  # Megatron's has none
     before = ranks[0].start
     assert before.states.keys() == seen.start.states.keys()
     assert len(before.states) == 3 * (3 + 4 * 11)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,9 +64,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with WorkerPool(4, preload="tests.reference.dcp_jobs") as pool:
-        yield Runs(pool, tmp_path_factory.mktemp("dcp"))
+def runs(fsdp_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(fsdp_pool, tmp_path_factory.mktemp("dcp"))
 
 
 def agreed(ranks: list[Looked]) -> Whole:

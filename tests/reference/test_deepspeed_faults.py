@@ -5,7 +5,6 @@ Where one of these fails, DeepSpeed has been mended: the page, and what goes aro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from tests.reference.deepspeed_live import Seen
-from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences
+from tests.reference.deepspeed_matrix import Matrix, differences
 from tests.reference.deepspeed_models import Setting
 
 JOBS = "tests.reference.deepspeed_faults"
@@ -25,14 +24,8 @@ BUFFERS = {"model.shift", "model.count"}
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with deepspeed_pool(JOBS) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="module")
-def matrix(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(pool, tmp_path_factory.mktemp("faults"))
+def matrix(deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(deepspeed_pool, tmp_path_factory.mktemp("faults"))
 
 
 def run(matrix: Matrix, job: str, *args: object, world: int = 1, **options: object) -> list[Any]:

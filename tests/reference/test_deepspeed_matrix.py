@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from mcore_rlhf.demo.workers import WorkerPool
 from tests.reference.deepspeed_cases import MATRIX, NATIVE, SOURCES, Case, cases_of, few
 from tests.reference.deepspeed_live import Seen
-from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences
+from tests.reference.deepspeed_matrix import Matrix, differences
 from tests.reference.deepspeed_models import Setting
 
 FEW = few(12)
@@ -19,9 +19,8 @@ TOLERANCE = {"fp32": 5e-6, "bf16": 2e-3, "bf16acc32": 2e-3}
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with deepspeed_pool() as pool:
-        yield Matrix(pool, tmp_path_factory.mktemp("matrix"))
+def matrix(deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(deepspeed_pool, tmp_path_factory.mktemp("matrix"))
 
 
 def check(matrix: Matrix, case: Case) -> None:

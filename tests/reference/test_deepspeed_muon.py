@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference.deepspeed_live import Live, Seen
-from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences
+from tests.reference.deepspeed_matrix import Matrix, differences
 from tests.reference.deepspeed_models import Setting
 
 JOBS = "tests.reference.deepspeed_muon"
@@ -20,9 +19,8 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with deepspeed_pool(JOBS) as pool:
-        yield Matrix(pool, tmp_path_factory.mktemp("muon"))
+def matrix(deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(deepspeed_pool, tmp_path_factory.mktemp("muon"))
 
 
 def run(pool: WorkerPool, setting: Setting, root: Path, **options: object) -> list[Seen]:

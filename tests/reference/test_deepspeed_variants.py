@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,15 @@ from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from tests.reference.deepspeed_live import Live, Seen
-from tests.reference.deepspeed_matrix import Matrix, deepspeed_pool, differences, same
+from tests.reference.deepspeed_matrix import Matrix, differences, same
 from tests.reference.deepspeed_models import Setting
 
 JOBS = "tests.reference.deepspeed_variants"
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with deepspeed_pool(JOBS) as workers:
-        yield workers
-
-
 @pytest.fixture
-def matrix(pool: WorkerPool, tmp_path: Path) -> Matrix:
-    return Matrix(pool, tmp_path)
+def matrix(deepspeed_pool: WorkerPool, tmp_path: Path) -> Matrix:
+    return Matrix(deepspeed_pool, tmp_path)
 
 
 def run(matrix: Matrix, job: str, *args: object, world: int, **options: object) -> list[Seen]:

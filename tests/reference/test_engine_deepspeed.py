@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_rlhf.demo.workers import WorkerPool
 from tests.helpers.zero_reader import MASTER, Merged, read_zero
-from tests.reference.deepspeed_lab import Case, DeepSpeedLab, require_deepspeed
+from tests.reference.deepspeed_lab import Case, DeepSpeedLab
 
 SAVED: dict[str, Case] = {
     "z0-fp32": {"stage": 0, "dtype": "fp32", "dirty": True},
@@ -65,9 +66,8 @@ UNIVERSAL = ("z2-fp32", "z3-bf16")
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> DeepSpeedLab:
-    require_deepspeed()
-    lab = DeepSpeedLab(tmp_path_factory.mktemp("deepspeed"))
+def lab(deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> DeepSpeedLab:
+    lab = DeepSpeedLab(deepspeed_pool, tmp_path_factory.mktemp("deepspeed"))
     lab.run(1, {name: {"job": "save_and_resume", **case} for name, case in ALONE.items()})
     cases = {name: {"job": "save_and_resume", **case} for name, case in SAVED.items()}
     cases |= {f"{name}-universal": {"job": "to_universal", "source": str(lab.role(name))} for name in UNIVERSAL}
@@ -104,7 +104,7 @@ def _whole(merged: Merged) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*SAVED, *ALONE])
 def test_files_are_those_that_deepspeed_writes(lab: DeepSpeedLab, name: str) -> None:
-    for seen in lab.of(name):
+    for seen in lab.seen[name]:
         assert seen["files"] == []
         lean = bool(SAVED.get(name, {}).get("lean"))
         assert seen["beside"] == (["mine"] if lean else ["global_step2", "latest"])
@@ -112,7 +112,7 @@ def test_files_are_those_that_deepspeed_writes(lab: DeepSpeedLab, name: str) -> 
 
 @pytest.mark.parametrize("name", [*SAVED, *ALONE])
 def test_resumed_runs_go_on_bit_for_bit(lab: DeepSpeedLab, name: str) -> None:
-    for seen in lab.of(name):
+    for seen in lab.seen[name]:
         assert seen["loaded"] == []
         assert seen["client"] == []
         assert seen["resumed"] == seen["straight"]
@@ -123,14 +123,14 @@ def test_resumed_runs_go_on_bit_for_bit(lab: DeepSpeedLab, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SAVED, *ALONE])
 def test_deepspeed_loads_the_roles_folder(lab: DeepSpeedLab, name: str) -> None:
-    for seen in lab.of(name):
+    for seen in lab.seen[name]:
         cannot = name == "z1-elastic"  # with torch's Adam, DeepSpeed 0.19.8 cannot load its own elastic files
         assert seen["by_deepspeed"] == (["AssertionError"] if cannot else [])
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_state_arrives_in_another_layout(lab: DeepSpeedLab, name: str) -> None:
-    for seen in lab.of(f"to-{name}"):
+    for seen in lab.seen[f"to-{name}"]:
         assert seen["files"] == []
         assert seen["client"] == []
         assert seen["own_steps"]
@@ -149,7 +149,7 @@ def test_every_state_arrives_in_another_layout(lab: DeepSpeedLab, name: str) -> 
 
 @pytest.mark.parametrize("name", {**EVERY, **WEIGHTS})
 def test_weights_buffers_and_frozen_parameters_arrive(lab: DeepSpeedLab, name: str) -> None:
-    lab.of(f"to-{name}")
+    lab.seen[f"to-{name}"]
     source = {**EVERY, **WEIGHTS}[name][0]
     before, after = _source(lab, source), read_zero(_tag(lab.role(f"to-{name}")))
     for kept in ("frozen.weight", "frozen.bias", "shift", "count"):
@@ -168,7 +168,7 @@ def _weights(before: Merged, after: Merged) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_alone_begin_with_fresh_states(lab: DeepSpeedLab, name: str) -> None:
     source, case = WEIGHTS[name]
-    for seen in lab.of(f"to-{name}"):
+    for seen in lab.seen[f"to-{name}"]:
         assert any("begin at zero" in line for line in seen["report"])
     before, after = _whole(_source(lab, source)), _whole(read_zero(_tag(lab.role(f"to-{name}"))))
     dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
@@ -187,7 +187,7 @@ def test_losses_go_on_at_the_same_data_parallel_size(lab: DeepSpeedLab, name: st
     rounds its gradients otherwise, so with it the loss of the first step is equal.
     """
     source, case = CHANGED[name]
-    after, straight = lab.of(f"to-{name}")[0]["losses"], lab.of(source)[0]["straight"]
+    after, straight = lab.seen[f"to-{name}"][0]["losses"], lab.seen[source][0]["straight"]
     if 0 in (SAVED[source]["stage"], case["stage"]):
         assert after[0] == straight[0]
     else:
@@ -195,7 +195,7 @@ def test_losses_go_on_at_the_same_data_parallel_size(lab: DeepSpeedLab, name: st
 
 
 def test_another_model_is_refused_before_anything_changes(lab: DeepSpeedLab) -> None:
-    for seen in lab.of("refused"):
+    for seen in lab.seen["refused"]:
         assert "up.weight" in seen["said"]
         assert "down.weight" in seen["said"]
         assert "(256, 96)" in seen["said"]
@@ -205,7 +205,7 @@ def test_another_model_is_refused_before_anything_changes(lab: DeepSpeedLab) -> 
 
 
 def test_actor_critic_and_reference_of_different_stages_share_a_step(lab: DeepSpeedLab) -> None:
-    for seen in lab.of("two-roles"):
+    for seen in lab.seen["two-roles"]:
         straight, resumed = seen["losses"]
         assert straight == resumed
         assert straight[0] != straight[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,9 +84,8 @@ class FsdpLab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpLab]:
-    with WorkerPool(4, preload="tests.reference.fsdp_jobs") as pool:
-        yield FsdpLab(pool, tmp_path_factory.mktemp("fsdp"))
+def lab(fsdp_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> FsdpLab:
+    return FsdpLab(fsdp_pool, tmp_path_factory.mktemp("fsdp"))
 
 
 def _agree(ranks: list[Seen]) -> Whole:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import WriteOptions
 
 PROJECT = Path(__file__).parents[2]
@@ -22,27 +20,13 @@ _NEW = _CORE is not None and (Path(str(_CORE.origin)).parent / "ssm" / "gated_de
 pytestmark = [pytest.mark.reference, pytest.mark.skipif(not _NEW, reason="needs megatron-core 0.19")]
 
 
-def run(folder: Path, name: str, before: Path | None = None, **job: Any) -> list[dict[str, Any]]:
-    """What every process of a job saw, with the megatron-core of another folder where one is given."""
-    job |= {"store": str(folder / f"{name}.store"), "out": str(folder / name)}
-    (folder / f"{name}.json").write_text(json.dumps(job))
-    worker = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(Path(__file__).with_name("hybrid_worker.py")),
-        str(folder / f"{name}.json"),
-    ]
-    path = os.pathsep.join([*([str(before)] if before else []), str(PROJECT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        worker, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(job["tp"] * job["pp"])]
+def run(ranks: WorkerPool, **job: Any) -> list[dict[str, Any]]:
+    """What every process of a job saw."""
+    return ranks.run("tests.reference.hybrid_worker:run", job, world_size=job["tp"] * job["pp"], timeout=250)
 
 
 @pytest.mark.parametrize("kind", ["attn_mlp", "mamba", "gdn"])
-def test_megatron_finds_what_it_would_have_made_itself(tmp_path: Path, kind: str) -> None:
+def test_megatron_finds_what_it_would_have_made_itself(kernels_pool: WorkerPool, tmp_path: Path, kind: str) -> None:
     """At TP 1, and at TP 1 with two stages: every parameter and state, bit for bit; and its losses go on."""
     golden = GOLDENS / f"hybrid_{kind}_tp2_bf16_do"
     for name, to, write in (
@@ -55,9 +39,9 @@ def test_megatron_finds_what_it_would_have_made_itself(tmp_path: Path, kind: str
         )
     step = "iter_0000006"
     megatrons, ours = str(tmp_path / "megatron" / step), str(tmp_path / "dist" / step)
-    (first, _) = run(tmp_path, "saving", tp=2, pp=1, legacy=str(golden / step), save=megatrons)
-    (whole,) = run(tmp_path, "whole", tp=1, pp=1, legacy=str(tmp_path / "tp1" / step), dist=[megatrons, ours])
-    stages = run(tmp_path, "stages", tp=1, pp=2, legacy=str(tmp_path / "pp2" / step), dist=[megatrons, ours])
+    (first, _) = run(kernels_pool, tp=2, pp=1, legacy=str(golden / step), save=megatrons)
+    (whole,) = run(kernels_pool, tp=1, pp=1, legacy=str(tmp_path / "tp1" / step), dist=[megatrons, ours])
+    stages = run(kernels_pool, tp=1, pp=2, legacy=str(tmp_path / "pp2" / step), dist=[megatrons, ours])
     for seen in (whole, *stages):
         assert seen["compared"] > 20
         assert (seen[megatrons], seen[ours]) == ([], [])
@@ -65,20 +49,20 @@ def test_megatron_finds_what_it_would_have_made_itself(tmp_path: Path, kind: str
     assert whole["losses"][-1] < whole["losses"][0] - 1
 
 
-def test_a_gptmodel_becomes_what_megatrons_own_migration_makes_of_it(tmp_path: Path) -> None:
+def test_a_gptmodel_becomes_what_megatrons_own_migration_makes_of_it(kernels_pool: WorkerPool, tmp_path: Path) -> None:
     """Megatron maps layers as it loads, from torch_dist; we write a legacy file of the same run: all states are equal, bit for bit."""
     write = WriteOptions(tp=1, pp=2, hybrid_layer_pattern="*-*|-*-*-", padded_vocab_size=160)
     convert(GOLDENS / "tp2pp2_bf16_do", tmp_path / "hybrid", ConvertOptions("megatron", write=write, fsync=False))
     legacy, gpt = (
         f"{root}/iter_0000006" for root in (tmp_path / "hybrid", GOLDENS / "dist_tp2pp2_bf16_do_fullyreshardable")
     )
-    for seen in run(tmp_path, "migrated", tp=1, pp=2, legacy=legacy, gpt=[gpt]):
+    for seen in run(kernels_pool, tp=1, pp=2, legacy=legacy, gpt=[gpt]):
         assert seen["compared"] >= 40
         assert seen[gpt] == []
 
 
 @pytest.mark.slow
-def test_a_mamba_of_0_18_becomes_one_of_0_19_and_back(tmp_path: Path) -> None:
+def test_a_mamba_of_0_18_becomes_one_of_0_19_and_back(kernels_pool: WorkerPool, tmp_path: Path) -> None:
     """0.18 has the convolution as a module, whose name and place among the parameters are others.
 
     0.18.2 loads what we make of 0.19.2's file and writes its own two formats; of these we make another layout, and ``torch_dist``:
@@ -96,13 +80,14 @@ def test_a_mamba_of_0_18_becomes_one_of_0_19_and_back(tmp_path: Path) -> None:
 
     make(golden, "dist", "megatron-dist")
     job = {"tp": 2, "pp": 1, "legacy": str(golden / step)}
-    first, _ = run(tmp_path, "first", before, **job, begin=ours, write=str(tmp_path / "old"), save=old)
-    make(tmp_path / "old", "tp1", "megatron", tp=1, dp=1)
-    make(tmp_path / "old", "again", "megatron-dist", tp=1)
-    (whole,) = run(tmp_path, "whole", before, tp=1, pp=1, legacy=str(tmp_path / "tp1" / step), dist=[old, again])
+    with WorkerPool(2, preload="tests.reference.kernels_preload", first=(str(before),)) as ranks:
+        first, _ = run(ranks, **job, begin=ours, write=str(tmp_path / "old"), save=old)
+        make(tmp_path / "old", "tp1", "megatron", tp=1, dp=1)
+        make(tmp_path / "old", "again", "megatron-dist", tp=1)
+        (whole,) = run(ranks, tp=1, pp=1, legacy=str(tmp_path / "tp1" / step), dist=[old, again])
     assert whole["compared"] > 20
     assert (whole[old], whole[again]) == ([], [])
     assert whole["losses"] == pytest.approx(first["losses"], rel=2e-3)  # bf16, summed in another order
-    for seen in run(tmp_path, "newest", **job, dist=[old, again]):
+    for seen in run(kernels_pool, **job, dist=[old, again]):
         assert seen["compared"] > 20
         assert (seen[old], seen[again]) == ([], [])

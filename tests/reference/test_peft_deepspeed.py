@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import WriteOptions
 
 PROJECT = Path(__file__).parents[2]
@@ -24,19 +22,13 @@ pytestmark = pytest.mark.reference
 @pytest.fixture(
     scope="module", params=[pytest.param(2, id="stage 2"), pytest.param(3, id="stage 3", marks=pytest.mark.slow)]
 )
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(request: pytest.FixtureRequest, deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the worker leaves."""
-    for package in ("deepspeed", "peft", "transformers"):
+    for package in ("peft", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     folder = tmp_path_factory.mktemp("lora")
-    env = {
-        **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, sys.path)]),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.reference.lora_worker", str(folder), str(request.param)]
-    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    deepspeed_pool.run("tests.reference.lora_worker:run", folder, request.param, world_size=1, timeout=200)
     return folder
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.account import Fate
+from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
@@ -25,7 +22,6 @@ from mcore_rlhf.models.huggingface.relation import from_huggingface
 from mcore_rlhf.models.huggingface.table import TRANSFORMER_ENGINE, Spelling
 from tests.reference.architectures_jobs import forget_where_it_came_from
 
-PROJECT = Path(__file__).parents[2]
 WORDS, TOLERANCE = 61, 2e-4  # of logits up to 7, with a recurrence over the whole sequence in another order
 TOKENS = torch.randint(WORDS, (1, 17), generator=torch.Generator().manual_seed(3))
 
@@ -78,34 +74,11 @@ def to(source: Path, target: Path, kind: str, **write: Any) -> Any:
     return convert(source, target, ConvertOptions(kind, write=WriteOptions(**write), fsync=False))
 
 
-def logits(root: Path, tp: int, scratch: Path) -> torch.Tensor:
+def logits(ranks: WorkerPool, root: Path, tp: int) -> torch.Tensor:
     """What megatron-core computes."""
-    job = {
-        "tp": tp,
-        "root": str(root),
-        "tokens": TOKENS.tolist(),
-        "store": str(scratch / "store"),
-        "out": str(scratch / "out"),
-    }
-    (scratch / "job.json").write_text(json.dumps(job))
-    worker = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(Path(__file__).with_name("qwen3_next_worker.py")),
-        str(scratch / "job.json"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])}
-    started = [
-        subprocess.Popen(
-            [*worker, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(tp)
-    ]
-    said = [rank.communicate(timeout=250)[0] for rank in started]
-    assert [rank.returncode for rank in started] == [0] * tp, said[0][-3000:]
-    found: torch.Tensor = torch.load(f"{job['out']}.0")
-    return found[..., :WORDS]
+    job = "tests.reference.qwen3_next_worker:logits"
+    found: list[torch.Tensor] = ranks.run(job, str(root), TOKENS.tolist(), world_size=tp, timeout=250)
+    return found[0][..., :WORDS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,12 +98,14 @@ def test_the_table_has_what_transformers_has(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "tp"), [("qwen3_next", 1), ("qwen3_next", 2), ("qwen3_5_text", 2), ("qwen3_5_moe_text", 2)]
 )
-def test_megatron_computes_the_same_logits(kind: str, tp: int, folder: Saved, tmp_path: Path) -> None:
+def test_megatron_computes_the_same_logits(
+    kind: str, tp: int, kernels_pool: WorkerPool, folder: Saved, tmp_path: Path
+) -> None:
     root, expected = folder if kind == "qwen3_next" else saved(kind, tmp_path / "hf")
     job = to(root, tmp_path / "mcore", "megatron", tp=tp)
     assert any("3 norms such as" in text and "counts from 1" in text for _, text in job.report.lines)
     assert expected.abs().max() > 1
-    assert (logits(tmp_path / "mcore", tp, tmp_path) - expected).abs().max() < TOLERANCE
+    assert (logits(kernels_pool, tmp_path / "mcore", tp) - expected).abs().max() < TOLERANCE
     if kind != "qwen3_5_moe_text":  # which in Megatron is a Qwen3-Next, and becomes one where nobody says otherwise
         forget_where_it_came_from(str(tmp_path / "mcore"))
     assert_back(root, tmp_path)
@@ -149,7 +124,7 @@ def assert_back(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_released_folder_gives_its_text(tmp_path: Path) -> None:
+def test_a_released_folder_gives_its_text(kernels_pool: WorkerPool, tmp_path: Path) -> None:
     """Text below a model of images: Megatron gets the text alone, said as a loss, and its folder is of a class of text."""
     same = config("qwen3_5_moe_text").to_dict()
     vision = {
@@ -172,7 +147,7 @@ def test_a_released_folder_gives_its_text(tmp_path: Path) -> None:
     images, norms = (text for fate, text in job.report.lines if fate is Fate.LOST)
     assert images.startswith("the model of images, ")
     assert norms.startswith("3 norms such as model.layers.0.linear_attn.norm.weight: -1 on every element")
-    assert (logits(tmp_path / "mcore", 1, tmp_path) - expected).abs().max() < TOLERANCE
+    assert (logits(kernels_pool, tmp_path / "mcore", 1) - expected).abs().max() < TOLERANCE
     to(tmp_path / "mcore", tmp_path / "back", "hf")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert (back.config.model_type, type(back).__name__) == ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
@@ -188,7 +163,7 @@ def test_a_released_folder_gives_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["all_in_one", "one_by_one"]
 )
-def test_further_tokens_are_a_layer_beside_the_model(packed: bool, tmp_path: Path) -> None:
+def test_further_tokens_are_a_layer_beside_the_model(packed: bool, kernels_pool: WorkerPool, tmp_path: Path) -> None:
     """As in released folders, whose ``mtp.`` transformers passes over; Megatron has it in its own module, which loads."""
     root, _ = saved("qwen3_5_moe_text", tmp_path / "hf")
     path = root / "model.safetensors"
@@ -207,7 +182,7 @@ def test_further_tokens_are_a_layer_beside_the_model(packed: bool, tmp_path: Pat
     assert any("its layer is called mtp_model_layer" in text for _, text in job.report.lines)
     with torch.no_grad():
         expected = transformers.AutoModelForCausalLM.from_pretrained(root).eval()(TOKENS, use_cache=False).logits
-    assert (logits(tmp_path / "mcore", 1, tmp_path) - expected).abs().max() < TOLERANCE
+    assert (logits(kernels_pool, tmp_path / "mcore", 1) - expected).abs().max() < TOLERANCE
     save_file(tensors, path, metadata={"format": "pt"})
     assert_back(root, tmp_path)
 
@@ -225,7 +200,7 @@ def _packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_norm_that_was_not_shifted_is_noticed(folder: Saved, tmp_path: Path) -> None:
+def test_a_norm_that_was_not_shifted_is_noticed(kernels_pool: WorkerPool, folder: Saved, tmp_path: Path) -> None:
     """The comparison of logits can fail."""
     root, expected = folder
     to(root, tmp_path / "mcore", "megatron")
@@ -233,7 +208,7 @@ def test_a_norm_that_was_not_shifted_is_noticed(folder: Saved, tmp_path: Path) -
     tree = torch.load(path, weights_only=False)
     tree["model"]["decoder.layers.1.self_attention.out_norm.weight"] += 1
     torch.save(tree, path)
-    assert (logits(tmp_path / "mcore", 1, tmp_path) - expected).abs().max() > 100 * TOLERANCE
+    assert (logits(kernels_pool, tmp_path / "mcore", 1) - expected).abs().max() > 100 * TOLERANCE
 
 
 def test_other_layers_than_transformer_engines_are_refused(folder: Saved, tmp_path: Path) -> None:
