@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
+from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import clean, printable, shown
 
 TORCH = (
@@ -47,9 +48,9 @@ def test_values_are_shown_in_short_whatever_they_hold() -> None:
         assert len(shown(value)) <= 120
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mcore_rlhf", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def run(*args: str) -> Result:
+    """A command, in this process; an exception that is none of its ends is the test's."""
+    return CliRunner().invoke(app, args, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("option", ["--rules", "--config"])
@@ -60,7 +61,7 @@ def test_files_of_the_user_end_in_one_message(tmp_path: Path, option: str, text:
     file = tmp_path / "x.yaml"
     file.write_text(BOMB + "rules: *i\n" if text is None else text)
     found = run("convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf", option, str(file))
-    assert found.returncode == 2
+    assert found.exit_code == 2
     assert found.stderr.startswith("error: ")
     assert "RecursionError" not in found.stderr
     assert len(found.stderr) < 2_000

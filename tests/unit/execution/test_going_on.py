@@ -19,17 +19,10 @@ from mcore_rlhf.execution.fingerprint import Fingerprint
 from mcore_rlhf.execution.journal import Done, Journal, why_not
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.storage import record_file
-from tests.helpers.conversions import GOLDENS
 from tests.helpers.killed import begun, content, run, start
 
-SOURCE = GOLDENS / "tp2pp2dp2_bf16_do"
 TO = ("--tp", 1, "--pp", 4, "--workers", 1)
 FILES = 8
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(SOURCE, tmp_path_factory.mktemp("source") / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +145,10 @@ def test_other_options_start_anew_and_say_so(source: Path, tmp_path: Path) -> No
     assert hidden(target) == []
 
 
-def test_a_source_that_was_changed_in_place_starts_anew(tmp_path: Path) -> None:
+def test_a_source_that_was_changed_in_place_starts_anew(source: Path, tmp_path: Path) -> None:
     """Its length and the time of its last change are set back; what cannot be set back tells."""
-    source, target, log = tmp_path / "run", tmp_path / "out", tmp_path / "log"
-    shutil.copytree(SOURCE, source)
+    target, log = tmp_path / "out", tmp_path / "log"
+    source = Path(shutil.copytree(source, tmp_path / "run"))
     killed(source, target)
     file = max(source.rglob("*.pt"), key=lambda path: path.stat().st_size)
     before = file.stat()

@@ -16,16 +16,9 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOption
 from mcore_rlhf.manager import subject
 from mcore_rlhf.manager.convert_step import convert_step, finish_parts
 from mcore_rlhf.storage.publish import LocalPublication
-from tests.helpers.conversions import GOLDENS
 from tests.helpers.killed import begun, content, run, start
 
-SOURCE = GOLDENS / "tp2pp2dp2_bf16_do"
 TO = ("--tp", 4, "--pp", 1, "--no-fsync", "--workers", 1)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(SOURCE, tmp_path_factory.mktemp("source") / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +164,10 @@ def test_a_byte_of_a_part_that_was_flipped_since_is_found(three: Path, source: P
     assert "do the part again" in stderr
 
 
-def test_a_byte_of_the_source_that_only_a_part_read_is_checked_when_they_are_joined(tmp_path: Path) -> None:
-    source, target = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(SOURCE, source)
+def test_a_byte_of_the_source_that_only_a_part_read_is_checked_when_they_are_joined(
+    source: Path, tmp_path: Path
+) -> None:
+    source, target = Path(shutil.copytree(source, tmp_path / "run")), tmp_path / "out"
     file = max(source.rglob("*.pt"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
