@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.helpers.object_store import S3
 
 # No deadline: two busy cores make single examples slow. The blob in a failure replays it.
 settings.register_profile("default", deadline=None, print_blob=True)
@@ -18,6 +24,12 @@ settings.load_profile("default")
 TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
 SEED = pytest.StashKey[int]()
+TOGETHER = (
+    ("deepspeed", r"^tests/reference/test_\w*deepspeed"),
+    ("fsdp", r"^tests/reference/test_(dcp|engine_fsdp)"),
+    ("megatron", r"^tests/reference/"),
+)
+"""Files that share ranks with a framework in them: name of the group, and of the files."""
 
 
 def _asked_for() -> Path | None:
@@ -67,11 +79,31 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test in ``tests/gpu`` and ``tests/reference`` by its folder's name."""
+    """Mark every test in ``tests/gpu`` and ``tests/reference`` by its folder's name, and begin with what takes longest."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
+    items.sort(key=lambda item: _turn(item.path.relative_to(TESTS.parent).as_posix()))
+
+
+def _turn(file: str) -> int:
+    """The many short files come last: they fill up what the long ones leave."""
+    long = [number for number, (_, names) in enumerate(TOGETHER) if re.search(names, file)]
+    return long[0] if long else len(TOGETHER) + file.startswith("tests/unit/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file to one process, and files that share ranks of a framework too: what is imported and trained there is so once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((group for group, names in TOGETHER if re.search(names, file)), file)
+
+    return Together(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -92,3 +124,21 @@ def seed(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> random.Random:
     """Random numbers that ``--seed`` replays."""
     return random.Random(seed)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3]:
+    """One for all tests of a process, as moto's buckets are."""
+    from tests.helpers.object_store import serving
+
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """An S3 server with one empty bucket, which the environment names."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3_server.forget()
+    return s3_server

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,24 +17,7 @@ from mcore_rlhf.storage.settings import StoreSettings, stores_with
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.contract.test_store import GOLDENS, ONE_OF_EACH, contents
-from tests.helpers.object_store import BUCKET, S3, Request, serving
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with serving() as s3:
-        yield s3
-
-
-@pytest.fixture
-def s3(server: S3) -> Iterator[S3]:
-    server.requests.clear()
-    yield server
-    server.delay, server.fault = 0.0, lambda request: None
-
-
-def url(key: str) -> str:
-    return f"s3://{BUCKET}/{key}"
+from tests.helpers.object_store import S3, Request, url
 
 
 @pytest.mark.parametrize("path", ONE_OF_EACH.values(), ids=list(ONE_OF_EACH))
@@ -175,10 +157,8 @@ def test_what_a_store_says_has_its_own_advice(s3: S3, status: str, code: str, ad
     )
     with stores_with(StoreSettings(patience=0.1)):
         for action in (
-            lambda: list(open_url(f"s3://{BUCKET}/advised").iterdir()),
-            lambda: convert(
-                GOLDENS / ONE_OF_EACH["hf"], open_url(f"s3://{BUCKET}/advised-out"), ConvertOptions(to="hf")
-            ),
+            lambda: list(open_url(url("advised")).iterdir()),
+            lambda: convert(GOLDENS / ONE_OF_EACH["hf"], open_url(url("advised-out")), ConvertOptions(to="hf")),
         ):
             with pytest.raises(StorageError) as told:
                 action()
@@ -189,7 +169,7 @@ def test_what_a_store_says_has_its_own_advice(s3: S3, status: str, code: str, ad
 def test_a_web_page_is_no_empty_store(s3: S3) -> None:
     s3.fault = lambda request: "200 OK\n<html><body>MinIO Console</body></html>"
     with pytest.raises(StorageError, match=r"no object store\.\nDoes the endpoint .* name a web page"):
-        list(open_url(f"s3://{BUCKET}/run").iterdir())
+        list(open_url(url("run")).iterdir())
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:

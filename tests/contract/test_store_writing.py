@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,7 +38,7 @@ from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.upload import StorePublication, dead, remove
 from mcore_rlhf.storage.uploaded import part_nbytes
 from tests.contract.test_store import GOLDENS, ONE_OF_EACH
-from tests.helpers.object_store import BUCKET, S3, LostAnswer, Request, serving
+from tests.helpers.object_store import BUCKET, S3, LostAnswer, Request, url
 from tests.helpers.store_child import convert_there
 from tests.unit.manager.roots import make_step
 
@@ -50,19 +50,6 @@ NO_RETRIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with serving() as s3:
-        yield s3
-
-
-@pytest.fixture
-def s3(server: S3) -> Iterator[S3]:
-    server.requests.clear()
-    yield server
-    server.delay, server.fault, server.after = 0.0, lambda request: None, lambda request: None
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request is tried again, so that a test sees at once what a user sees after three minutes."""
@@ -70,10 +57,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = store.from_url
     monkeypatch.setattr(store, "from_url", lambda *args, **more: real(*args, retry_config=NO_RETRIES, **more))
-
-
-def url(key: str) -> str:
-    return f"s3://{BUCKET}/{key}"
 
 
 def at(key: str) -> StorePath:
@@ -199,7 +182,7 @@ def _seen(key: str) -> dict[str, bytes] | None:
 def _run_and_kill(s3: S3, key: str, number: int, plain: bool, overwrite: bool) -> bool:
     """Convert in another process, and kill it when it has made so many requests; returns whether it came that far."""
     context = multiprocessing.get_context("forkserver")
-    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    environment = s3.environment
     options = {"overwrite": overwrite, "write": {"dtype": "float32"}}
     child = context.Process(target=convert_there, args=(str(SOURCE), url(key), environment, plain, options))
     seen = []

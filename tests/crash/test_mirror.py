@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,15 @@ from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.store import StorePath
 from tests.distributed.forked import SERVER
 from tests.helpers.mirror_child import MirroredRun, save_there, train_on_a_host
-from tests.helpers.object_store import BUCKET, S3, Request, serving
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with serving() as s3:
-        yield s3
+from tests.helpers.object_store import BUCKET, S3, Request, url
 
 
 @pytest.fixture
-def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+def s3(s3: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     """The server; the mirror's patience, and what this process knows of its earlier runs, are not under test."""
     monkeypatch.setattr(mirroring, "PATIENCE_S", 0.2)
     monkeypatch.setattr(mirroring, "_PAUSE_S", 0.1)
-    server.requests.clear()
-    yield server
-    server.delay, server.fault, server.after = 0.0, lambda request: None, lambda request: None
+    return s3
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +47,6 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     forget()
     return forget
-
-
-def url(key: str) -> str:
-    return f"s3://{BUCKET}/{key}"
 
 
 def there(key: str) -> StorePath:
@@ -127,7 +115,7 @@ def test_a_run_whose_root_is_gone_goes_on_from_its_mirror_bit_for_bit(
 
 def test_a_killed_upload_goes_on_and_sends_nothing_twice(s3: S3, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    environment = s3.environment
     child = context.Process(target=save_there, args=(str(tmp_path / "root"), url("mirror-of-a-killed"), environment, 1))
     complete, kill = list[str](), threading.Event()
 

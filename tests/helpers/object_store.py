@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -16,6 +15,10 @@ from typing import Any
 import pytest
 
 BUCKET = "bucket"
+
+
+def url(key: str) -> str:
+    return f"s3://{BUCKET}/{key}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,20 @@ class S3:
         return answered
 
     @property
+    def environment(self) -> dict[str, str]:
+        """What names the server to a process."""
+        return {
+            "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": self.url,
+        }  # fmt: skip
+
+    def forget(self) -> None:
+        """There is one empty bucket, nobody has asked for anything, and nothing fails."""
+        self.delay, self.fault, self.after = 0.0, lambda request: None, lambda request: None
+        _ask("POST", f"{self.url}/moto-api/reset")
+        _ask("PUT", f"{self.url}/{BUCKET}")
+        self.requests.clear()
+
+    @property
     def gets(self) -> list[Request]:
         return [request for request in self.requests if request.method == "GET" and "list-type" not in request.query]
 
@@ -105,7 +122,7 @@ class S3:
 
 @contextmanager
 def serving() -> Iterator[S3]:
-    """A server with one empty bucket, and the environment that names it."""
+    """A server; what it holds is the process', as moto has it."""
     pytest.importorskip("moto", reason="moto[server], which plays S3, is not installed")
     pytest.importorskip("obstore", reason="obstore, which reads object stores, is not installed")
     from moto.server import DomainDispatcherApplication, create_backend_app
@@ -117,29 +134,18 @@ def serving() -> Iterator[S3]:
     s3.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    named = {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": s3.url,
-    }  # fmt: skip
-    before = {key: os.environ.get(key) for key in named}
-    os.environ.update(named)
     try:
-        _make_bucket(s3.url)
         yield s3
     finally:
         server.shutdown()
         server.server_close()
         thread.join(10)
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 
 
-def _make_bucket(url: str) -> None:
+def _ask(method: str, address: str) -> None:
     from urllib.request import Request as Call
     from urllib.request import urlopen
 
     headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
-    with urlopen(Call(f"{url}/{BUCKET}", method="PUT", headers=headers), timeout=30):
+    with urlopen(Call(address, method=method, headers=headers), timeout=30):
         pass
