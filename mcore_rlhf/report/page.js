@@ -94,8 +94,8 @@ function portrait(map, drawing, member, wide) {
   }
   if (drawing.padding !== null) out.append(svg("rect", { x: X(0), y: Y(drawing.padding), width: w, height: Math.max(1.5, Y(rows) - Y(drawing.padding)), fill: "url(#hatch)", "data-tip": `rows ${drawing.padding}–${rows - 1} are padding of the vocabulary` }));
   let at = 0;
-  for (const [, length] of drawing.fused.slice(0, -1)) {
-    at += length;
+  const seams = [...Array(drawing.periods)].flatMap(() => drawing.fused).map(([, length]) => (at += length)).slice(0, -1);
+  for (const at of (rows === 1 ? w : h) / drawing.periods < 9 ? seams.filter((_, n) => (n + 1) % drawing.fused.length === 0) : seams) { // where groups are thin, between groups alone
     const along = drawing.dim === drawing.shape.length - 1 && drawing.shape.length > 1 ? { x1: X(at), x2: X(at), y1: Y(0), y2: Y(rows) } : rows === 1 ? { x1: X(at), x2: X(at), y1: Y(0), y2: Y(1) } : { x1: X(0), x2: X(columns), y1: Y(at), y2: Y(at) };
     out.append(svg("line", { ...along, class: "seam" }));
   }
@@ -115,7 +115,7 @@ function detail(panel, map, drawing) {
   panel.replaceChildren(
     el("h3", { class: "mono" }, dotted(shownName(drawing))),
     pairs([["shape", drawing.shape.join(" × ") || "a number"], ["type", held.dtype], ["cut", drawing.partition], ["in", place.here], ["tensors alike", count(held.tensors)], ["states alike", held.states.join(", ")],
-      ["fused", drawing.fused.map(([name, length]) => `${name} ${count(length)}`).join(" | ")], ["padding", drawing.padding === null ? null : `rows from ${count(drawing.padding)} on`], ["gaps", drawing.step ? "parts hold every so-many-th element" : null]]),
+      ["fused", (drawing.periods > 1 ? `${drawing.periods} times ` : "") + drawing.fused.map(([name, length]) => `${name} ${count(length)}`).join(" | ")], ["padding", drawing.padding === null ? null : `rows from ${count(drawing.padding)} on`], ["gaps", drawing.step ? "parts hold every so-many-th element" : null]]),
     el("h4", {}, one ? "elements → file" : "rows × columns → file"), table(["part", "file"], parts),
     drawing.rectangles.length > 48 ? el("p", { class: "soft small" }, `and ${count(drawing.rectangles.length - 48)} more parts`) : "",
     place.all.length ? el("details", {}, el("summary", {}, `${count(place.all.length)} groups in other files`), el("ul", {}, place.all.slice(0, 200).map((text) => el("li", {}, text)))) : "");

@@ -14,6 +14,7 @@ from math import prod
 from typing import TypedDict
 
 from mcore_rlhf.core.catalog import Box, Shape, TensorEntry, TensorName
+from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 
@@ -59,8 +60,9 @@ class Drawing(TypedDict):
     """Tensors that are cut alike.
 
     ``pattern`` is their name, with ``{}`` for layer and expert numbers; ``fused`` are the blocks of which the dimension ``dim``
-    is made, with their lengths; ``padding`` the first row behind the true vocabulary, or null; ``step`` says that rectangles
-    hold every so-many-th element alone; ``omitted`` counts rectangles that were left out.
+    is made, with their lengths, ``periods`` times one after another (``linear_qkv``: as many as query groups); ``padding`` is the
+    first row behind the true vocabulary, or null; ``step`` says that rectangles hold every so-many-th element alone; ``omitted``
+    counts rectangles that were left out.
     """
 
     pattern: str
@@ -68,6 +70,7 @@ class Drawing(TypedDict):
     partition: str | None
     dim: int | None
     fused: list[tuple[str, int]]
+    periods: int
     padding: int | None
     step: bool
     rectangles: list[Rectangle]
@@ -103,7 +106,7 @@ def shard_map(source: Source) -> ShardMap:
     Args:
         source: An opened checkpoint.
     """
-    folding = _Folding(source.model)
+    folding = _Folding(source.model, Arguments(source.state.args))
     for name in source.catalog:
         entry = source.catalog.get(name)
         if entry is not None:
@@ -147,6 +150,7 @@ class _Folding:
     """Sorts tensors into drawings."""
 
     model: ModelSpec
+    args: Arguments
     drawings: dict[tuple[str, _Cut], _Drawn] = field(default_factory=dict)
     of_pattern: dict[str, int] = field(default_factory=dict)
     folded: dict[str, int] = field(default_factory=dict)
@@ -207,23 +211,25 @@ class _Folding:
             "bytes": self.counts["bytes"], "replica_bytes": self.counts["replica_bytes"],
             "states": list(self.states),
             "files": [{"path": path, "bytes": nbytes, "tensors": n} for path, (_, nbytes, n) in self.files.items()],
-            "drawings": [_drawing(drawn, self.model) for drawn in self.drawings.values()],
+            "drawings": [_drawing(drawn, self.model, self.args) for drawn in self.drawings.values()],
             "folded": list(self.folded.items()),
         }  # fmt: skip
 
 
-def _drawing(drawn: _Drawn, model: ModelSpec) -> Drawing:
+def _drawing(drawn: _Drawn, model: ModelSpec, args: Arguments) -> Drawing:
     shape, boxes = drawn.cut
     spec = drawn.spec
     partition = spec.partition if spec is not None else None
     padded = partition is not None and partition.vocabulary and model.vocab_size is not None
+    periods, fused = _fused(spec, shape, args)
     padding = model.vocab_size if padded and (model.vocab_size or 0) < shape[0] else None
     return {
         "pattern": drawn.pattern,
         "shape": list(shape),
         "partition": None if partition is None else str(partition),
         "dim": None if partition is None else partition.dim,
-        "fused": _fused(spec, shape),
+        "fused": fused,
+        "periods": periods,
         "padding": padding,
         "step": any(box.step is not None for box, _ in boxes),
         "rectangles": [_rectangle(box, shape, slots) for box, slots in boxes[:_BOXES]],
@@ -232,15 +238,19 @@ def _drawing(drawn: _Drawn, model: ModelSpec) -> Drawing:
     }
 
 
-def _fused(spec: ParamSpec | None, shape: Shape) -> list[tuple[str, int]]:
-    """The blocks of which the dimension that is cut is made, where there are several."""
+def _fused(spec: ParamSpec | None, shape: Shape, args: Arguments) -> tuple[int, list[tuple[str, int]]]:
+    """The blocks of which the dimension that is cut is made, where there are several, and how often they follow one another."""
     if spec is None or spec.partition.dim is None:
-        return []
+        return 1, []
     if spec.partition.parts:
-        return list(spec.partition.parts)
+        return 1, list(spec.partition.parts)
+    if ".linear_qkv." in spec.name and args.query_groups is not None:
+        groups, heads, channels = args.query_groups
+        if groups * (heads + 2) * channels == shape[0]:
+            return groups, [("q", heads * channels), ("k", channels), ("v", channels)]
     blocks = spec.partition.blocks
     names = ("gate", "up") if blocks == 2 else tuple(f"block {n}" for n in range(blocks))
-    return [(name, shape[spec.partition.dim] // blocks) for name in names] if blocks > 1 else []
+    return 1, [(name, shape[spec.partition.dim] // blocks) for name in names] if blocks > 1 else []
 
 
 def _rectangle(box: Box, shape: Shape, slots: Sequence[int]) -> Rectangle:

@@ -53,6 +53,17 @@ class Arguments:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     @property
+    def query_groups(self) -> tuple[int, int, int] | None:
+        """How ``linear_qkv`` is made: query groups, each of so many query heads, a key and a value, and the rows of each of these;
+        None where nobody says, or where gates stand between them.
+        """
+        heads, channels = self.optional("num_attention_heads"), self.optional("kv_channels")
+        if not heads or channels is None or self.flag("attention_output_gate"):
+            return None
+        groups = self.integer("num_query_groups", heads) if self.flag("group_query_attention") else heads
+        return None if groups < 1 or heads % groups else (groups, heads // groups, channels)
+
+    @property
     def num_experts(self) -> int:
         """Routed experts per layer; 0 for a dense model."""
         return self.integer("num_experts")
@@ -431,16 +442,15 @@ def _check_pattern(pattern: Pattern, file: str, model: ModelSpec, problems: Prob
 
 
 def _check_qkv(args: Arguments, file: str, model: ModelSpec, problems: Problems) -> None:
-    heads, channels = args.optional("num_attention_heads"), args.optional("kv_channels")
-    if heads is None or channels is None or args.flag("attention_output_gate"):
+    if args.query_groups is None:
         return
-    groups = args.integer("num_query_groups", heads) if args.flag("group_query_attention") else heads
-    rows = (heads + 2 * groups) * channels
+    groups, heads, channels = args.query_groups
+    rows = groups * (heads + 2) * channels
     for spec in model.params:
         if spec.name.endswith("self_attention.linear_qkv.weight") and spec.global_shape[0] != rows:
             problems.add(
                 LayoutMismatch,
-                f"{spec.name}: {spec.global_shape[0]} rows, but {heads} heads and {groups} query groups of {channels} in the args "
+                f"{spec.name}: {spec.global_shape[0]} rows, but {groups * heads} heads and {groups} query groups of {channels} in the args "
                 f"of {file} make {rows}",
             )
             return

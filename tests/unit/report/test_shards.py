@@ -81,6 +81,8 @@ def test_padding_fused_parts_and_replicas_are_said() -> None:
     by_name = {drawing["pattern"]: drawing for drawing in found["drawings"]}
     assert by_name["embedding.word_embeddings.weight"]["padding"] == 132
     assert by_name["decoder.layers.{}.mlp.linear_fc1.weight"]["fused"] == [("gate", 96), ("up", 96)]
+    qkv = by_name["decoder.layers.{}.self_attention.linear_qkv.weight"]
+    assert (qkv["periods"], qkv["fused"], qkv["shape"][0]) == (2, [("q", 32), ("k", 16), ("v", 16)], 2 * 64)
     assert by_name["decoder.final_layernorm.weight"]["rectangles"][0]["slots"] == [0, 1]
     stages = by_name["decoder.layers.{}.mlp.linear_fc2.weight"]["held"][0]["members"]
     assert [members["numbers"] for members in stages] == [[[(0, 1)]], [[(2, 3)]]]
