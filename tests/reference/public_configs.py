@@ -1,4 +1,4 @@
-"""Twenty-six ``config.json`` as they are published, fields that no class declares included; only weights' sizes get small."""
+"""Twenty-nine ``config.json`` as they are published, fields that no class declares included; only weights' sizes get small."""
 
 from __future__ import annotations
 
@@ -130,6 +130,10 @@ def _gpt_oss(layers: int, experts: int) -> Config:
     }  # fmt: skip
 
 
+def _without(names: tuple[str, ...], config: Config) -> Config:
+    return {name: value for name, value in config.items() if name not in names}
+
+
 PUBLIC: dict[str, Config] = {
     "meta-llama/Llama-2-7b-hf": _llama(),
     "meta-llama/Meta-Llama-3-8B": _llama3(max_position_embeddings=8192),
@@ -174,8 +178,40 @@ PUBLIC: dict[str, Config] = {
     "unsloth/gpt-oss-120b-BF16": _gpt_oss(36, 128),
     "zai-org/GLM-4.5-Air": _glm(),
     "zai-org/GLM-4.5": _glm(use_qk_norm=True, first_k_dense_replace=3, routed_scaling_factor=2.5, hidden_size=5120),
+    "zai-org/GLM-4.7-Flash": _without(("head_dim", "use_qk_norm"), _glm(
+        architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", attention_bias=False,
+        hidden_size=2048, intermediate_size=10240, kv_lora_rank=512, max_position_embeddings=202752, moe_intermediate_size=1536,
+        n_routed_experts=64, num_attention_heads=20, num_experts_per_tok=4, num_hidden_layers=47, num_key_value_heads=20,
+        partial_rotary_factor=1.0, q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64, routed_scaling_factor=1.8,
+        topk_method="noaux_tc", v_head_dim=256, vocab_size=154880)),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": _llama(architectures=["SeedOssForCausalLM"], model_type="seed_oss", attention_bias=True,
+        attention_dropout=0.1, attention_out_bias=False, bos_token_id=0, pad_token_id=1, head_dim=128, hidden_size=5120,
+        intermediate_size=27648, max_position_embeddings=524288, mlp_bias=False, num_attention_heads=80, num_hidden_layers=64,
+        num_key_value_heads=8, residual_dropout=0.1, rms_norm_eps=1e-06, rope_scaling={"rope_type": "default"}, rope_theta=10000000.0,
+        torch_dtype="bfloat16", vocab_size=155136),
 }  # fmt: skip
 """By the name under which they are published."""
+
+WITH_IMAGES: dict[str, Config] = {
+    "Qwen/Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152},
+        "text_config": {
+            "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+            "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_moe_text",
+            "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+            "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000, "rope_type": "default"},
+            "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+        },
+    },
+}  # fmt: skip
+"""Those whose text lies below a model of images."""
 
 
 def small(config: Config, words: int) -> Config:

@@ -14,15 +14,17 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.models.huggingface import ARCHITECTURES
-from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of, config_of, sizes_of_config
+from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of, config_of, sizes_of_config, text_of
+from mcore_rlhf.models.huggingface.rotary_fields import rope_of
 from mcore_rlhf.models.meaning.declared import complete, config_fields
 from tests.reference.architectures_jobs import forget_where_it_came_from
-from tests.reference.public_configs import PUBLIC, small
+from tests.reference.public_configs import PUBLIC, WITH_IMAGES, small
 from tests.reference.test_architectures import ROUTED, TOKENS, TOLERANCE, WORDS, different_tensors, run, to, to_megatron
 
 LOSSY = {
     "deepseek-ai/DeepSeek-V2": "transformers scores a group by its best 1, Megatron by its best 2",
     "moonshotai/Moonlight-16B-A3B": "norms inside latent attention",
+    "zai-org/GLM-4.7-Flash": "norms inside latent attention",
 }
 """Those of which the two authors compute another thing whatever is written, and what is said of it."""
 
@@ -61,17 +63,23 @@ def test_a_public_model_computes_the_same(name: str, pool: WorkerPool, tmp_path:
     assert back == {**config, **further, "torch_dtype": "float32"}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [*PUBLIC, *WITH_IMAGES])
 def test_a_public_config_at_its_own_size(name: str) -> None:
     """No number in it is refused, and what Megatron's arguments say leads back to what it means."""
-    config = PUBLIC[name]
+    config = text_of({**PUBLIC, **WITH_IMAGES}[name])
     (known,) = architecture_of(config)
-    biased, everywhere = known.model_type in ("qwen2", "qwen2_moe", "glm4_moe"), known.model_type == "gpt_oss"
+    biased, everywhere = (
+        known.model_type in ("qwen2", "qwen2_moe", "glm4_moe", "seed_oss"),
+        known.model_type == "gpt_oss",
+    )
     build = Build(config["tie_word_embeddings"], biased or everywhere, proj_biased=everywhere, mlp_biased=everywhere)
     args = args_of(config, known, build)
     back = config_of(args, sizes_of_config(config), known, build)
     assert args_of(back, known, build) == args
-    meant, found = complete(config, known.model_type), complete(back, known.model_type)
+    meant, found = (
+        {**filled, **rope_of(filled)}
+        for filled in (complete(config, known.model_type), complete(back, known.model_type))
+    )
     same = ("rms_norm_eps", "rope_theta", "head_dim", "num_key_value_heads", "norm_topk_prob", "routed_scaling_factor")
     assert {n: found.get(n) for n in same if meant.get(n) is not None} == {
         n: meant[n] for n in same if meant.get(n) is not None
