@@ -7,13 +7,10 @@ Layers, experts and shapes are those of DeepSeek-V3 (61 layers, the first three 
 from __future__ import annotations
 
 import gc
-import json
 import sys
-import time
 from collections.abc import Iterator
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Traced
-from mcore_rlhf.core.plan import plan_file
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout
@@ -24,7 +21,7 @@ from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, Partition
 
 from . import planning
-from .measure import MIB, in_fresh_process, status
+from .measure import in_fresh_process
 from .table import Row
 
 LAYERS, DENSE, EXPERTS, HIDDEN, FFN, EXPERT_FFN, ROWS = 61, 3, 256, 7168, 18432, 2048, 129280
@@ -102,31 +99,8 @@ def source_catalog(spec: ModelSpec) -> MegatronCatalog:
 
 
 def _main() -> None:
-    start, cpu = time.perf_counter(), time.process_time()
     spec = model()
-    catalog = Traced(source_catalog(spec))
-    made = time.process_time() - cpu
-    whole = blueprint(spec, TARGET)
-    copies = files = 0
-    for at in file_ranks(TARGET):
-        rank = RankLayout(whole, at, "iter_0000001")
-        for records in (rank.model, rank.distrib):
-            with catalog:
-                plan = plan_file(records.file, records.entries, catalog)
-            catalog.plan(records.entries)
-            plan.problems.raise_if_any()
-            copies, files = copies + len(plan.copies), files + 1
-    assert catalog.complete
-    wall, cpu, memory = time.perf_counter() - start, time.process_time() - cpu, status("VmHWM") / MIB
-    chunks = sum(len(entry.chunks) for name in catalog if (entry := catalog.get(name)) is not None)
-    print(
-        json.dumps(
-            {
-                "wall": wall, "cpu": cpu, "make": made, "memory": memory, "tensors": len(catalog), "chunks": chunks,
-                "copies": copies, "files": files,
-            }
-        )
-    )  # fmt: skip
+    planning.measured(lambda: source_catalog(spec), lambda: blueprint(spec, TARGET))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 from .core.account import Account, Report
 from .core.catalog import Traced
 from .core.lowrank import LowRankSum
-from .core.plan import FilePlan, plan_file
+from .core.plan import FilePlan, plan_file, seldom_collecting
 from .errors import Lossy, Problems, UsageError
 from .execution.fingerprint import Binding, Digests, identity, of_options
 from .execution.parts import Coverage, with_readings
@@ -166,6 +166,7 @@ class Job:
         return {place(name): content_of for name, content_of in self.target.sums.items()}
 
 
+@seldom_collecting()
 def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = False) -> Job:
     """Open the source, describe the target and plan every copy; nothing is written.
 

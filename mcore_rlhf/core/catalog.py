@@ -53,7 +53,7 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The region that both boxes cover, or None where they do not meet. Empty boxes meet nothing."""
-        if self == other:
+        if self is other or self == other:
             return self if all(self.shape) else None
         if self.step is not None or other.step is not None:
             return self._meet(other)
@@ -263,7 +263,7 @@ class Chunk:
 
     def narrow(self, box: Box) -> Chunk:
         """The part of this chunk that holds ``box``, which must lie inside it."""
-        if box == self.box:
+        if box is self.box or box == self.box:
             return self
         if self.box.step is not None or box.step is not None:
             return self._stepped(box)
@@ -295,11 +295,17 @@ class TensorEntry:
     global_shape: Shape
     dtype: DType
     chunks: tuple[Chunk, ...]
+    _primary: list[tuple[Chunk, ...]] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def primary(self) -> tuple[Chunk, ...]:
         """One chunk for every distinct box: the first replica of each."""
         if len(self.chunks) < 2:
             return self.chunks
+        if not self._primary:  # every rank of a target asks
+            self._primary.append(self._firsts())
+        return self._primary[0]
+
+    def _firsts(self) -> tuple[Chunk, ...]:
         objects: dict[
             int, Chunk
         ] = {}  # ranks that hold the same mostly share one box: hundreds of them need no comparison

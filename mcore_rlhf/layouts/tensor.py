@@ -5,11 +5,11 @@ The padded vocabulary is here too: how many rows an embedding has depends on the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
-from mcore_rlhf.core.catalog import Box, Shape
+from mcore_rlhf.core.catalog import Box, Shape, dot, row_major
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.models.spec import Partition
 
@@ -41,11 +41,22 @@ class LocalLayout:
         shape: Shape of the local tensor as stored.
         view: Shape in which the pieces count; differs from ``shape`` only for stacked experts.
         pieces: Boxes of the whole tensor, and where they lie in the view.
+        strides: Of the local tensor where it is stored row by row.
+        view_strides: Of the view then.
+        starts: The element at which each piece begins then.
     """
 
     shape: Shape
     view: Shape
     pieces: tuple[Piece, ...]
+    strides: Shape = field(init=False, compare=False)
+    view_strides: Shape = field(init=False, compare=False)
+    starts: tuple[int, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strides", row_major(self.shape))
+        object.__setattr__(self, "view_strides", row_major(self.view))
+        object.__setattr__(self, "starts", tuple(dot(piece.offset, self.view_strides) for piece in self.pieces))
 
 
 def whole_layout(shape: Shape) -> LocalLayout:

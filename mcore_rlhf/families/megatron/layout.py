@@ -21,10 +21,10 @@ from mcore_rlhf.core.catalog import (
     Chunk,
     DType,
     Record,
+    Shape,
     TensorEntry,
     TensorName,
     dot,
-    row_major,
 )
 from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.layouts.flat import BufferParam, BufferRules, FlatBuffer, bucket_rules, flat_buffer
@@ -297,7 +297,7 @@ class Records:
 
     def place(self, name: TensorName, spec: ParamSpec, layout: LocalLayout, record: Record, start: int) -> StoredTensor:
         """Say that a contiguous local tensor lies in a record."""
-        stored = StoredTensor(record, start, layout.shape, row_major(layout.shape))
+        stored = StoredTensor(record, start, layout.shape, layout.strides)
         self.entries.append(TensorEntry(name, spec.global_shape, record.dtype, tuple(local_chunks(stored, layout))))
         return stored
 
@@ -322,6 +322,7 @@ class RankLayout:
     states: dict[tuple[int, str], dict[str, StoredTensor]] = field(default_factory=dict)
     buffer_states: dict[tuple[int, int], dict[str, StoredTensor]] = field(default_factory=dict)
     local_buffers: dict[int, list[LocalBuffer]] = field(default_factory=dict)
+    _layouts: dict[tuple[int, Shape, bool], LocalLayout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model = Records(f"{self.folder}/{self.at.folder}/model_optim_rng.pt")
@@ -376,18 +377,21 @@ class RankLayout:
         key = renumbered(item.name, -chunk.first_layer, 0 if item.expert is None else -first_expert)
         if item.spec is None:
             return LocalItem(key, item, chunk.vpp_rank)
-        parallel = self.blueprint.choices.parallel
-        split, stack = self.at.split(parallel, is_routed_expert(item.name)), self.at.stack(parallel)
-        layout = local_layout(item.spec.partition, item.spec.global_shape, split, stack)
-        return LocalItem(key, item, chunk.vpp_rank, item.spec, layout)
+        spec, expert = item.spec, is_routed_expert(item.name)
+        how = id(spec.partition), spec.global_shape, expert  # layers and experts share theirs
+        layout = self._layouts.get(how)
+        if layout is None:
+            parallel = self.blueprint.choices.parallel
+            split, stack = self.at.split(parallel, expert), self.at.stack(parallel)
+            layout = self._layouts[how] = local_layout(spec.partition, spec.global_shape, split, stack)
+        return LocalItem(key, item, chunk.vpp_rank, spec, layout)
 
     def _place_in_buffers(self, trained: Sequence[LocalParam]) -> None:
         """Parameters of a distributed optimizer are views of one flat storage per buffer, as Megatron writes them."""
         by_key = {(item.vpp_rank, item.item.name): item for item in self.items}
-        parallel = self.blueprint.choices.parallel
+        parallel, numel = self.blueprint.choices.parallel, self._numel()
         for number, member in enumerate(self.chained):
-            owned = [param for param in trained if member.owns(param, self.blueprint.args.experts_apart(parallel))]
-            self.local_buffers[number] = buffers(owned, member, self.blueprint.args, parallel, self.at, self._numel())
+            self.local_buffers[number] = buffers(trained, member, self.blueprint.args, parallel, self.at, numel)
             for index, buffer in enumerate(self.local_buffers[number]):
                 items = [by_key[buffer.vpp_rank, place.name] for place in buffer.flat.places]
                 record = self.model.new(buffer.dtype, buffer.flat.numel)
@@ -442,5 +446,10 @@ class RankLayout:
 
 def local_chunks(stored: StoredTensor, layout: LocalLayout) -> Sequence[Chunk]:
     """The chunks that a rank's local tensor contributes."""
-    strides = stored.strides if layout.view == stored.shape else row_major(layout.view)
-    return [Chunk(p.box, stored.record, stored.start + dot(p.offset, strides), strides) for p in layout.pieces]
+    record, start, strides = stored.record, stored.start, layout.view_strides
+    if layout.view == stored.shape and stored.strides != strides:
+        strides = stored.strides
+        return [Chunk(piece.box, record, start + dot(piece.offset, strides), strides) for piece in layout.pieces]
+    return [
+        Chunk(piece.box, record, start + at, strides) for piece, at in zip(layout.pieces, layout.starts, strict=True)
+    ]

@@ -5,7 +5,7 @@ catalogue of where each lies, whose chunks are computed when asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Chunk, Shape, TensorEntry, TensorName
@@ -50,6 +50,7 @@ class MegatronCatalog(MegatronTensors):
 
     parallel: ParallelConfig
     holders: Mapping[str, Sequence[Holder]]
+    _layouts: dict[tuple[int, Shape, bool, int, int], LocalLayout] = field(default_factory=dict)
 
     def get(self, name: TensorName, /) -> TensorEntry | None:
         """Compute one entry, or None where the checkpoint does not have it."""
@@ -57,16 +58,16 @@ class MegatronCatalog(MegatronTensors):
         if spec is None or name.role != self.role:
             return None
         expert, stacked = is_routed_expert(spec.name), spec.partition.stacked is not None
-        layouts: dict[tuple[int, int], LocalLayout] = {}  # by what decides them: many ranks hold the same
+        how = id(spec.partition), spec.global_shape, expert  # layers and experts share theirs, and so do many ranks
         chunks: list[Chunk] = []
         for holder in self.holders.get(name.param, []):
             stored = holder.param if name.state == PARAM else holder.states.get(name.state)
             if stored is not None:
                 at = holder.at
-                place = at.etp_rank if expert else at.tp_rank, at.ep_rank if stacked else 0
-                layout = layouts.get(place)
+                place = *how, at.etp_rank if expert else at.tp_rank, at.ep_rank if stacked else 0
+                layout = self._layouts.get(place)
                 if layout is None:
-                    layout = layouts[place] = self._layout(spec, at)
+                    layout = self._layouts[place] = self._layout(spec, at)
                 chunks += local_chunks(stored, layout)
         if not chunks:
             return None
