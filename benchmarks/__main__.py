@@ -38,7 +38,7 @@ ROWS: dict[int, Measure] = {
     14: lambda folder, gigabytes, rounds: row_14(folder, rounds),
     15: lambda folder, gigabytes, rounds: row_15(folder),
     16: lambda folder, gigabytes, rounds: row_16(folder, rounds),
-    20: lambda folder, gigabytes, rounds: row_20(),
+    20: lambda folder, gigabytes, rounds: row_20(folder),
 }
 
 

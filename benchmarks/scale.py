@@ -7,21 +7,39 @@ Layers, experts and shapes are those of DeepSeek-V3 (61 layers, the first three 
 from __future__ import annotations
 
 import gc
+import json
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Traced
+from mcore_rlhf.core.plan import plan_file
+from mcore_rlhf.errors import Problems
+from mcore_rlhf.execution.fingerprint import Binding, Digests, identity, of_options
+from mcore_rlhf.execution.parts import share
+from mcore_rlhf.execution.saved import SavedPlan, write_plan
+from mcore_rlhf.execution.work import FileTask, PlannedFile, PlannedTarget, Work, in_blocks
+from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout
 from mcore_rlhf.families.megatron.new_layout import NewLayout
+from mcore_rlhf.families.options import ConvertOptions
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.formats.megatron.parameters import Holder, MegatronCatalog
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, Partition
+from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.pickling import PickledTree
+from mcore_rlhf.storage.pt import Pickled
+from mcore_rlhf.verify.audit import pairs
 
 from . import planning
-from .measure import in_fresh_process
+from .measure import MIB, in_fresh_process, status
 from .table import Row
 
 LAYERS, DENSE, EXPERTS, HIDDEN, FFN, EXPERT_FFN, ROWS = 61, 3, 256, 7168, 18432, 2048, 129280
@@ -32,7 +50,7 @@ _SPLITS = {16: PipelineSplit(first=4, last=1), 8: PipelineSplit(first=8, last=5)
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
-def row_20() -> Iterator[Row]:
+def row_20(folder: Path) -> Iterator[Row]:
     found = in_fresh_process(__name__)
     size = (
         f"{found['tensors']:.0f} tensors, {found['chunks']:.0f} chunks → {found['files']:.0f} files, "
@@ -41,6 +59,12 @@ def row_20() -> Iterator[Row]:
     what = "plan 671B with optimizer, 1024 → 512 GPUs, catalogue included"
     yield Row(20, f"{what}: cpu a chunk", found["cpu"] / found["chunks"] * 1e6, " µs", 60, 20, size)
     yield Row(20, "the same: memory high-water", found["memory"], " MiB", 400, None)
+    place = folder / "plan-671b"
+    place.mkdir()
+    saved = in_fresh_process(__name__, "saved", place)
+    first = in_fresh_process(__name__, "first", place)
+    size = f"{saved['bytes'] / MIB:.0f} MiB, {first['tasks']:.0f} tasks; wall {first['wall']:.2f} s"
+    yield Row(20, "from its saved plan until the first file of a part runs: cpu", first["cpu"], " s", 1, 0.2, size)
 
 
 def model() -> ModelSpec:
@@ -98,7 +122,47 @@ def source_catalog(spec: ModelSpec) -> MegatronCatalog:
     return MegatronCatalog("actor", spec, (MASTER, *_MOMENTS), SOURCE, holders)
 
 
+def _saved(folder: Path) -> None:
+    """Save the plan of it, of files that are there by name only; what they hold besides tensors is made up."""
+    spec = model()
+    catalog, whole = Traced(source_catalog(spec)), blueprint(spec, TARGET)
+    root = folder / "source"
+    for name in {chunk.record.file for one in catalog for chunk in catalog.get(one).chunks}:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    stored = [StoredFile(path.relative_to(root).as_posix(), 0, ()) for path in sorted(root.rglob("*.pt"))]
+    digests, files = Digests(), list[FileTask]()
+    for at in file_ranks(TARGET):
+        rank = RankLayout(whole, at, "iter_0000001")
+        for records in (rank.model, rank.distrib):
+            tree = PickledTree(bytes(36_000), {record.key: record.nbytes for record in records.records})
+            planned = PlannedFile(plan_file(records.file, records.entries, catalog), records.records, Pickled(tree))
+            digests.add(planned.layout, planned.plan)
+            files.append(FileTask(records.file, sum(tree.records.values()), lambda planned=planned: planned))
+    binding = Binding(root, identity(root, stored), of_options(ConvertOptions()), digests.lines)
+    blocks = partial(in_blocks, pairs(catalog, Problems(), replicas=True, parity=True), "compared :")
+    work = Work("", files, lambda problems: blocks(), tuple, nullcontext)
+    target = PlannedTarget([work], Manifest({}), fingerprint=binding.fingerprint())
+    cpu = time.process_time()
+    nbytes = write_plan(folder / "plan", target, {"": binding}, root, {}, ConvertOptions())
+    print(json.dumps({"cpu": time.process_time() - cpu, "bytes": nbytes}))
+
+
+def _first(folder: Path) -> None:
+    """What a part does before it copies: its plan, its share, and the first of its files."""
+    start, cpu = time.perf_counter(), time.process_time()
+    conversion = SavedPlan(folder / "plan").load(folder / "source", ConvertOptions())
+    mine = share(conversion.works, PartNumber(3, 16))
+    next(file for work in conversion.works for file in work.files if file.path in mine).planned()
+    found = {"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, "memory": status("VmHWM") / MIB}
+    tasks = sum(len(work.files) + len([*work.compared(Problems())]) for work in conversion.works)
+    print(json.dumps({**found, "tasks": tasks}))
+
+
 def _main() -> None:
+    if len(sys.argv) > 2:
+        (_saved if sys.argv[1] == "saved" else _first)(Path(sys.argv[2]))
+        return
     spec = model()
     planning.measured(lambda: source_catalog(spec), lambda: blueprint(spec, TARGET))
 
