@@ -11,6 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def emerging_optimizers() -> None:
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
         return x
 
-    if megatron() >= (0, 18) and find_spec("emerging_optimizers") is not None:
+    if megatron() >= (0, 17) and find_spec("emerging_optimizers") is not None:
         return
     package, inner = ModuleType("emerging_optimizers"), ModuleType("emerging_optimizers.orthogonalized_optimizers")
     utils = ModuleType("emerging_optimizers.orthogonalized_optimizers.muon_utils")
@@ -405,7 +406,11 @@ def by_megatron_alone(session: Session, root: str, kind: str) -> list[Seen]:
         if resumes == "legacy":
             megatron_checkpoint.load(trainer, f"{root}/legacy")
         elif resumes is not None:
-            dist_jobs.load(trainer, Path(root) / resumes, rng=False)
+            try:
+                dist_jobs.load(trainer, Path(root) / resumes, rng=False)
+            except UnpicklingError as error:
+                seen.told = type(error).__name__, str(error)
+                continue
         else:
             train_on(trainer, seen, LOOK)
             megatron_checkpoint.save(trainer, f"{root}/legacy")

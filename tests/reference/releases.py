@@ -47,7 +47,7 @@ ROWS = {
     "test_engine_megatron_load": Row("the engine loads at the same layout, bit for bit, and at others", ("[plain]", "cube")),
     "test_engine_megatron_models": Row("critics, frozen parameters, models that do not match"),
     "test_engine_megatron_save": Row("the engine's files are Megatron's", ("[cube]", "[plain]")),
-    "test_engine_muon": Row("Muon, Lion and others through the engine", ("[muon]",), (OLDEST, *ALL[2:]), "its jobs do not make 0.17's"),
+    "test_engine_muon": Row("Muon, Lion and others through the engine", ("[muon]",)),
     "test_fields": Row("fields without meaning for the function change no logit", ("",)),
     "test_hf": Row("Hugging Face folders, both ways"),
     "test_hybrid_megatron": Row("HybridModel, reshaped", (), (NEWEST,), "gated delta nets came with 0.19; one test starts 0.18.2 itself"),

@@ -228,11 +228,17 @@ def test_groups_that_differ_in_their_rates_alone(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_an_offloaded_optimizer_in_megatrons_own_files(lab: Lab) -> None:
-    """Its groups name classes of torch. Of the three kinds of files Megatron goes on right from one alone, which ours becomes."""
+    """Its groups name classes of torch. Megatron 0.19 goes on right from one kind of its files, 0.16 to 0.18 from none: ours does."""
     root, became = lab.new_root(), lab.new_root()
     through, *again = run(lab, muon_jobs.by_megatron_alone, TWO, root, OFFLOAD)[0]
     expected = {step: through.losses[step] for step in (3, 4)}
-    assert [one.losses == expected for one in again] == [False, True, False]
+    refused = ["Unsupported global: GLOBAL torch.optim.adamw.AdamW" in one.told[1] for one in again]
+    assert refused == [
+        False,
+        muon_jobs.megatron() < (0, 19),
+        False,
+    ]  # before 0.19 common.pt has its groups, and is read with weights_only
+    assert [one.losses == expected for one in again] == [False, not any(refused), False]
     for kind in ("legacy", "fully_reshardable", "dp_reshardable"):
         assert verify(root / kind, ReadOptions(), Depth.DEEP).intact
         assert convert(root / kind, lab.new_root(), ConvertOptions("megatron", fsync=False)).lossless
@@ -259,7 +265,7 @@ EXPERT_CASES = [
     case
     for at in (Parallel(dp=2, ep=2), *(THIN if NEWER else []))
     for case in experts(at, *([LAID_OUT] if NEWER else []), PING_PONG, MUON)
-]
+] + ([*experts(Parallel(tp=2, ep=2, etp=1, sequence_parallel=True), LAID_OUT)] if NEWER else [])
 
 
 @pytest.mark.parametrize(("kind", "both"), EXPERT_CASES)
@@ -277,3 +283,18 @@ def test_experts_that_are_dealt_too(lab: Lab, kind: str, both: Parallel) -> None
     before, after = (merged([one.look for one in some if one.look], LOOK, EXPERTS) for some in (ranks, others))
     assert any(".experts." in name for state, name in before if state == "momentum_buffer")
     assert differences(before, after) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(muon_jobs.megatron() < (0, 19), reason="experts that are cut otherwise are apart since 0.19")
+def test_masters_that_megatron_lets_go_stale(lab: Lab) -> None:
+    """Where one rank has the dense parameters and two an expert, both train all of it: what they hold resumes, and reshapes not."""
+    root, thin = lab.new_root(), Parallel(tp=2, etp=1, sequence_parallel=True)
+    ranks = run(lab, muon_jobs.save, thin, root, LAID_OUT, model=EXPERTS)
+    for rank, again in zip(ranks, run(lab, muon_jobs.load, thin, root, LAID_OUT, model=EXPERTS), strict=True):
+        assert again.told == ("", "")
+        assert same(rank, again, LOOK)
+        assert again.losses.items() <= rank.losses.items()
+    for rank in run(lab, muon_jobs.load, TWO, root, LAID_OUT, model=EXPERTS):
+        assert rank.told[0] == "Unsupported"
+        assert "at the layout that was saved" in rank.told[1]

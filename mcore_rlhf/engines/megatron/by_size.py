@@ -111,9 +111,9 @@ class BySize:
             chain: Its optimizers.
         """
         present = [member for member in chain if member is not None]
-        apart, alone = place.parallel.etp != place.parallel.tp, place.parallel.dp * place.parallel.cp == 1
+        apart = place.parallel.etp != place.parallel.tp
         kept_otherwise = any(one.opaque or one.keeps_remainders or one.scaler is not None for one in present)
-        if not is_laid_out(chain) or len(present) != len(chain) or kept_otherwise or (apart and alone):
+        if not is_laid_out(chain) or len(present) != len(chain) or kept_otherwise or place.trains_experts_twice:
             return None
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if apart:

@@ -100,7 +100,7 @@ class LiveFiles:
         for inner in (
             inner for one in self.chain if one is not None and one.opaque for inner in torch_optimizers(one.inner)
         ):
-            self.converted.extend(given_otherwise(of_optimizer(inner, str, own_form=True), states))
+            self.converted.extend(given_otherwise(of_optimizer(inner, lambda _: "a parameter", own_form=True), states))
         placed = live.placed(states)
         self.trees.append(live)
         return [LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed))]

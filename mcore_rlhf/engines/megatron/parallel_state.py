@@ -50,6 +50,15 @@ class ParallelRank:
         return any(writer.rank == self.rank for writer in file_ranks(self.parallel))
 
     @property
+    def trains_experts_twice(self) -> bool:
+        """Whether a layer-wise optimizer has every expert on all ranks that share it, and steps with the gradients of their own shards.
+
+        Its masters are then not those of the parameters, which the ranks gather from one another. Source: megatron-core 0.19.2,
+        ``optimizer/layer_wise_optimizer.py`` (``shard_params``: it deals nothing where one rank has the dense parameters).
+        """
+        return self.parallel.dp * self.parallel.cp == 1 and self.parallel.expert_dp > 1
+
+    @property
     def layer_wise_file(self) -> str:
         """The file of a layer-wise optimizer's states that this rank has. Megatron's name has no context coordinate."""
         return self.layer_wise_file_of(self.rank)
