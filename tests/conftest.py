@@ -25,11 +25,13 @@ TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
 SEED = pytest.StashKey[int]()
 TOGETHER = (
+    ("megatron", r"^tests/reference/test_(?!\w*deepspeed|dcp|engine_fsdp)"),
     ("deepspeed", r"^tests/reference/test_\w*deepspeed"),
     ("fsdp", r"^tests/reference/test_(dcp|engine_fsdp)"),
-    ("megatron", r"^tests/reference/"),
+    ("ranks", r"^tests/distributed/test_(?!resume|convert)"),
+    ("formats", r"^tests/contract/test_(any_to_any|account)"),
 )
-"""Files that share ranks with a framework in them: name of the group, and of the files."""
+"""Files that share ranks with a framework in them, or conversions: name of the group, and of the files."""
 
 
 def _asked_for() -> Path | None:

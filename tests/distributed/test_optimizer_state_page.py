@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import runpy
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
+from mcore_rlhf.demo.workers import WorkerPool
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGE = PROJECT / "docs" / "how-to" / "add-an-optimizers-state.md"
@@ -28,20 +31,37 @@ def _lines(program: str) -> list[list[str]]:
     return [line for line in lines if line and line[0] == program]
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def as_torchrun_does(folder: str, words: list[str], port: int) -> None:
+    """A rank of a script that makes its process group itself."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    before, sys.argv, sys.path[:0] = (sys.argv, os.getcwd()), words, [folder]
+    os.chdir(folder)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        sys.argv, there = before
+        os.chdir(there)
+        sys.path.remove(folder)
+
+
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the page's scripts were run, as the page says."""
+def ran(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the page's scripts were run, on so many ranks as the page says."""
     folder = tmp_path_factory.mktemp("page")
     optimizer, train = _blocks("python")
     (folder / "ademamix.py").write_text(optimizer, encoding="utf-8")
     (folder / "train.py").write_text(train, encoding="utf-8")
     runs = _lines("torchrun")
     assert len(runs) == 4
-    for _, *arguments in runs:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-4000:]
+    for _, option, ranks, *words in runs:
+        assert option == "--nproc-per-node"
+        pool.run(as_torchrun_does, str(folder), words, free_port(), world_size=int(ranks), timeout=120)
     return folder
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -137,3 +140,21 @@ def sample(options: Options, prompt_ids: list[int], seeds: list[int]) -> Sampled
 def numbers(lines: Lines, name: str) -> list[float]:
     """A number of every step."""
     return [float(line[name]) for line in lines]
+
+
+def command(words: list[str]) -> tuple[int, str]:
+    """Exit code and output of ``python -m mcore_rlhf.demo.train``, by what it calls; it makes its process group itself."""
+    import torch
+    import torch.distributed as dist
+
+    from mcore_rlhf.demo.train import main
+
+    dist.destroy_process_group()
+    root, said = logging.getLogger(), io.StringIO()
+    before, root.handlers = root.handlers, []
+    try:
+        with contextlib.redirect_stdout(said):
+            return main(words), said.getvalue()
+    finally:
+        root.handlers = before
+        torch.use_deterministic_algorithms(False)

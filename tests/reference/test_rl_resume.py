@@ -140,17 +140,18 @@ def test_a_configuration_decides_about_checkpoints(
     assert all("reward" in step.metrics for step in kept)
 
 
-def test_the_command_trains_and_resumes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mcore_rlhf.demo.train", "--save-interval", "1", "--output-dir", str(tmp_path)]
+def test_the_command_trains_and_resumes(pool: WorkerPool, tmp_path: Path) -> None:
+    """The first time in a process of its own, then where Megatron is imported already."""
+    words = ["--save-interval", "1", "--output-dir", str(tmp_path)]
     small = ["--prompts-per-step", "4", "--group-size", "4", "--metrics", str(tmp_path / "metrics.jsonl")]
-    said = ""
-    for last in ("1", "2"):
-        done = subprocess.run([*command, *small, "--steps", last], capture_output=True, text=True, timeout=TIMEOUT)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-        said = done.stdout
+    command = [sys.executable, "-m", "mcore_rlhf.demo.train", *words, *small, "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    ((code, said),) = pool.run(rl_runs.command, [*words, *small, "--steps", "2"], world_size=1, timeout=TIMEOUT)
+    assert code == 0, said
     assert "resumed from global_step_1; next step 2" in said
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [1, 2]
-    refused = subprocess.run([*command, "--resume", "9"], capture_output=True, text=True, timeout=TIMEOUT)
-    assert refused.returncode == 2
-    assert "global_step_9: does not exist" in refused.stdout
-    assert "Traceback" not in refused.stdout + refused.stderr
+    ((code, said),) = pool.run(rl_runs.command, [*words, "--resume", "9"], world_size=1, timeout=TIMEOUT)
+    assert code == 2
+    assert "global_step_9: does not exist" in said
+    assert "Traceback" not in said
