@@ -188,6 +188,7 @@ def test_megatron_goes_on_as_qwen3_does(deepspeed_pool: WorkerPool, pool: Worker
     assert seen.losses == pytest.approx(ranks[0].losses, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(MEGATRON < (0, 18), reason="Muon of this kind came with 0.18")
 def test_megatron_goes_on_as_deepspeeds_muon_does(deepspeed: WorkerPool, pool: WorkerPool, tmp_path: Path) -> None:
     """Its momenta are Megatron's, put together; of them Megatron orthogonalizes gate and up as one, so that updates differ a little."""

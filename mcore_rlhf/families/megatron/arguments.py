@@ -17,8 +17,7 @@ from mcore_rlhf.models.spec import ModelSpec
 from .folders import file_ranks, numbers_in
 
 DISTRIBUTED, PLAIN, LAYER_WISE = "distributed", "plain", "layer_wise"
-"""Kinds of optimizer: one that is cut over data-parallel ranks, one that every rank has whole, and one whose parameters are dealt to
-them, each of them whole."""
+"""Kinds of optimizer: one that is cut over data-parallel ranks, one that every rank has whole, one of which each has whole parameters."""
 
 _LAYER_WISE, BY_LAYOUT = "use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"
 
@@ -305,15 +304,13 @@ def _pattern_arguments(old: Mapping[str, object], split: PipelineSplit) -> dict[
     pattern = Arguments(old).pattern
     if pattern is None:
         return {}
-    dealt = str(pattern.dealt(split.counts))
-    return {name: dealt for name in PATTERNS if isinstance(old.get(name), str)}
+    return {name: str(pattern.dealt(split.counts)) for name in PATTERNS if isinstance(old.get(name), str)}
 
 
 def _optimizer_arguments(old: Mapping[str, object], optimizer: str, ckpt_format: str) -> dict[str, object]:
     """Megatron overlaps the gathering of parameters with the distributed and the layer-wise optimizer only.
 
-    The layer-wise optimizer deals parameters by a layout of its own since 0.18, unless it is told not to; the ``torch`` format cannot
-    hold that.
+    Since 0.18 the layer-wise optimizer deals by a layout of its own, unless it is told not to; the ``torch`` format cannot hold that.
     """
     new: dict[str, object] = {"use_distributed_optimizer": optimizer == DISTRIBUTED}
     if optimizer == PLAIN:
