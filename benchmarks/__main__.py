@@ -12,6 +12,7 @@ from pathlib import Path
 from .megatron_saving import row_14
 from .memory import row_7
 from .metadata import row_15
+from .objects import row_17
 from .planning import row_12
 from .reading import row_9, row_11, row_13, row_16
 from .reshape import row_3, row_4, row_5
@@ -38,6 +39,7 @@ ROWS: dict[int, Measure] = {
     14: lambda folder, gigabytes, rounds: row_14(folder, rounds),
     15: lambda folder, gigabytes, rounds: row_15(folder),
     16: lambda folder, gigabytes, rounds: row_16(folder, rounds),
+    17: row_17,
     20: lambda folder, gigabytes, rounds: row_20(folder),
 }
 

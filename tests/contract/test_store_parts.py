@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -23,24 +22,11 @@ from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.upload import dead
 from tests.contract.test_store_writing import at, contents, keys
 from tests.helpers.conversions import GOLDENS
-from tests.helpers.object_store import S3, Request, serving
+from tests.helpers.object_store import S3, Request
 
 SOURCE = GOLDENS / "tp2pp2dp2_bf16_do"
 OPTIONS: dict[str, Any] = {"to": "megatron", "write": WriteOptions(tp=1, pp=4), "fsync": False, "workers": 1}
 FILES = 8
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with serving() as s3:
-        yield s3
-
-
-@pytest.fixture
-def s3(server: S3) -> Iterator[S3]:
-    server.requests.clear()
-    yield server
-    server.fault = lambda request: None
 
 
 @pytest.fixture(scope="module")
