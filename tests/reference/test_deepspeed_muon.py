@@ -18,6 +18,10 @@ JOBS = "tests.reference.deepspeed_muon"
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
+TRAINED: dict[str, tuple[Path, Live, list[float]]] = {}
+"""Runs that were done, by their settings: several tests begin with the same."""
+
+
 @pytest.fixture(scope="module")
 def matrix(deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(deepspeed_pool, tmp_path_factory.mktemp("muon"))
@@ -31,9 +35,13 @@ def trained(
     matrix: Matrix, stage: int, dtype: str, dp: int, kind: str = "plain", **zero: object
 ) -> tuple[Path, Live, list[float]]:
     """A run of real DeepSpeed, the engine at its checkpoint and the losses of the steps after it."""
-    root = matrix.new_root()
-    seen = run(matrix.pool, Setting(kind, dtype, stage, dp), root, **zero)
-    return root, seen[0].start, seen[0].losses
+    setting = Setting(kind, dtype, stage, dp)
+    key = repr((setting, zero))
+    if key not in TRAINED:
+        root = matrix.new_root()
+        seen = run(matrix.pool, setting, root, **zero)
+        TRAINED[key] = root, seen[0].start, seen[0].losses
+    return TRAINED[key]
 
 
 def goes_on(matrix: Matrix, root: Path, target: Setting, before: Live, losses: list[float], **options: object) -> None:
