@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report, same
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, FixedCatalog, TensorEntry, TensorName
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
@@ -65,6 +65,7 @@ class _VerlReader:
 
     def source(self) -> Source:
         self.notes.add(Fate.NOTE, f"verl's rank files, of {len(self.model)} ranks; they are read, and not written")
+        _refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
         role = self.options.role or "actor"
         tensors = self._tensors([self._dictionary(file) for file in self.model])
         states = self._states(tensors)
@@ -130,6 +131,7 @@ class _VerlReader:
         _refuse_apart(self.optim, numbered, "state of parameter ")
         for number in numbered[0]:
             _refuse_apart(self.optim, [rank[number] for rank in numbered], f"state of parameter {number}: ")
+        _refuse_swapped(self.optim, [{(n, k): v for n, of in rank.items() for k, v in of.items()} for rank in numbered])
         found: dict[str, dict[str, list[Any]]] = {}
         for number, values in numbered[0].items():
             for key, value in values.items():
@@ -246,6 +248,23 @@ class _VerlReader:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
         ranks = [StoredFile.of_zip(file.file, file.directory) for file in (*self.model, *self.optim)]
         return (*ranks, *(StoredFile.of_zip(name, read_directory(self.located.root / name)) for name in self.extra))
+
+
+def _refuse_swapped(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]]) -> None:
+    """Tensors know which rank wrote them; a tool that does not care gives all the same number.
+
+    Raises:
+        LayoutMismatch: Files lie under each other's names.
+    """
+    wrote = [next((v.rank for v in values.values() if isinstance(v, Local)), None) for values in ranks]
+    if sorted(map(str, wrote)) != sorted(map(str, range(len(files)))):
+        return
+    problems = Problems()
+    for rank, (file, writer) in enumerate(zip(files, wrote, strict=True)):
+        if writer != rank:
+            text = f"{file.directory.path}: written by rank {writer}, but its name says rank {rank}"
+            problems.add(LayoutMismatch, text, "Files of ranks were swapped: give them their names again.")
+    problems.raise_if_any()
 
 
 def _refuse_apart(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]], what: str) -> None:

@@ -32,11 +32,13 @@ class Local:
         stored: Where it lies.
         global_shape: Shape of the whole tensor.
         dims: For each axis of the mesh, the dimension that is cut along it, or None where the axis replicates.
+        rank: The rank that wrote it, as its mesh says; None where it does not. Source: torch 2.13.0, ``distributed/device_mesh.py``.
     """
 
     stored: StoredTensor
     global_shape: Shape
     dims: tuple[int | None, ...]
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,12 @@ def _local(resolver: Resolver, name: str, args: tuple[Any, ...], state: Any) -> 
             f"a tensor of the class {name}; only plain tensors and DTensors can be read, and runs that make a device mesh save DTensors",
         )
     fields = _merged(state)
-    placements = _state(fields.get("_spec")).get("placements")
+    spec = _state(fields.get("_spec"))
+    placements, rank = spec.get("placements"), _state(spec.get("mesh")).get("_rank")
     stored = resolver.resolve(fields.get("_local_tensor"))
     if not isinstance(stored, StoredTensor) or type(placements) is not tuple or len(args) < 3:
         raise Unfit(Corrupt, "a DTensor without a local tensor, or without its placements")
-    return Local(stored, shape_of(args[2]), tuple(map(_dim, placements)))
+    return Local(stored, shape_of(args[2]), tuple(map(_dim, placements)), rank if type(rank) is int else None)
 
 
 def _dim(placement: Any) -> int | None:

@@ -241,3 +241,16 @@ def test_an_optimizer_of_another_step_is_found(three: Path) -> None:
     with pytest.raises(LayoutMismatch, match=r"rank_1\.pt: step of parameter 0 is 7, but 2 on rank 0"):
         opened(three)
     assert opened(three, optimizer=False).model.params
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_files_of_ranks_that_were_swapped_are_found(three: Path, kind: str) -> None:
+    """Parts of equal shapes would fit: torch's mesh says which rank wrote them."""
+    first, second = (three / f"{kind}_world_size_3_rank_{rank}.pt" for rank in (0, 1))
+    first.rename(three / "aside")
+    second.rename(first)
+    (three / "aside").rename(second)
+    with pytest.raises(
+        LayoutMismatch, match=rf"{kind}_world_size_3_rank_0\.pt: written by rank 1, but its name says rank 0"
+    ):
+        opened(three)
