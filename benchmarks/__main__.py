@@ -15,7 +15,7 @@ from .metadata import row_15
 from .objects import row_17
 from .planning import row_12
 from .reading import row_9, row_11, row_13, row_16
-from .reshape import row_3, row_4, row_5
+from .reshape import row_3, row_4, row_5, row_18
 from .saving import row_1, row_2, row_8, row_10
 from .scale import row_20
 from .table import RESULTS, Row, as_markdown, as_text
@@ -40,6 +40,7 @@ ROWS: dict[int, Measure] = {
     15: lambda folder, gigabytes, rounds: row_15(folder),
     16: lambda folder, gigabytes, rounds: row_16(folder, rounds),
     17: row_17,
+    18: lambda folder, gigabytes, rounds: row_18(folder, gigabytes),
     20: lambda folder, gigabytes, rounds: row_20(folder),
 }
 

@@ -1,9 +1,11 @@
-"""Rows 3, 4, 5: reshaping against ``cp`` of the same bytes, and against loading everything with torch."""
+"""Rows 3, 4, 5, 18: reshaping against ``cp`` of the same bytes, against loading everything with torch, and in four parts."""
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.families.options import WriteOptions
 
 from .checkpoints import Checkpoint, make
-from .measure import Contest, flush, warm
+from .measure import Contest, flush, timed, warm
 from .naive import naive
 from .table import Row
 
@@ -75,3 +77,26 @@ def row_5(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
             ratio = contest.ratio("naive", "reshape", of)
             what = f"torch.load all, cat, split, torch.save ÷ reshape{suffix}, TP2→TP4, {gigabytes:g} GB: {of}"
             yield Row(5, what, ratio.median, "×", bar, stretch, str(ratio), at_least=True)
+
+
+def row_18(folder: Path, gigabytes: float) -> Iterator[Row]:
+    checkpoint, plan, one, parts = make(folder, gigabytes, 2), folder / "plan", folder / "one", folder / "parts"
+    warm(checkpoint.files)
+
+    def cpu(command: str, *arguments: object) -> float:
+        """Of a whole process, its imports included."""
+        told = [command, checkpoint.root, *arguments, "--tp", 4]
+        whole = [sys.executable, "-m", "mcore_rlhf", *map(str, told)]
+        return timed(lambda: subprocess.run(whole, check=True, capture_output=True)).cpu
+
+    alone = ("--workers", 1, "--no-fsync")
+    cpu("plan", "--save", plan)
+    by_one = cpu("convert", one, *alone)
+    of_parts = [cpu("convert", parts, *alone, "--plan", plan, "--part", f"{number}/4") for number in range(1, 5)]
+    finished = cpu("convert", parts, *alone, "--finish")
+    assert all(filecmp.cmp(path, parts / path.relative_to(one), shallow=False) for path in one.rglob("*.pt"))
+    told = f"one {by_one:.2f} s, parts {', '.join(f'{of:.2f}' for of in of_parts)} s, joining {finished:.2f} s"
+    what = f"reshape TP2→TP4, {gigabytes:g} GB, same bytes: cpu of one process ÷ slowest of four parts"
+    yield Row(18, what, by_one / max(of_parts), "×", 3.2, 3.8, told, at_least=True)
+    shutil.rmtree(one)
+    shutil.rmtree(parts)

@@ -81,6 +81,16 @@ def test_the_bytes_are_those_of_one_process(case: str, tmp_path: Path) -> None:
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_of_a_step_with_two_models(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_2"
+    shutil.copytree(GOLDENS / "tp1_bf16_do", step / "actor")
+    shutil.copytree(SOURCE, step / "critic")
+    given = options(tp=2, pp=1)
+    carried_out(step, tmp_path / "out", given, planned(step, tmp_path / "plan", given), of=3)
+    convert_step(subject.find(step, ReadOptions()), tmp_path / "whole", given)
+    assert content(tmp_path / "out" / step.name) == content(tmp_path / "whole" / step.name)
+
+
 def test_a_part_opens_no_file_of_the_source_before_it_copies(
     source: Path, plan: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
