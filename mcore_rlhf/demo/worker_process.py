@@ -30,6 +30,14 @@ from typing import IO, Any, NoReturn
 # What torch and numpy import with the first optimizer and the first random number: two seconds of every worker.
 _IMPORTED_LATE = ("torch._dynamo", "numpy.random")
 _MAX_RECEIVED = 250
+_WRAPPERS = {
+    "megatron.core.distributed": "DistributedDataParallel",
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+    "deepspeed.runtime.base_optimizer": "DeepSpeedOptimizer",
+    "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
+    "deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator",
+}
+"""What frameworks put around a model or its optimizer, by module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,11 @@ def _run_worker(number: int, owner: Connection, folder: Path, lifeline: int) -> 
         environment = dict(os.environ)
         try:
             while True:
-                _answer(owner, owner.recv(), stacks, environment)
+                job: WorkerJob | None = owner.recv()
+                if job is None:  # all ranks are done: one that was early still served as the others' peer
+                    _clear(environment)
+                else:
+                    _answer(owner, job, stacks, environment)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             _end_group()
 
@@ -158,12 +170,10 @@ def _end_group() -> NoReturn:
 
 
 def _answer(owner: Connection, job: WorkerJob, stacks: IO[str], environment: dict[str, str]) -> None:
-    """Do a job in a cleared process and send ``(True, pickled result)`` or ``(False, traceback)``."""
+    """Do a job and send ``(True, pickled result)`` or ``(False, traceback)``."""
     faulthandler.dump_traceback_later(job.timeout, exit=True, file=stacks)
     answer: tuple[bool, bytes | str]
     try:
-        # only now: while a job ran, a rank that was done early still served as the others' peer
-        _clear(environment)
         answer = (True, pickle.dumps(_perform(job)))
     except BaseException:  # SystemExit too: Megatron calls sys.exit
         answer = (False, traceback.format_exc())
@@ -195,6 +205,7 @@ def _clear(environment: dict[str, str]) -> None:
     """Undo what the job before may have left: process groups, Megatron's globals, environment, signal handlers."""
     import torch.distributed as dist
 
+    _empty_wrappers()
     if "megatron.core" in sys.modules:
         _clear_megatron()
     if dist.is_initialized():
@@ -206,15 +217,22 @@ def _clear(environment: dict[str, str]) -> None:
     gc.collect()
 
 
+def _empty_wrappers() -> None:
+    """Autograd's hooks hold a wrapper: a cycle that the collector cannot see, on which process groups hang, and three threads on each.
+
+    On every parameter of stage 3 as well.
+    """
+    known = [getattr(sys.modules[module], name) for module, name in _WRAPPERS.items() if module in sys.modules]
+    for leftover in gc.get_objects() if known else []:
+        if isinstance(leftover, tuple(known)) or "ds_process_group" in getattr(leftover, "__dict__", ()):
+            vars(leftover).clear()
+
+
 def _clear_megatron() -> None:
-    """Let go of what Megatron keeps for good; process groups hang on it, and three threads on each of them."""
+    """Let go of what Megatron keeps for good."""
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
-    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
-    for leftover in gc.get_objects():
-        if isinstance(leftover, DistributedDataParallel):
-            vars(leftover).clear()  # autograd's hooks hold the wrapper: a cycle that the collector cannot see
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()  # caches results per module, and so the modules
     _clear_experts_metrics()

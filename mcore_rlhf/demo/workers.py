@@ -301,11 +301,15 @@ class WorkerPool:
         nursery, workers = self._started()
         try:
             self._submit(nursery, workers, count, timeout, call)
-            return self._collect(nursery, workers, count, timeout)
+            results = self._collect(nursery, workers, count, timeout)
         except BaseException as error:
-            if not (isinstance(error, WorkerError) and error.recoverable):
+            if isinstance(error, WorkerError) and error.recoverable:
+                _clear(workers, count)
+            else:
                 self._end_workers()
             raise
+        _clear(workers, count)
+        return results
 
     def log(self, rank: int) -> str:
         """What a worker has printed since it was started; that of a killed worker stays until the next job."""
@@ -361,6 +365,13 @@ class WorkerPool:
         if failure is None:
             return results
         raise failure if failure.recoverable else nursery.reports.unfinished(failure, failure.rank, count, timeout)
+
+
+def _clear(workers: Workers, count: int) -> None:
+    """Have ranks that are all done let go of a job: the threads of its process groups wake a hundred times a second, each."""
+    for connection in workers.connections[:count]:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # who died since is missed at the next job
+            connection.send(None)
 
 
 def _receive(nursery: Nursery, workers: Workers, rank: int) -> tuple[WorkerError | None, Any]:

@@ -98,23 +98,22 @@ HEAVY = ("torch", "numpy", "ml_dtypes", "rich", "yaml", "pydantic", "omegaconf",
 
 
 @pytest.mark.parametrize(
-    ("arguments", "loaded", "shown"),
+    ("arguments", "shown"),
     [
-        (["convert", "--help"], [], "--pipeline-layout"),
-        (["inspect", "tests/goldens/huggingface/llama_tied_bf16_sharded"], [], "parameters"),
-        (["inspect", "tests/goldens/deepspeed/z2_bf16_ac_dp2"], [], "parameters"),
-        # The state of numpy's generator is an array.
-        (["inspect", "tests/goldens/megatron/tp1_bf16_do"], ["numpy"], "param groups"),
+        (["convert", "--help"], "--pipeline-layout"),
+        (["inspect", "tests/goldens/huggingface/llama_tied_bf16_sharded"], "parameters"),
+        (["inspect", "tests/goldens/deepspeed/z2_bf16_ac_dp2"], "parameters"),
+        (["inspect", "tests/goldens/megatron/tp1_bf16_do"], "param groups"),
     ],
 )
-def test_what_only_looks_loads_nothing_heavy(arguments: list[str], loaded: list[str], shown: str) -> None:
+def test_what_only_looks_loads_nothing_heavy(arguments: list[str], shown: str) -> None:
     code = (
         f"import sys\nfrom mcore_rlhf.cli import main\nsys.argv = ['mcore-rlhf', *{arguments}]\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
     )
     stdout, stderr = start(code=code).communicate(timeout=240)
-    assert stderr.strip() == str(loaded)
+    assert stderr.strip() == "[]"
     assert shown in stdout
 
 
