@@ -31,13 +31,14 @@ from typing import IO, Any, NoReturn
 _IMPORTED_LATE = ("torch._dynamo", "numpy.random")
 _MAX_RECEIVED = 250
 _WRAPPERS = {
+    "torch.nn.parameter": "Parameter",
     "megatron.core.distributed": "DistributedDataParallel",
     "deepspeed.runtime.engine": "DeepSpeedEngine",
     "deepspeed.runtime.base_optimizer": "DeepSpeedOptimizer",
     "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator",
 }
-"""What frameworks put around a model or its optimizer, by module."""
+"""What frameworks put around a model or its optimizer, or hang things on, by module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +221,11 @@ def _clear(environment: dict[str, str]) -> None:
 def _empty_wrappers() -> None:
     """Autograd's hooks hold a wrapper: a cycle that the collector cannot see, on which process groups hang, and three threads on each.
 
-    On every parameter of stage 3 as well.
+    DeepSpeed notes groups on parameters as well.
     """
-    known = [getattr(sys.modules[module], name) for module, name in _WRAPPERS.items() if module in sys.modules]
-    for leftover in gc.get_objects() if known else []:
-        if isinstance(leftover, tuple(known)) or "ds_process_group" in getattr(leftover, "__dict__", ()):
+    known = tuple(getattr(sys.modules[module], name) for module, name in _WRAPPERS.items() if module in sys.modules)
+    for leftover in gc.get_objects():
+        if issubclass(type(leftover), known):  # asks no object anything: a proxy may raise whatever it likes
             vars(leftover).clear()
 
 

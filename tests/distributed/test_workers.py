@@ -1,11 +1,14 @@
-"""The workers end with their pool, and with them whatever a job started: Megatron's writers leave a manager process behind."""
+"""The workers end with their pool, and with them whatever a job started; between two jobs, they let go of what a job left behind."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
+import weakref
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from mcore_rlhf.demo.workers import WorkerPool
@@ -21,6 +24,28 @@ def keep_a_manager() -> int:
     (child,) = multiprocessing.active_children()
     assert child.pid is not None
     return child.pid
+
+
+class _RaisesAlways:
+    """As pydantic's ``MockValSer`` does for every attribute."""
+
+    __slots__ = ("__weakref__", "kept")
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+def leave_groups_behind() -> int:
+    """On a parameter that is held by the hook of its gradient, as DeepSpeed and Megatron do; says how many threads there were before."""
+    before = len(os.listdir("/proc/self/task"))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    vars(parameter)["process_group"] = dist.new_group()
+    gathered = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    gathered.register_hook(lambda *_: parameter.grad)
+    vars(parameter)["gathered"] = gathered
+    globals()["odd"] = [_RaisesAlways(), weakref.proxy(_RaisesAlways())]
+    dist.barrier()
+    return before
 
 
 def _runs(pid: int) -> bool:
@@ -39,3 +64,10 @@ def test_what_a_job_started_ends_with_the_pool() -> None:
     while any(map(_runs, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(_runs, children))
+
+
+def test_groups_that_a_job_left_behind_end_with_it() -> None:
+    """Their threads wake a hundred times a second each, and a resident pool does a thousand jobs."""
+    with WorkerPool(2, preload=PRELOAD) as pool:
+        threads = [pool.run(leave_groups_behind) for _ in range(4)]
+    assert threads[1] == threads[2] == threads[3]
