@@ -162,6 +162,8 @@ class Item:
 
     def _check_descriptor(self, entry: z.Entry, at: int) -> None:
         """Behind the data, length and CRC stand a second time: a flipped bit in the directory shows here."""
+        if not entry.nbytes and entry.crc32:  # behind empty members nothing stands
+            raise self._corrupt(f"{entry.name!r} in it is empty, but its CRC is {entry.crc32:08x}")
         if not entry.nbytes or not entry.flags & z.HAS_DESCRIPTOR:
             return
         placed = z.Placed("", entry.header_offset, at, entry.nbytes)

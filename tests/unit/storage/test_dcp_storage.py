@@ -407,3 +407,13 @@ def test_flipped_bytes_of_a_file_are_found(broken: Path) -> None:
         else:  # padding and dates of the zips' headers
             assert after == before
     assert found > 15
+
+
+def test_a_record_that_became_empty_is_found(broken: Path) -> None:
+    """One bit of the second of the two lengths in an item's directory."""
+    path = broken / "__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 24] = 0
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match="is empty, but its CRC is"):
+        stored_records(broken)
