@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from . import arguments, config_fields, declared, other_arguments
 from .kinds import Kind, Meaning, Values, equal
+
+_OF_TENSORS = {
+    argument: tuple(name for name, other in config_fields.OF_TENSORS.items() if other == argument)
+    for argument in config_fields.OF_TENSORS.values()
+}
 
 
 class Relation(Protocol):
@@ -30,13 +35,22 @@ def of_arguments(args: Values, relations: Sequence[Relation]) -> dict[str, Meani
         args: The arguments.
         relations: The architecture's ``fields``.
     """
-    return {name: _of_argument(name, relations) for name in args}
+    fields = _by_argument(relations)
+    return {name: _of_argument(name, fields) for name in args}
 
 
-def _of_argument(name: str, relations: Sequence[Relation]) -> Meaning:
+def _by_argument(relations: Sequence[Relation]) -> dict[str, dict[str, None]]:
+    """The fields of ``config.json``, in order, by argument: a model is held against every architecture, with 600 arguments."""
+    fields: dict[str, dict[str, None]] = {}
+    for relation in relations:
+        for argument in relation.arguments:
+            fields.setdefault(argument, {}).update(dict.fromkeys(relation.names))
+    return fields
+
+
+def _of_argument(name: str, fields: Mapping[str, Iterable[str]]) -> Meaning:
     spelled = arguments.SPELLED.get(name, name)
-    target = tuple(dict.fromkeys(n for r in relations if spelled in r.arguments for n in r.names))
-    target = target or tuple(n for n, argument in config_fields.OF_TENSORS.items() if argument == name)
+    target = tuple(fields.get(spelled, ())) or _OF_TENSORS.get(name, ())
     default = declared.arguments().get(name)
     if name in other_arguments.OTHERS:
         return Meaning(name, other_arguments.OTHERS[name], target, default)
@@ -85,9 +99,12 @@ def inexpressible_arguments(args: Values, relations: Sequence[Relation]) -> Iter
         args: Megatron's.
         relations: The architecture's ``fields``.
     """
-    related = {name for relation in relations for name in relation.arguments}
-    for name, meaning in of_arguments(args, relations).items():
-        if meaning.kind is not Kind.COMPUTES or meaning.target or arguments.SPELLED.get(name, name) in related:
+    fields = _by_argument(relations)
+    for name in args:
+        if name in other_arguments.OTHERS or arguments.SPELLED.get(name, name) in fields:
+            continue
+        meaning = _of_argument(name, fields)
+        if meaning.kind is not Kind.COMPUTES or meaning.target:
             continue
         row = arguments.BY_NAME.get(name)
         if row.matters(args) if row is not None else not equal(args[name], meaning.default):
