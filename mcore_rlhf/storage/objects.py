@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -357,18 +358,28 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
     top = f"{parts.scheme}://{parts.netloc}/"
     settings: Any = {**SETTINGS.get().options, **(options or {})}
     patience = SETTINGS.get().patience
-    retries: Any = {} if patience is None else {"retry_config": {"retry_timeout": timedelta(seconds=patience)}}
     try:
-        client = stores.from_url(
-            top,
-            config=settings,
-            client_options={"allow_http": _is_plain_http(parts.scheme, settings), "timeout": "5m"},
-            **retries,
+        client = _client(
+            stores.from_url, top, frozenset(settings.items()), patience, frozenset(os.environ.items()), os.getpid()
         )
     except (refused.BaseError, ValueError, TypeError) as error:
         raise UsageError(f"{url}: obstore cannot open such a store: {said(error)}") from error
     key = parts.path.strip("/")
     return StorePath(ObjectStore(top, client, key), PurePosixPath(key))
+
+
+@lru_cache(maxsize=8)
+def _client(
+    from_url: Any, top: str, settings: frozenset[tuple[str, str]], patience: float | None, *_process: object
+) -> Client:
+    """One for all that is asked alike in a process: it takes 10 ms to make, of TLS' roots, and keeps the connections.
+
+    Besides what is named it depends on the environment, and does not survive a fork; both are among the arguments.
+    """
+    retries: Any = {} if patience is None else {"retry_config": {"retry_timeout": timedelta(seconds=patience)}}
+    options = {"allow_http": _is_plain_http(top.partition(":")[0], dict(settings)), "timeout": "5m"}
+    client: Client = from_url(top, config=dict(settings), client_options=options, **retries)
+    return client
 
 
 def _is_plain_http(scheme: str, settings: Mapping[str, str]) -> bool:

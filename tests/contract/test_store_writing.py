@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
 import os
 import shutil
 import signal
@@ -38,6 +38,7 @@ from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.upload import StorePublication, dead, remove
 from mcore_rlhf.storage.uploaded import part_nbytes
 from tests.contract.test_store import GOLDENS, ONE_OF_EACH
+from tests.distributed.forked import SERVER
 from tests.helpers.object_store import BUCKET, S3, LostAnswer, Request, url
 from tests.helpers.store_child import convert_there
 from tests.unit.manager.roots import make_step
@@ -181,10 +182,9 @@ def _seen(key: str) -> dict[str, bytes] | None:
 
 def _run_and_kill(s3: S3, key: str, number: int, plain: bool, overwrite: bool) -> bool:
     """Convert in another process, and kill it when it has made so many requests; returns whether it came that far."""
-    context = multiprocessing.get_context("forkserver")
     environment = s3.environment
     options = {"overwrite": overwrite, "write": {"dtype": "float32"}}
-    child = context.Process(target=convert_there, args=(str(SOURCE), url(key), environment, plain, options))
+    child = SERVER.Process(target=convert_there, args=(str(SOURCE), url(key), environment, plain, options))
     seen = []
 
     def kill(request: Request) -> str | None:
@@ -206,17 +206,19 @@ def _run_and_kill(s3: S3, key: str, number: int, plain: bool, overwrite: bool) -
 @pytest.mark.parametrize("plain", [False, True], ids=["overwriting", "plain"])
 def test_a_kill_at_every_request_leaves_all_or_nothing(s3: S3, tmp_path: Path, plain: bool) -> None:
     """Before a request is carried out, which is after the one before it; a lost answer has a test of its own."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mcore_rlhf.convert", "mcore_rlhf.storage.upload"])
     new = ConvertOptions(to="hf", write=WriteOptions(dtype="float32"), overwrite=True, workers=1, **FAST)
+    first = f"killed/{plain}/first"
+    convert(SOURCE, Path(url(first)), ConvertOptions(to="hf", **FAST))
+    written = {path.removeprefix(first): s3.get(path) for path in keys(first)}
     convert(SOURCE, tmp_path / "old", ConvertOptions(to="hf", **FAST))
     convert(SOURCE, tmp_path / "new", new)
     old, whole = (None if plain else contents(tmp_path / "old")), contents(tmp_path / "new")
-    outcomes, number = [], 0
-    while True:
+    outcomes = []
+    for number in itertools.count():
         key = f"killed/{plain}/{number}"
         if old is not None:
-            convert(SOURCE, Path(url(key)), ConvertOptions(to="hf", **FAST))
+            for path, data in written.items():
+                s3.put(key + path, data)
         was_killed = _run_and_kill(s3, key, number, plain, not plain)
         there = _seen(key)
         assert there in (old, whole)
@@ -225,7 +227,6 @@ def test_a_kill_at_every_request_leaves_all_or_nothing(s3: S3, tmp_path: Path, p
         assert _seen(key) == whole
         if not was_killed:
             break
-        number += 1
     assert number >= 8
     assert outcomes == sorted(outcomes)  # from one request on, it is published
     assert (outcomes[0], outcomes[-1]) == (False, True)

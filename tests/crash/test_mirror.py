@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -114,9 +113,8 @@ def test_a_run_whose_root_is_gone_goes_on_from_its_mirror_bit_for_bit(
 
 
 def test_a_killed_upload_goes_on_and_sends_nothing_twice(s3: S3, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     environment = s3.environment
-    child = context.Process(target=save_there, args=(str(tmp_path / "root"), url("mirror-of-a-killed"), environment, 1))
+    child = SERVER.Process(target=save_there, args=(str(tmp_path / "root"), url("mirror-of-a-killed"), environment, 1))
     complete, kill = list[str](), threading.Event()
 
     def after(request: Request) -> None:

@@ -114,10 +114,21 @@ class S3:
 
     def put(self, key: str, data: bytes) -> None:
         import obstore
-        from obstore.store import from_url
 
-        client = from_url(f"s3://{BUCKET}/", client_options={"allow_http": True})
-        obstore.put(client, key, data)
+        obstore.put(self._client(), key, data)
+
+    def get(self, key: str) -> bytes:
+        import obstore
+
+        return bytes(obstore.get(self._client(), key).bytes())
+
+    @staticmethod
+    def _client() -> Any:
+        from mcore_rlhf.storage.objects import ObjectStore, open_url
+
+        store = open_url(f"s3://{BUCKET}/").store
+        assert isinstance(store, ObjectStore)
+        return store.client
 
 
 @contextmanager
