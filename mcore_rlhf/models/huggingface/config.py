@@ -200,7 +200,13 @@ def config_of(
 
 def expresses(args: Config, known: Architecture, ignored: Collection[str] = ()) -> bool:
     """Whether an architecture has words for all that Megatron's arguments say, whatever its tensors are."""
-    return not _told(_with_absent(args, known, ignored), known)[1]
+    said = _with_absent(args, known, ignored)
+    try:
+        for field in known.fields:
+            field.config(said)
+    except CheckpointError:
+        return False
+    return not any(True for _ in inexpressible_arguments(said, known.fields))
 
 
 def refuse_inexpressible(args: Config, known: Architecture, ignored: Collection[str] = ()) -> None:
