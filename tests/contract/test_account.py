@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import shutil
 from dataclasses import replace
@@ -12,16 +13,19 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
-from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage, same
+from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import EXP_AVG
 from mcore_rlhf.errors import CheckpointError, Lossy
-from mcore_rlhf.families.inventory import ELEMENTS, inventory_of, state_dict_of
+from mcore_rlhf.families.inventory import ELEMENTS, state_dict_of
 from mcore_rlhf.families.megatron.new_run import NewRun
-from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.source import Source
+from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.hf.writer import Weights
 from mcore_rlhf.formats.registry import FORMATS
+from mcore_rlhf.storage.paths import ReadablePath
 from tests.helpers.conversions import GOLDENS
-from tests.helpers.six_formats import MODEL, PAIRS, Zoo, opened
+from tests.helpers.six_formats import MODEL
 
 ALL = GOLDENS.parent
 SOURCES = sorted(path for path in ALL.glob("*/*") if path.is_dir() and path.parent.name != "megatron_core")
@@ -32,6 +36,21 @@ def planned(path: Path, to: str, **write: object) -> Job:
     return prepare(path, ConvertOptions(to=to, write=replace(WriteOptions(), **write)))  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is read once with its optimizer and once without, whatever is made of it; who plans gets notes of his own."""
+    read, found = registry._read, dict[tuple[str, ReadOptions], Source]()
+
+    def once(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
+        key = str(folder), options
+        if key not in found:
+            found[key] = read(folder, options, partial)
+        return replace(found[key], notes=copy.deepcopy(found[key].notes))
+
+    monkeypatch.setattr(registry, "_read", once)
+
+
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_nothing_is_unaccounted(path: Path) -> None:
     """Every golden through every target, with the optimizer and without: the inventory minus the account is empty."""
@@ -49,22 +68,6 @@ def test_nothing_is_unaccounted(path: Path) -> None:
             assert job.lossless == (not job.account.lost)
             assert {text for fate, text in job.report.lines if fate is Fate.LOST} == set(job.account.lost)
     assert checked
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}→{pair[1]}")
-def test_what_is_said_to_be_kept_is_read_back(pair: tuple[str, str], zoo: Zoo) -> None:
-    """The target is opened by its own reader: each item that the account calls kept is there, with the same value.
-
-    Random states are left out: they are read when somebody asks for them, and other tests compare them.
-    """
-    there, job = zoo.pair(*pair)
-    seen = job.seen or job.source
-    told = Account.of(inventory_of(seen), [Stage(job.target.holds, job.target.report.said)])
-    kept = [item for item in told.of_fate(Fate.KEPT) if item.kind is not Kind.RNG]
-    found = inventory_of(opened(there))
-    wrong = {str(item) for item in kept if item not in found or not same(job.target.holds[item], found[item])}
-    assert not wrong
-    assert len(kept) > 10
 
 
 def test_a_forgotten_argument_makes_a_conversion_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,16 +171,6 @@ def test_what_transformers_trainer_leaves_beside_a_tag_is_an_item(tmp_path: Path
         "config.json": Fate.KEPT, "tokenizer.json": Fate.KEPT, "trainer_state.json": Fate.KEPT,
         "rng_state_0.pth": Fate.LOST, "model.safetensors": Fate.LEFT,
     }  # fmt: skip
-
-
-def test_the_plan_and_the_manifest_show_the_account(zoo: Zoo) -> None:
-    there, job = zoo.pair("megatron", "hf")
-    shown = job.manifest({}).report["account"]
-    assert isinstance(shown, dict)
-    assert shown["items"] == sum(shown[fate] for fate in ("kept", "derived", "changed", "left_behind", "lost"))
-    assert shown["unaccounted"] == []
-    assert shown["told"]["lost"]
-    assert '"account"' in (there / "mcore_rlhf.json").read_text(encoding="utf-8")
 
 
 def test_a_scheduler_that_is_no_state_dict_is_lost_by_name() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_rlhf.core.account import Account, Fate, Kind, Stage, same
 from mcore_rlhf.families.crossing import alike
+from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
@@ -41,6 +43,32 @@ def test_what_arrives_is_the_model_with_its_optimizer(pair: tuple[str, str], zoo
     assert job.target.format == pair[1]
     result = compared(zoo.base(pair[1]), there, state=False)
     assert result.equal, result.differences[:5]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
+def test_what_is_said_to_be_kept_is_read_back(pair: tuple[str, str], zoo: Zoo) -> None:
+    """The target is opened by its own reader: each item that the account calls kept is there, with the same value.
+
+    Random states are left out: they are read when somebody asks for them, and other tests compare them.
+    """
+    there, job = zoo.pair(*pair)
+    seen = job.seen or job.source
+    told = Account.of(inventory_of(seen), [Stage(job.target.holds, job.target.report.said)])
+    kept = [item for item in told.of_fate(Fate.KEPT) if item.kind is not Kind.RNG]
+    found = inventory_of(opened(there))
+    wrong = {str(item) for item in kept if item not in found or not same(job.target.holds[item], found[item])}
+    assert not wrong
+    assert len(kept) > 10
+
+
+def test_the_plan_and_the_manifest_show_the_account(zoo: Zoo) -> None:
+    there, job = zoo.pair("megatron", "hf")
+    shown = job.manifest({}).report["account"]
+    assert isinstance(shown, dict)
+    assert shown["items"] == sum(shown[fate] for fate in ("kept", "derived", "changed", "left_behind", "lost"))
+    assert shown["unaccounted"] == []
+    assert shown["told"]["lost"]
+    assert '"account"' in (there / "mcore_rlhf.json").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [known.name for known in FORMATS if known.name in SIX and known.family == "module"])
