@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import re
@@ -96,6 +97,12 @@ def _turn(file: str) -> int:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives as long as the process: the collector need not look at all of it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give a file to one process, and files that share ranks of a framework too: what is imported and trained there is so once."""
     from xdist.scheduler import LoadFileScheduling

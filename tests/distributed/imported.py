@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import ml_dtypes
 import torch
 from obstore import exceptions, store
@@ -26,3 +28,4 @@ __all__ = [
     "writer",
 ]
 torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])  # the first optimizer loads eight hundred modules
+gc.freeze()  # else every child's collector looks at all of that, and copies it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import select
@@ -194,3 +195,4 @@ def warm_up() -> None:
         module = importlib.import_module(f"{mcore_rlhf.__name__}.{room}")
         for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
             importlib.import_module(found.name)
+    gc.freeze()  # else every child's collector looks at all of that, and copies it

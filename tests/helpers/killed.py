@@ -8,6 +8,7 @@ be what another plans.
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import json
 import os
@@ -116,6 +117,7 @@ def _serve(control: socket.socket) -> None:
     import mcore_rlhf.formats.megatron.writer
     import mcore_rlhf.formats.megatron_dist.writer  # noqa: F401
 
+    gc.freeze()  # else every child's collector looks at all of that, and copies it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, _LONGEST, 3)
