@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
-from tests.reference.observing import END, LOOK, Observation, Session, look
+from tests.reference.observing import END, LOOK, Observation, Session, end, look
 
 if TYPE_CHECKING:
     from mcore_rlhf.demo.trainer import Trainer
@@ -34,6 +34,7 @@ class DistSession:
         load: Which one it loads.
         metadata: More of what Megatron-LM calls the content's metadata.
         rng: Whether random states are loaded, where the ranks are the same.
+        until: How far it is trained.
     """
 
     session: Session
@@ -42,10 +43,11 @@ class DistSession:
     load: str | None = None
     metadata: tuple[tuple[str, Any], ...] = ()
     rng: bool = True
+    until: int = END
 
 
 def observe_dist(wanted: DistSession) -> Observation:
-    """Train (or continue) to iteration 4, and look closely at 2 and 4; every rank of the layout calls."""
+    """Train (or continue), and look closely at iterations 2 and 3; every rank of the layout calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
     from mcore_rlhf.demo.trainer import Trainer
     from tests.reference.observing import experts_per_rank, layer_numbers
@@ -56,7 +58,7 @@ def observe_dist(wanted: DistSession) -> Observation:
     if wanted.load is not None:
         load(trainer, Path(wanted.load), rng=wanted.rng)
         look(trainer, seen)
-    while trainer.iteration < END:
+    while trainer.iteration < wanted.until:
         loss = trainer.train_step()
         seen.losses[trainer.iteration] = loss
         if trainer.iteration == LOOK:
@@ -65,7 +67,8 @@ def observe_dist(wanted: DistSession) -> Observation:
             if session.save is not None:
                 megatron_checkpoint.save(trainer, session.save)
             look(trainer, seen)
-    seen.states[END] = live_state.full_state(trainer)
+    if wanted.until == END:
+        end(trainer, seen)
     return seen
 
 

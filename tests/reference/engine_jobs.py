@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.engines.base import LoadRequest, apply
 from tests.reference.live_writing import write_live
-from tests.reference.observing import END, LOOK, Observation, Session, experts_per_rank, layer_numbers, look
+from tests.reference.observing import END, LOOK, Observation, Session, end, experts_per_rank, layer_numbers, look
 
 if TYPE_CHECKING:
     from mcore_rlhf.demo.trainer import Trainer
@@ -117,7 +117,7 @@ def new_trainer(session: Session) -> tuple[Trainer, Observation]:
 
 def train_and_save(session: Session, root: str) -> Observation:
     """Train to the end without interruption; at iteration 2 save with the engine, and with Megatron's own methods."""
-    from mcore_rlhf.demo import live_state, megatron_checkpoint
+    from mcore_rlhf.demo import megatron_checkpoint
 
     trainer, seen = new_trainer(session)
     while trainer.iteration < END:
@@ -128,7 +128,7 @@ def train_and_save(session: Session, root: str) -> Observation:
             megatron_checkpoint.save(trainer, session.save)
             save_with_engine(trainer, Path(root))
             look(trainer, seen)
-    seen.states[END] = live_state.full_state(trainer)
+    end(trainer, seen)
     return seen
 
 
@@ -188,12 +188,10 @@ def swap_halves(file: str) -> None:
 
 
 def go_on(trainer: Trainer, seen: Observation) -> None:
-    from mcore_rlhf.demo import live_state
-
     while trainer.iteration < END:
         loss = trainer.train_step()
         seen.losses[trainer.iteration] = loss
-    seen.states[END] = live_state.full_state(trainer)
+    end(trainer, seen)
 
 
 def load_and_train(session: Session, steps_before: int = 0, restore_rng: bool = True, optimizer: bool = True) -> Loaded:

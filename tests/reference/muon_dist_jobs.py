@@ -33,7 +33,7 @@ class MuonRun:
 
 
 def train(run: MuonRun) -> dict[int, float]:
-    """Train (or continue) to iteration 4; every rank of the layout calls. Returns the losses."""
+    """Train (or continue) to iteration 3; every rank of the layout calls. Returns the losses."""
     from mcore_rlhf.demo.trainer import Trainer
     from tests.reference import dist_jobs
 
@@ -47,6 +47,7 @@ def train(run: MuonRun) -> dict[int, float]:
             losses[trainer.iteration] = loss
             if trainer.iteration == LOOK and run.save is not None:
                 dist_jobs.save(trainer, Path(run.save), run.sharding, {})
+        losses[END + 1] = trainer.evaluate()
     return losses
 
 

@@ -349,6 +349,8 @@ def train_on(trainer: Trainer, seen: Seen, until: int) -> None:
     while trainer.iteration < until:
         loss = trainer.train_step()
         seen.losses[trainer.iteration] = loss
+    if until == END:
+        seen.losses[END + 1] = trainer.evaluate()
 
 
 def save(session: Session, root: str, kind: str) -> Seen:

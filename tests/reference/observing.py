@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mcore_rlhf.demo.trainer import Trainer
 
-LOOK, END = 2, 4
+LOOK, END = 2, 3
 
 NOT_COMPARED = {
     "rank", "local_rank",  # of the writing process; ours is the first rank that has the shard
@@ -58,7 +58,7 @@ class Observation:
 
 
 def observe(session: Session) -> Observation:
-    """Train (or continue) to iteration 4, and look closely at 2 and 4; every rank of the layout calls."""
+    """Train (or continue) to iteration 3, and look closely at 2 and 3; every rank of the layout calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
     from mcore_rlhf.demo.trainer import Trainer
 
@@ -75,8 +75,16 @@ def observe(session: Session) -> Observation:
             if session.save is not None:
                 megatron_checkpoint.save(trainer, session.save)
             look(trainer, seen)
-    seen.states[END] = live_state.full_state(trainer)
+    end(trainer, seen)
     return seen
+
+
+def end(trainer: Trainer, seen: Observation) -> None:
+    """What the run has become, and what the loss of the next batch is: enough to see what the optimizer did, without another step."""
+    from mcore_rlhf.demo import live_state
+
+    seen.states[END] = live_state.full_state(trainer)
+    seen.losses[END + 1] = trainer.evaluate()
 
 
 def look(trainer: Trainer, seen: Observation) -> None:
