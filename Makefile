@@ -5,8 +5,10 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# As many files of tests at a time as there are cores, four at most, the longest first; what the tests of a file share is made once.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One file of tests more at a time than there are cores, since many wait, and four at most, the longest first; what the tests of a
+# file share is made once.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Compiled modules are kept, whatever the machine says: hundreds of processes import them.
 unexport PYTHONDONTWRITEBYTECODE
 SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/setup_venv.sh

@@ -26,13 +26,14 @@ TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
 SEED = pytest.StashKey[int]()
 TOGETHER = (
+    ("megatron's", r"^tests/reference/test_(megatron_dist|declared|releases|integration|engine_muon|rl_|demo)"),
     ("megatron", r"^tests/reference/test_(?!\w*deepspeed|dcp|engine_fsdp)"),
     ("deepspeed", r"^tests/reference/test_\w*deepspeed"),
     ("fsdp", r"^tests/reference/test_(dcp|engine_fsdp)"),
     ("ranks", r"^tests/distributed/test_(?!resume|convert)"),
     ("formats", r"^tests/contract/test_(any_to_any|account)"),
 )
-"""Files that share ranks with a framework in them, or conversions: name of the group, and of the files."""
+"""Files that share ranks with a framework in them, or conversions: name of the group, and of the files; Megatron's are two halves."""
 
 
 def _asked_for() -> Path | None:

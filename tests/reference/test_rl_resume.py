@@ -33,7 +33,9 @@ def run(pool: WorkerPool, options: Options, world: int, look_at: int = -1) -> li
     return pool.run(rl_runs.train, options, look_at, world_size=world, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if LAYOUTS[name][1] > 4 else []) for name in LAYOUTS]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     options, world = LAYOUTS[layout]
     options = replace(options, output_dir=tmp_path, metrics=tmp_path / "metrics.jsonl")
