@@ -195,8 +195,7 @@ class FileRun:
 def strided(flat: Words, start: int, shape: Sequence[int], strides: Sequence[int]) -> Words:
     """A view of a flat array; ``start`` and ``strides`` in elements."""
     steps = [s * flat.itemsize for s in strides]
-    view: Words = Words(shape, flat.dtype, flat, start * flat.itemsize, steps)
-    return view
+    return np.ndarray(shape, flat.dtype, flat, start * flat.itemsize, steps)
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ STORAGES = {
 }  # fmt: skip
 """Element types of torch's classes of storages."""
 
-_DTYPE = re.compile(r"torch\.(q?u?int\d{1,2}(x\d)?|b?float\d{1,2}(_\w{1,16})?|complex\d{2,3}|bool|bits\w{1,8})")
+_DTYPE = re.compile(r"torch\.(q?u?int\d{1,2}(x\d)?|b?float\d{1,2}(_\w{1,16})?|b?complex\d{2,3}|bool|bits\w{1,8})")
 _ARRAY_CODE = re.compile(r"[<>|=]?(\?|[biufcO]\d{1,2}|[SUV]\d{0,9})")
 _NUMBERS = {
     f"{kind}{size}": size for kind, sizes in (("iu", (1, 2, 4, 8)), ("f", (2, 4, 8))) for kind in kind for size in sizes

@@ -17,7 +17,7 @@ from typing import Any
 from ..core.catalog import DType, Shape, dtype_of, row_major
 
 _ELEMENT_TYPE = re.compile(
-    r"bool|bfloat16|float(16|32|64)|float8_e(4m3fn|5m2|4m3fnuz|5m2fnuz)|float8_e8m0fnu|float4_e2m1fn_x2|complex(32|64|128)"
+    r"bool|bfloat16|float(16|32|64)|float8_e(4m3fn|5m2|4m3fnuz|5m2fnuz)|float8_e8m0fnu|float4_e2m1fn_x2|b?complex32|complex(64|128)"
     r"|u?int([1-8]|16|32|64)|qint(8|32)|quint(8|4x2|2x4)|bits(8|16|1x8|2x4|4x2)"
 )
 _DEVICE = re.compile(

@@ -141,7 +141,12 @@ class StorageInfo(Pickled):
 
 
 class Properties(Pickled):
-    """``TensorProperties``: its state is a tuple, ``(dtype, layout, requires_grad, memory format, pin_memory)``."""
+    """``TensorProperties``: its state is a tuple, ``(dtype, layout, requires_grad, memory format, pin_memory)``.
+
+    Since torch 2.15 the strides in memory follow; what is stored is contiguous all the same.
+
+    Source: pytorch, torch/distributed/checkpoint/metadata.py and filesystem.py (2.13.0, 2.15.0).
+    """
 
     __slots__ = ("dtype", "layout")
 
@@ -151,8 +156,8 @@ class Properties(Pickled):
         Raises:
             TypeError: The state is not such a tuple.
         """
-        if type(state) is not tuple or len(state) != 5:
-            raise TypeError("the state of TensorProperties is not a tuple of five")
+        if type(state) is not tuple or len(state) not in (5, 6):
+            raise TypeError("the state of TensorProperties is not a tuple of five or six")
         self._once()
         self.dtype, self.layout = state[0], state[1]
 

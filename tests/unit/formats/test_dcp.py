@@ -81,6 +81,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Path]
     return made
 
 
+def test_what_torch_2_15_wrote_is_read_and_ours_is_read_by_every_torch(tmp_path: Path) -> None:
+    """Strides stand in its metadata, at which the torch of before stumbles."""
+    folder = GOLDENS / "dcp_2_15"
+    convert(folder / "checkpoint", tmp_path / "ours", replace(options(), to="dcp", workers=1))
+    state = state_of(new_run(4), "top")
+    assert differences(load(state, tmp_path / "ours"), torch.load(folder / "state.pt", weights_only=False)) == []
+    assert state["optimizer"]["state.embed.weight.step"] == 2
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_every_kind_of_keys_is_the_same_run(runs: dict[str, tuple[Run, Path]], style: str) -> None:
     run, folder = runs[style]

@@ -236,7 +236,7 @@ def test_what_is_not_json_is_corrupt(text: str | bytes) -> None:
 
 
 def test_deep_nesting_is_corrupt() -> None:
-    text = _state().to_json().replace('"extra": {', '"extra": {"deep": ' + "[" * 900 + "]" * 900 + ",")
+    text = _state().to_json().replace('"extra": {', '"extra": {"deep": ' + "[" * 50_000 + "]" * 50_000 + ",")
     with pytest.raises(Corrupt, match=r"nested too deeply|not valid JSON"):
         RlhfState.from_json(text, WHERE, _state().tensor_files())
 
