@@ -97,13 +97,13 @@ def _turn(file: str) -> int:
     return long[0] if long else len(TOGETHER) + file.startswith("tests/unit/")
 
 
-@pytest.hookimpl(optionalhook=True)
 def pytest_collection_finish() -> None:
     """What was imported and collected lives as long as the process: the collector need not look at all of it again and again."""
     gc.collect()
     gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give a file to one process, and files that share ranks of a framework too: what is imported and trained there is so once."""
     from xdist.scheduler import LoadFileScheduling
