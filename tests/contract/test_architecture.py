@@ -6,6 +6,7 @@ Everything is read off the source with ``ast``; only the last test imports the p
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -323,9 +324,11 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
 def test_no_class_name_stands_for_three_things() -> None:
     found: dict[str, list[str]] = {}
     for path in MODULES:
-        for node in ast.walk(ast.parse((PROJECT / PACKAGE / path).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(path.as_posix())
+        for name in re.findall(
+            r"^ *class (\w+)\b", (PROJECT / PACKAGE / path).read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            found.setdefault(name, []).append(path.as_posix())
+    assert "Publication" in found
     assert {name: where for name, where in found.items() if len(where) > 2} == {}
 
 

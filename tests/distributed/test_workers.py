@@ -56,18 +56,14 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_what_a_job_started_ends_with_the_pool() -> None:
+def test_what_a_job_leaves_behind_ends_with_it_or_with_the_pool() -> None:
+    """Threads of groups wake a hundred times a second each, and a resident pool does a thousand jobs."""
     with WorkerPool(2, preload=PRELOAD) as pool:
+        threads = [pool.run(leave_groups_behind) for _ in range(4)]
+        assert threads[1] == threads[2] == threads[3]
         children = pool.run(keep_a_manager)
         assert all(map(_runs, children))
     deadline = time.monotonic() + 20
     while any(map(_runs, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(_runs, children))
-
-
-def test_groups_that_a_job_left_behind_end_with_it() -> None:
-    """Their threads wake a hundred times a second each, and a resident pool does a thousand jobs."""
-    with WorkerPool(2, preload=PRELOAD) as pool:
-        threads = [pool.run(leave_groups_behind) for _ in range(4)]
-    assert threads[1] == threads[2] == threads[3]

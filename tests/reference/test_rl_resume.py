@@ -34,7 +34,7 @@ def run(pool: WorkerPool, options: Options, world: int, look_at: int = -1) -> li
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if LAYOUTS[name][1] > 4 else []) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if LAYOUTS[name][1] > 2 else []) for name in LAYOUTS]
 )
 def test_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     options, world = LAYOUTS[layout]
