@@ -38,6 +38,7 @@ def free_port() -> int:
 
 def as_torchrun_does(folder: str, words: list[str], port: int) -> None:
     """A rank of a script that makes its process group itself."""
+    dist.barrier()  # a rank that left while others still connect would break their connections
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     before, sys.argv, sys.path[:0] = (sys.argv, os.getcwd()), words, [folder]

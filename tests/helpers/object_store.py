@@ -37,6 +37,10 @@ class Request:
         return self.method == "PUT" and bool(self.if_match or self.if_none_match)
 
     @property
+    def writes(self) -> bool:
+        return self.method not in {"GET", "HEAD"}
+
+    @property
     def nbytes(self) -> int:
         return self.last - self.first + 1
 
@@ -50,7 +54,8 @@ class S3:
     """The server. ``fault`` may answer a request itself: with a status such as ``503 Slow Down``, and a body after a line break.
     ``after`` is called when a request was carried out and not yet answered; what it raises loses the answer.
 
-    moto checks a condition and then writes, without a lock: conditional puts pass one by one here.
+    moto checks a condition and then writes, and closes what another request writes to the same key, without a lock: writes pass
+    one by one here.
     """
 
     application: Any
@@ -81,7 +86,7 @@ class S3:
             status, _, body = answer.partition("\n")
             start_response(status, [("Content-Length", str(len(body)))])
             return [body.encode()]
-        with self.one_by_one if request.conditional else nullcontext():
+        with self.one_by_one if request.writes else nullcontext():
             answered: Iterable[bytes] = self.application(environ, start_response)
         try:
             self.after(request)
