@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +70,7 @@ class Target:
     sums: Mapping[str, Callable[[Mapping[str, str]], str]] = field(default_factory=dict)
 
 
-class Format(Names):
+class Format(Names, ABC):
     """A checkpoint format: its names, and three functions."""
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
@@ -84,14 +85,14 @@ class Format(Names):
         """
         return ""
 
+    @abstractmethod
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder looks like a checkpoint of this format."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
-        raise NotImplementedError
 
+    @abstractmethod
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe the checkpoint of this format that holds what the source has."""
-        raise NotImplementedError

@@ -374,7 +374,8 @@ def _client(
 ) -> Client:
     """One for all that is asked alike in a process: it takes 10 ms to make, of TLS' roots, and keeps the connections.
 
-    Besides what is named it depends on the environment, and does not survive a fork; both are among the arguments.
+    Besides what is named it depends on the environment, and does not survive a fork; both are among the arguments. ``from_url`` is
+    obstore's, which is imported where a URL is opened.
     """
     retries: Any = {} if patience is None else {"retry_config": {"retry_timeout": timedelta(seconds=patience)}}
     options = {"allow_http": _is_plain_http(top.partition(":")[0], dict(settings)), "timeout": "5m"}

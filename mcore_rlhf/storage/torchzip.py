@@ -12,7 +12,7 @@ is always there.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, Corrupt, Incomplete, Unsupported
@@ -30,6 +30,7 @@ ZIP64_TAG = 1
 
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_CENTRAL_READ = struct.Struct("<4s4xHH4xIIIHHH8xI")  # without what a reader has no use for
 END = struct.Struct("<4sHHHHIIH")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR64 = struct.Struct("<4sIQI")
@@ -132,16 +133,7 @@ def end_records(count: int, directory_nbytes: int, directory_offset: int) -> byt
     """The end of the file: zip64 end record, its locator, the classic end record."""
     made_by, needed = 0x031E, 0x002D  # miniz: "Unix, 3.0" and zip64
     end64 = END64.pack(
-        END64_SIGNATURE,
-        END64.size - 12,
-        made_by,
-        needed,
-        0,
-        0,
-        count,
-        count,
-        directory_nbytes,
-        directory_offset,
+        END64_SIGNATURE, END64.size - 12, made_by, needed, 0, 0, count, count, directory_nbytes, directory_offset
     )
     locator = LOCATOR64.pack(LOCATOR64_SIGNATURE, 0, directory_offset + directory_nbytes, 1)
     few = min(count, LIMIT16)
@@ -171,25 +163,9 @@ def parse_entries(raw: bytes, count: int) -> Iterator[Entry]:
     """
     at = 0
     for _ in range(count):
-        (
-            signature,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            packed,
-            nbytes,
-            name_n,
-            extra_n,
-            comment_n,
-            _,
-            _,
-            _,
-            offset,
-        ) = CENTRAL.unpack_from(raw, at)
+        signature, flags, method, crc, packed, nbytes, name_n, extra_n, comment_n, offset = _CENTRAL_READ.unpack_from(
+            raw, at
+        )
         if signature != CENTRAL_SIGNATURE:
             raise ValueError(f"no entry at byte {at} of it")
         first, at = at, at + CENTRAL.size
@@ -213,6 +189,50 @@ def _zip64_values(extra: bytes, values: tuple[int, ...]) -> Iterator[int]:
             return iter([next(longs, value) if value == LIMIT32 else value for value in values])
         at += nbytes
     return iter(values)
+
+
+def data_offset(entry: Entry, raw: bytes) -> int | None:
+    """Where a member's bytes begin.
+
+    Args:
+        entry: What the directory says of it.
+        raw: Its local header and name.
+
+    Returns:
+        The offset; None where that is the header of something else.
+    """
+    _, _, flags, method, _, _, _, _, nbytes, name_nbytes, extra_nbytes = LOCAL.unpack_from(raw)
+    lengths_follow = bool(flags & HAS_DESCRIPTOR)  # then checked there
+    same = (
+        raw.startswith(LOCAL_SIGNATURE)
+        and (flags, method, name_nbytes) == (entry.flags, entry.method, len(entry.name))
+        and raw[LOCAL.size :] == entry.name
+        and (lengths_follow or nbytes in (entry.nbytes, LIMIT32))
+    )
+    return entry.header_offset + len(raw) + int(extra_nbytes) if same else None
+
+
+def contradiction(entry: Entry, at: int, read: Callable[[int, int], bytes]) -> str:
+    """What stands behind a member's data and not in the directory: length and CRC are there a second time, so that a flipped bit shows.
+
+    Args:
+        entry: What the directory says.
+        at: Where the data begin.
+        read: Gives the bytes of an offset and a length.
+
+    Returns:
+        The words for it; none where the two agree.
+    """
+    if not entry.nbytes and entry.crc32:  # behind empty members nothing stands
+        return f"member {entry.name!r} is empty, but its CRC is {entry.crc32:08x}"
+    placed = Placed("", entry.header_offset, at, entry.nbytes)
+    expected = descriptor(placed, entry.crc32) if entry.flags & HAS_DESCRIPTOR else b""
+    if not expected or read(placed.data_end, len(expected)) == expected:
+        return ""
+    return (
+        f"length or CRC behind member {entry.name!r}, at byte {placed.data_end}, are not those of the directory "
+        f"({entry.nbytes} bytes, {entry.crc32:08x})"
+    )
 
 
 def archive(stem: str, members: Mapping[str, bytes]) -> tuple[bytes, dict[str, Placed]]:
@@ -416,22 +436,10 @@ class _Reader:
                 f"but the directory begins at {directory_offset}"
             )
         if known is None:
-            self._check_descriptor(entry, offset)
+            complaint = contradiction(entry, offset, self.file.read)
+            if complaint:
+                raise self._corrupt(complaint)
         return stem, name, Member(name, offset, entry.nbytes, entry.crc32)
-
-    def _check_descriptor(self, entry: Entry, offset: int) -> None:
-        """Behind the data, length and CRC stand a second time: a flipped bit in the directory shows here."""
-        if not entry.nbytes and entry.crc32:  # behind empty members nothing stands
-            raise self._corrupt(f"member {entry.name!r} is empty, but its CRC is {entry.crc32:08x}")
-        if not entry.flags & HAS_DESCRIPTOR:
-            return
-        placed = Placed("", entry.header_offset, offset, entry.nbytes)
-        expected = descriptor(placed, entry.crc32)
-        if self.file.pread(len(expected), placed.data_end) != expected:
-            raise self._corrupt(
-                f"length or CRC behind member {entry.name!r}, at byte {placed.data_end}, are not those of the "
-                f"directory ({entry.nbytes} bytes, {entry.crc32:08x})"
-            )
 
     def _data_offset(self, entry: Entry, directory_offset: int) -> int:
         """Where the member's bytes begin: behind its local header, which must agree with the directory."""
@@ -439,16 +447,10 @@ class _Reader:
         raw = self.file.read(at, head) if at + head <= directory_offset else b""
         if not raw.startswith(LOCAL_SIGNATURE):
             raise self._corrupt(f"member {entry.name!r} should have its header at byte {at}, but there is none")
-        _, _, flags, method, _, _, _, _, nbytes, name_nbytes, extra_nbytes = LOCAL.unpack_from(raw)
-        lengths_follow = bool(flags & HAS_DESCRIPTOR)  # then checked there
-        same = (
-            (flags, method, name_nbytes) == (entry.flags, entry.method, len(entry.name))
-            and raw[LOCAL.size :] == entry.name
-            and (lengths_follow or nbytes in (entry.nbytes, LIMIT32))
-        )
-        if not same:
+        found = data_offset(entry, raw)
+        if found is None:
             raise self._corrupt(f"the header at byte {at} is not that of {entry.name!r}, as the directory says")
-        return at + head + int(extra_nbytes)
+        return found
 
     def _check_torch(self, members: Mapping[str, Member], stems: set[str]) -> None:
         if "constants.pkl" in members or any(name.startswith("code/") for name in members):

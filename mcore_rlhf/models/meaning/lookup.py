@@ -12,6 +12,7 @@ _OF_TENSORS = {
     argument: tuple(name for name, other in config_fields.OF_TENSORS.items() if other == argument)
     for argument in config_fields.OF_TENSORS.values()
 }
+"""The fields of ``config.json`` that say what an argument says of tensors' shapes."""
 
 
 class Relation(Protocol):

@@ -143,7 +143,7 @@ class StorageInfo(Pickled):
 class Properties(Pickled):
     """``TensorProperties``: its state is a tuple, ``(dtype, layout, requires_grad, memory format, pin_memory)``.
 
-    Since torch 2.15 the strides in memory follow; what is stored is contiguous all the same.
+    Since torch 2.15 the strides in memory follow; those of the stored bytes stand in each item, as before.
 
     Source: pytorch, torch/distributed/checkpoint/metadata.py and filesystem.py (2.13.0, 2.15.0).
     """

@@ -136,7 +136,9 @@ class Item:
             at = self._data_offset(entry)
             if at + entry.nbytes > start:
                 raise self._corrupt(f"the record {name!r} in it is longer than the item")
-            self._check_descriptor(entry, at)
+            complaint = z.contradiction(entry, at, self.read)
+            if complaint:
+                raise self._corrupt(complaint)
             yield Member(name, self.offset + at, entry.nbytes, entry.crc32)
 
     def _locate(self) -> tuple[int, int, int]:
@@ -153,23 +155,10 @@ class Item:
         return count, nbytes, start
 
     def _data_offset(self, entry: z.Entry) -> int:
-        raw = self.read(entry.header_offset, z.LOCAL.size + len(entry.name))
-        _, _, flags, _, _, _, _, _, _, name_nbytes, extra_nbytes = z.LOCAL.unpack_from(raw)
-        same = raw.startswith(z.LOCAL_SIGNATURE) and flags == entry.flags and raw[z.LOCAL.size :] == entry.name
-        if not same or name_nbytes != len(entry.name):
+        found = z.data_offset(entry, self.read(entry.header_offset, z.LOCAL.size + len(entry.name)))
+        if found is None:
             raise self._corrupt(f"there is no header of {entry.name!r} at byte {self.offset + entry.header_offset}")
-        return entry.header_offset + len(raw) + int(extra_nbytes)
-
-    def _check_descriptor(self, entry: z.Entry, at: int) -> None:
-        """Behind the data, length and CRC stand a second time: a flipped bit in the directory shows here."""
-        if not entry.nbytes and entry.crc32:  # behind empty members nothing stands
-            raise self._corrupt(f"{entry.name!r} in it is empty, but its CRC is {entry.crc32:08x}")
-        if not entry.nbytes or not entry.flags & z.HAS_DESCRIPTOR:
-            return
-        placed = z.Placed("", entry.header_offset, at, entry.nbytes)
-        expected = z.descriptor(placed, entry.crc32)
-        if self.read(placed.data_end, len(expected)) != expected:
-            raise self._corrupt(f"length or CRC behind {entry.name!r} are not those of the directory of its zip")
+        return found
 
     def _corrupt(self, what: str) -> CheckpointError:
         return Corrupt(f"{self.file.path}: {self.key}, at byte {self.offset}: {what}.\n{RESTORE}")

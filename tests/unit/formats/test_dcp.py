@@ -81,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Path]
     return made
 
 
-def test_what_torch_2_15_wrote_is_read_and_ours_is_read_by_every_torch(tmp_path: Path) -> None:
+def test_what_torch_2_15_wrote_becomes_what_any_torch_reads(tmp_path: Path) -> None:
     """Strides stand in its metadata, at which the torch of before stumbles."""
     folder = GOLDENS / "dcp_2_15"
     convert(folder / "checkpoint", tmp_path / "ours", replace(options(), to="dcp", workers=1))
