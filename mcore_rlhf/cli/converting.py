@@ -4,10 +4,9 @@ and compared with the source.
 
 from __future__ import annotations
 
-import glob
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +15,17 @@ import click
 from mcore_rlhf.convert import ConvertOptions, Job, Progress
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.execution.journal import conversions_left
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
-from mcore_rlhf.manager.convert_step import StepJob, convert_part, convert_step, finish_parts
+from mcore_rlhf.manager.convert_step import StepJob, convert_part, convert_step, finish_parts, published_folder
 from mcore_rlhf.manager.subject import Subject
 from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.objects import MANIFESTS
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance
@@ -71,7 +72,7 @@ def run(job: ConversionJob, json: bool) -> None:
     carry_out = _executor(job)
     with shown_progress((4 if job.verify else 2) * len(subject.models)) as progress:
         target, began = job.target_folder(), time.monotonic()
-        with _said_when_interrupted(target):
+        with _said_when_interrupted(published_folder(subject, target)):
             done = carry_out(subject, target, job.options, progress)
         seconds = time.monotonic() - began
         with _said_when_interrupted(target, done.published):
@@ -206,23 +207,18 @@ def _said_when_interrupted(target: ReadablePath, published: ReadablePath | None 
 
 
 def _what_is_left(target: ReadablePath, before: str | None) -> str:
-    now = _transaction(target)
-    if now is not None and now == before and not _leftovers(target):
-        return f"{target} is as it was; the half-written copy was removed"
+    now, left, goes_on = _transaction(target), *_leftovers(target)
     if now is not None and now != before:
         return _published(target)
-    left = _leftovers(target)
-    if (
-        left
-        and isinstance(target, Path)
-        and any(target.absolute().parent.glob(f".{glob.escape(target.name)}.journal-*"))
-    ):
+    if goes_on:
         return (
             f"nothing was published at {target}; what is finished is kept in {left[0]}: the same command goes on there "
             "(--no-resume starts anew)"
         )
     if left:
         return f"nothing was published at {target}; another conversion to it, or what could not be removed, is in {left[0]}"
+    if now is not None:
+        return f"{target} is as it was; the half-written copy was removed"
     return f"nothing was published at {target}; what was half-written has been removed"
 
 
@@ -230,20 +226,27 @@ def _published(folder: ReadablePath) -> str:
     return f"{folder} had just been published, and is complete"
 
 
-def _leftovers(target: ReadablePath) -> list[Path]:
+def _leftovers(target: ReadablePath) -> tuple[list[str], bool]:
+    """What is half-written there, and whether the same command goes on in it."""
+    if isinstance(target, StorePath):
+        left = []
+        with suppress(CheckpointError):  # the interrupt is what is to be heard of
+            left = conversions_left(target)
+        return left, bool(left)
     if not isinstance(target, Path):
-        return []
-    hidden = f".{target.name}.partial-"
+        return [], False
     parent = target.absolute().parent
-    return [path for path in parent.iterdir() if path.name.startswith(hidden)] if parent.is_dir() else []
+    names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    left = [str(parent / name) for name in names if name.startswith(f".{target.name}.partial-")]
+    return left, bool(left) and any(name.startswith(f".{target.name}.journal-") for name in names)
 
 
 def _transaction(target: ReadablePath) -> str | None:
     """Which transaction published what is at the target."""
     try:
         target = checkpoint_path(str(target))  # anew: a store remembers what it was
-        return Manifest.read(target / MANIFEST_NAME).transaction
-    except CheckpointError:
+        return next(Manifest.read(target / name).transaction for name in MANIFESTS if (target / name).is_file())
+    except (CheckpointError, StopIteration):
         return None
 
 

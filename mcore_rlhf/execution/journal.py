@@ -17,20 +17,25 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.manifest import FileEntry
+from mcore_rlhf.storage.destination import Publication
+from mcore_rlhf.storage.manifest import PREFIX, FileEntry
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.publish import sync_folder
+from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.verify.audit import Spans
 
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, digest
 
 _VERSION = 1
 _MAX_NBYTES = 4 << 30
+_WHOLE = "whole-"
 _SYNC_S = 0.2
 """Thousands of small files do not wait for the disk once more each."""
 
@@ -123,7 +128,12 @@ class Journal:
     @property
     def files(self) -> dict[str, FileEntry]:
         """The files that are done, by path."""
-        return {name: done.entry for name, done in self.done.items() if done.entry is not None}
+        return _files(self.done)
+
+    @property
+    def left(self) -> str:
+        """Where what is finished stays, for a message."""
+        return f"beside the target, in {self.path.name.replace('.journal-', '.partial-')}"
 
     def retain(self, files: Collection[str]) -> None:
         """Forget files that are not there any more, or not as long as they should be: they are made again."""
@@ -164,6 +174,97 @@ class Journal:
             self._fd = -1
 
 
+@dataclass(slots=True)
+class StoreJournal:
+    """The same, in an object store: a note a file, since nothing can be added to an object. For several threads.
+
+    That a file is the one of which a note speaks is told by its version (ETag). Comparisons are not noted, and made again.
+
+    Args:
+        publication: Where the files go.
+        number: Of the part that is done; 1 where all is one.
+    """
+
+    publication: StorePublication
+    number: int = 1
+    done: dict[str, Done] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    durable: bool = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.done
+
+    @property
+    def files(self) -> dict[str, FileEntry]:
+        """See :attr:`Journal.files`."""
+        return _files(self.done)
+
+    @property
+    def left(self) -> str:
+        """See :attr:`Journal.left`."""
+        return f"in the store, in {self.publication.target}/{self.publication.prefix}"
+
+    def add(self, name: str, done: Done) -> None:
+        """See :meth:`Journal.add`; only of a file a note is left."""
+        self.done[name] = done
+        if done.entry is not None:
+            self.versions[name] = version = self.publication.version(name)
+            told = {"name": name, "version": version, "done": done.as_plain()}
+            self.publication.note(f"{self.number:04d}/{digest([name])[:16]}", json.dumps(told).encode())
+
+    def read(self) -> bool:
+        """Take over what a killed process has noted, as far as that is still there; whether there is any."""
+        there = self.publication.versions()
+        for data in self.publication.notes(f"{self.number:04d}"):
+            told = json.loads(data)
+            done = Done.of_plain(told["done"])
+            if done.entry is not None and there.get(told["name"]) == (done.entry.nbytes, told["version"]):
+                self.done[told["name"]], self.versions[told["name"]] = done, told["version"]
+        return bool(self.done)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_journal(fingerprint: Fingerprint, publication: Publication, *, durable: bool) -> Journal | StoreJournal | None:
+    """The journal of what is published, with what a killed process did; None where none is kept.
+
+    Args:
+        fingerprint: Of the plan.
+        publication: It has begun.
+        durable: See :class:`Journal`.
+
+    Raises:
+        StorageError: It cannot be read or written.
+    """
+    if isinstance(publication, StorePublication):
+        publication.go_on(f"{_WHOLE}{fingerprint.key}-{digest([publication.before()])[:8]}")
+        found = StoreJournal(publication)
+        if found.read():
+            publication.recovered.append(f"went on with what a process left that was killed, {found.left}")
+        return found
+    path = publication.resume(partial(why_not, fingerprint=fingerprint))
+    if path is None:
+        return None
+    journal = Journal(path, fingerprint, durable=durable)
+    try:
+        journal.retain(publication.keep({name: entry.nbytes for name, entry in journal.files.items()}))
+    except BaseException:
+        journal.close()
+        raise
+    return journal
+
+
+def conversions_left(target: StorePath) -> list[str]:
+    """Where conversions that were killed have left finished files, and the same command goes on.
+
+    Raises:
+        CheckpointError: The store refuses.
+    """
+    noted = StorePublication(target).noted()
+    return [f"{target}/{PREFIX}{name}" for name in sorted(noted) if name.startswith(_WHOLE)]
+
+
 def why_not(path: Path, fingerprint: Fingerprint) -> str:
     """Why a journal is of no use for a plan; empty where it is.
 
@@ -183,6 +284,10 @@ def why_not(path: Path, fingerprint: Fingerprint) -> str:
     if not header.get("durable") and (header.get("boot") != _boot() or not _boot()):
         return "it was written with --no-fsync before this machine started"
     return ""
+
+
+def _files(done: Mapping[str, Done]) -> dict[str, FileEntry]:
+    return {name: one.entry for name, one in done.items() if one.entry is not None}
 
 
 def _header(fingerprint: Fingerprint) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.verify.audit import Audit, Ledger, Pair, Watched, read_checksums, read_on
 
 from .fingerprint import digest
-from .journal import Done, Journal, why_not
+from .journal import Done, Journal, StoreJournal, open_journal
 from .work import Block, FileTask, PlannedTarget, Reading, Work
 
 _BUFFERS_PER_WORKER = 8
@@ -77,20 +77,18 @@ def publish(
 @contextmanager
 def journal_of(
     conversion: PlannedTarget, publication: Publication, options: ConvertOptions
-) -> Iterator[Journal | None]:
+) -> Iterator[Journal | StoreJournal | None]:
     """The journal of what is published, with what a killed process did; None where none is kept.
 
     Where the process is asked to end (SIGTERM), the disk is full or storage fails, what is finished stays for the next one, as after
     a kill.
     """
     fingerprint = conversion.fingerprint
-    path = None if fingerprint is None else publication.resume(partial(why_not, fingerprint=fingerprint))
-    if path is None or fingerprint is None:
+    journal = None if fingerprint is None else open_journal(fingerprint, publication, durable=options.fsync)
+    if journal is None:
         yield None
         return
-    journal = Journal(path, fingerprint, durable=options.fsync)
     try:
-        journal.retain(publication.keep({name: entry.nbytes for name, entry in journal.files.items()}))
         yield journal
     except KeyboardInterrupt as stop:
         if stop.args[:1] == (signal.SIGTERM,) and journal.files:
@@ -99,12 +97,11 @@ def journal_of(
     except StorageError as error:
         if (
             not journal.files or error.__cause__ is None
-        ):  # what no system call refused, such as a target that is there, stays so
+        ):  # what no system refused, such as a target that is there, stays so
             raise
         publication.leave()
         raise StorageError(
-            f"{error}\nWhat is finished is kept beside the target, in {path.name.replace('.journal-', '.partial-')}: the same command "
-            "goes on there; with --no-resume it begins anew, and removes it."
+            f"{error}\nWhat is finished is kept {journal.left}: the same command goes on there; with --no-resume it begins anew."
         ) from error
     finally:
         journal.close()

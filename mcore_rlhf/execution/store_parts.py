@@ -13,11 +13,10 @@ speaks is told by its version (ETag); one that was put again meanwhile is read a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported
 from mcore_rlhf.families.job_options import PartNumber
@@ -28,7 +27,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.upload import StorePublication
 
 from .fingerprint import Fingerprint, digest
-from .journal import Done
+from .journal import Done, StoreJournal
 from .parts import Joined, share
 from .run import Execution, Progress
 from .work import PlannedTarget
@@ -54,7 +53,7 @@ def run_store_part(
         if earlier is not None:
             progress.note(f"part {part} is done already")
             return earlier.files
-        notes = _Notes(shared, part)
+        notes = StoreJournal(shared, part.number)
         if options.resume and notes.read():
             progress.note(f"went on with part {part}, which a process left that was killed")
         mine, files = share(conversion.works, part), dict[str, FileEntry]()
@@ -92,43 +91,6 @@ def finish_store_parts(
         published = shared.commit(replace(conversion.manifest, files=files))
         shared.remove_notes()
         return published
-
-
-@dataclass(slots=True)
-class _Notes:
-    """What a part has finished, noted in the store; see :class:`.run.Tasks`.
-
-    Args:
-        publication: The transaction of all parts.
-        part: Which one.
-    """
-
-    publication: StorePublication
-    part: PartNumber
-    done: dict[str, Done] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    durable: bool = False
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.done
-
-    def add(self, name: str, done: Done) -> None:
-        """A task is done; of a file it is noted, and comparisons are made again."""
-        self.done[name] = done
-        if done.entry is not None:
-            self.versions[name] = version = self.publication.version(name)
-            told = {"name": name, "version": version, "done": done.as_plain()}
-            self.publication.note(f"{self.part.number:04d}/{digest([name])[:16]}", json.dumps(told).encode())
-
-    def read(self) -> bool:
-        """Take over what a killed process has noted, as far as that is still there; whether there is any."""
-        there = self.publication.versions()
-        for data in self.publication.notes(f"{self.part.number:04d}"):
-            told = json.loads(data)
-            done = Done.of_plain(told["done"])
-            if done.entry is not None and there.get(told["name"]) == (done.entry.nbytes, told["version"]):
-                self.done[told["name"]], self.versions[told["name"]] = done, told["version"]
-        return bool(self.done)
 
 
 def _asked(conversion: PlannedTarget) -> Fingerprint:

@@ -270,7 +270,7 @@ def _publication(source: Subject, target: ReadablePath, options: ConvertOptions)
     if source.step is None:
         refuse_overlap(source.folder, target)
         return publication_of(target, options)
-    folder = _step_folder(source, target)
+    folder = published_folder(source, target)
     if steps.step_of(folder) != source.step:
         raise Unsupported(
             f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
@@ -296,15 +296,15 @@ def _by_parts(source: Subject, target: ReadablePath, options: ConvertOptions) ->
     return found
 
 
-def _step_folder(source: Subject, target: ReadablePath) -> ReadablePath:
-    """The new folder of a step, as it was named."""
-    assert source.step is not None
-    return target if steps.step_of(target) is not None else steps.step_folder(target, source.step)
+def published_folder(source: Subject, target: ReadablePath) -> ReadablePath:
+    """The folder that appears: a step's new one, where the target is the root of a run."""
+    inside = source.step is not None and steps.step_of(target) is None
+    return steps.step_folder(target, source.step or 0) if inside else target
 
 
 def _track(job: StepJob, target: ReadablePath, options: ConvertOptions) -> None:
     """Say where a step was published; let a root's tracker name it, where it has no newer one."""
-    step, job.published = job.source.step or 0, _step_folder(job.source, target)
+    step, job.published = job.source.step or 0, published_folder(job.source, target)
     newest = steps.newest(job.published.parent)
     if job.published.parent == target and (newest is None or newest.step <= step):
         write_text(target / TRACKER, str(step), fsync=options.fsync)

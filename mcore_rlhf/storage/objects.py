@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import NotACheckpoint, StorageError, UsageError
@@ -53,6 +53,13 @@ _ADVICE = {
 
 _MOST_COPIED = 5 << 30
 """Bytes that a store copies by itself. Source: Amazon S3, API reference, CopyObject."""
+
+
+class Tag(NamedTuple):
+    """What tells an object from what is put in its place: its ETag, or its generation, by which Google goes."""
+
+    e_tag: str | None
+    version: str | None
 
 
 class ObjectStore(FetchingStore):
@@ -215,7 +222,7 @@ class ObjectStore(FetchingStore):
             answer = _obstore().get(self.client, file, options={"range": (start, stop), "if_match": tag})
             return bytes(answer.bytes())
 
-    def read_whole(self, key: str) -> tuple[bytes, str | None] | None:
+    def read_whole(self, key: str) -> tuple[bytes, Tag] | None:
         """A small object as it is now, with its tag; None where there is none.
 
         Raises:
@@ -224,12 +231,12 @@ class ObjectStore(FetchingStore):
         try:
             with self.asking(key, "read"):
                 answer = _obstore().get(self.client, key)
-                return bytes(answer.bytes()), answer.meta["e_tag"]
+                return bytes(answer.bytes()), Tag(answer.meta["e_tag"], answer.meta["version"])
         except FileNotFoundError:
             return None
 
-    def put_if(self, key: str, data: bytes, tag: str | None) -> tuple[str | None] | None:
-        """Put a small object if nothing is there, or what is there has that tag.
+    def put_if(self, key: str, data: bytes, tag: Tag | None) -> Tag | None:
+        """Put a small object if nothing is there (None), or what is there has that tag.
 
         Returns:
             The new object's tag; None where something else is there.
@@ -239,12 +246,15 @@ class ObjectStore(FetchingStore):
         """
         from obstore import exceptions as refused
 
-        mode: Any = "create" if tag is None else {"e_tag": tag}
+        mode: Any = (
+            "create" if tag is None else {name: value for name, value in tag._asdict().items() if value is not None}
+        )
         try:
             with self.asking(key, "write"):
                 try:
-                    return (_obstore().put(self.client, key, data, mode=mode, use_multipart=False)["e_tag"],)
-                except (refused.AlreadyExistsError, refused.PreconditionError):
+                    put = _obstore().put(self.client, key, data, mode=mode, use_multipart=False)
+                    return Tag(put["e_tag"], put["version"])
+                except (refused.AlreadyExistsError, refused.PreconditionError, refused.NotFoundError):
                     return None
         except StorageError as error:
             if isinstance(error.__cause__, refused.NotSupportedError) or "501 Not Implemented" in str(error.__cause__):
@@ -313,11 +323,11 @@ class ObjectStore(FetchingStore):
             yield
         except (FileNotFoundError, refused.NotFoundError) as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
-        except refused.PreconditionError as error:
+        except refused.PreconditionError:  # no cause: what was made of it is of no use to whoever comes after
             raise StorageError(
                 f"{where}: has changed while it was read: it is no longer the object that the folder's listing named.\n"
                 "Is another program still writing this checkpoint? Try again when it is done."
-            ) from error
+            ) from None
         except (refused.BaseError, OSError) as error:  # of writers, the latter
             why = ": the store refuses" if _is_refusal(error) else ""
             text = "\n".join(filter(None, (f"{where}: cannot {doing}{why}.", said(error), hint, self._advice(error))))
@@ -385,9 +395,13 @@ def _client(
 
 def _is_plain_http(scheme: str, settings: Mapping[str, str]) -> bool:
     """Whether the user names an endpoint without TLS, such as a server on the own machine; that is consent enough."""
-    names = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_STORAGE_ENDPOINT",)}
+    names = {
+        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "gs": ("GOOGLE_BASE_URL",),
+        "az": ("AZURE_STORAGE_ENDPOINT",),
+    }
     named = [os.environ.get(name, "") for name in names.get(scheme, ())]
-    named += [value for key, value in settings.items() if "endpoint" in key.lower()]
+    named += [value for key, value in settings.items() if "endpoint" in key.lower() or "base_url" in key.lower()]
     return any(value.startswith("http://") for value in named)
 
 

@@ -4,7 +4,7 @@ For a target ``ckpt`` a transaction uses keys that no other one ever uses:
 
 * ``ckpt/.tx-<id>/…``      the files
 * ``ckpt/.tx-<id>.writer`` says that somebody writes, and was how the store was asked whether it keeps conditions
-* ``ckpt/.tx-<id>.parts/…`` small notes of processes that send together
+* ``ckpt/.tx-<id>.parts/…`` small notes for processes that send together, or after one that was killed
 
 One conditional put of the manifest publishes it: of two writers, one wins. A target without a manifest does not exist. What a dead
 process left is removed by :func:`prune`, by the store's own clock; unfinished multipart uploads by a lifecycle rule of the bucket.
@@ -27,9 +27,10 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import CheckpointError, StorageError, UsageError
+from .checksum import crc32
 from .destination import Publication
 from .manifest import PREFIX, FileEntry, Manifest
-from .objects import MANIFESTS, ObjectStore
+from .objects import MANIFESTS, ObjectStore, Tag
 from .paths import ReadablePath, human, storage_error
 from .publish import MANIFEST_NAME
 from .reading import opened
@@ -41,6 +42,8 @@ from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes
 
 _PAUSES = (0.1, 0.5, 2.0)
 _PIECE_NBYTES = 1 << 20
+_REMOVED = b"removed"
+"""What stands in place of a writer's name once its files go: nobody may count on them."""
 DEAD_AFTER = timedelta(hours=24)
 """A prefix that no manifest names, and to which nothing was added for so long, is nobody's."""
 
@@ -61,6 +64,7 @@ class StorePublication(Publication):
         memory: Bytes that may be on their way, of one file.
         transaction: Its id.
         goes_on: Whether others may have begun this transaction: what they have sent is used, and never removed by who cannot begin.
+        shared: What the prefix is called instead, see :meth:`go_on`.
     """
 
     target: StorePath
@@ -70,9 +74,11 @@ class StorePublication(Publication):
     memory: int = 64 << 20
     transaction: str = field(default_factory=new_transaction)
     goes_on: bool = False
+    shared: str = ""
     recovered: list[str] = field(default_factory=list)
     _store: ObjectStore = field(init=False)
-    _tag: str | None = None
+    _marker: Tag | None = None
+    _tag: Tag | None = None
     _old: Manifest | None = None
     _settled: bool = True
 
@@ -84,7 +90,7 @@ class StorePublication(Publication):
     @property
     def prefix(self) -> str:
         """The folder in the target that the files lie in."""
-        return f"{PREFIX}{self.transaction}"
+        return f"{PREFIX}{self.shared or self.transaction}"
 
     def _key(self, name: str) -> str:
         return f"{self.target.path}/{name}"
@@ -136,6 +142,32 @@ class StorePublication(Publication):
                 "from Squid on. Or write to a local folder, and copy it."
             )
 
+    def go_on(self, name: str) -> None:
+        """Send where a process with the same plan did, which was killed perhaps. Of two that send there at once one publishes.
+
+        As long as nobody else comes there, what was sent is removed when this one fails.
+
+        Args:
+            name: What the prefix is called; it follows from the plan.
+
+        Raises:
+            StorageError: The store refuses.
+        """
+        self._store.remove([f"{self._key(self.prefix)}.writer"])
+        self.shared, me = name, f"{os.uname().nodename} {self.transaction}".encode()
+        while True:
+            key = f"{self._key(self.prefix)}.writer"
+            self._marker = self._store.put_if(key, me, None)
+            found = self._store.read_whole(key) if self._marker is None else None
+            if found is not None and found[0] == _REMOVED:
+                self.shared += "-anew"
+            elif self._marker is not None or (found is not None and self._is_taken_over(key, me, *found)):
+                return
+
+    def _is_taken_over(self, key: str, me: bytes, there: bytes, tag: Tag) -> bool:
+        """Whether whoever was there knows from now on that somebody came; the answer to an earlier question may have been lost."""
+        return there == me or self._store.put_if(key, me, tag) is not None
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -143,20 +175,20 @@ class StorePublication(Publication):
             self._remove_own()
 
     def _remove_own(self) -> None:
-        """What was sent; where the store refuses, it is :func:`prune`'s."""
+        """What was sent, if nobody else counts on it; where the store refuses, it is :func:`prune`'s."""
         self._settled = True
         with suppress(CheckpointError, OSError):
             own = self._key(self.prefix)
-            self._store.remove([*keys(self._store, own), *keys(self._store, f"{own}.parts"), f"{own}.writer"])
+            if self.shared and (
+                self._marker is None or not self._store.put_if(f"{own}.writer", _REMOVED, self._marker)
+            ):
+                return
+            self._store.remove([*keys(self._store, own), *keys(self._store, f"{own}.parts")])
+            self._store.remove([f"{own}.writer"])
 
     def leave(self) -> None:
         """See :meth:`Publication.leave`."""
         self._settled = True
-
-    def sent(self) -> dict[str, int]:
-        """Length of every file that is there as a whole, by path."""
-        prefix = self._key(self.prefix)
-        return {item["path"][len(prefix) + 1 :]: item["size"] for item in self._store.objects(prefix)}
 
     def versions(self) -> dict[str, tuple[int, str]]:
         """Length and version of every file that is there as a whole, by path."""
@@ -169,9 +201,14 @@ class StorePublication(Publication):
         return self._store.version_now(self._key(f"{self.prefix}/{file}"))
 
     def before(self) -> str:
-        """The transaction of what is at the target now; empty where nothing is."""
+        """What tells what is at the target now from what was there at other times; empty where nothing is."""
         found = self._store.read_whole(self._key(self.manifest_name))
-        return "" if found is None else Manifest.from_json(found[0], f"{self.target}/{self.manifest_name}").transaction
+        if found is None:
+            return ""
+        try:
+            return Manifest.from_json(found[0], f"{self.target}/{self.manifest_name}").transaction
+        except CheckpointError:  # damaged, and about to be replaced
+            return f"{crc32(found[0]):08x}"
 
     def note(self, name: str, data: bytes, *, once: bool = False) -> bool:
         """Leave a small note for those who send together.
@@ -193,10 +230,10 @@ class StorePublication(Publication):
     def notes(self, name: str) -> Iterator[bytes]:
         """A note, or all below a folder of them."""
         key = f"{self._key(self.prefix)}.parts/{name}"
-        for one in (key, *keys(self._store, key)):
-            found = self._store.read_whole(one)
-            if found is not None:
-                yield found[0]
+        with ThreadPoolExecutor(self._store.settings.connections) as pool:
+            for found in pool.map(self._store.read_whole, (key, *keys(self._store, key))):
+                if found is not None:
+                    yield found[0]
 
     def noted(self) -> dict[str, list[str]]:
         """The notes of all transactions at the target, by transaction."""
@@ -253,7 +290,8 @@ class StorePublication(Publication):
         with suppress(CheckpointError, OSError):  # it is published: what cannot be removed now, `prune --dead` removes
             found = self._store.read_whole(self._key(self.manifest_name))
             gone = doomed if found is not None and self._is(found[0], whole) else []
-            self._store.remove([*gone, f"{self._key(self.prefix)}.writer"])
+            notes = keys(self._store, f"{self._key(self.prefix)}.parts") if self.shared else []
+            self._store.remove([*gone, *notes, f"{self._key(self.prefix)}.writer"])
         self._store.forget()
         if self._store.settings.plain:
             self._make_plain(whole)
@@ -291,7 +329,7 @@ class StorePublication(Publication):
             and (not key.startswith(own) or (old is not None and key.startswith(old)))
         ]
 
-    def _put_manifest(self, manifest: Manifest, tag: str | None) -> str | None:
+    def _put_manifest(self, manifest: Manifest, tag: Tag | None) -> Tag:
         """Put it if what is there still has that tag; returns its own."""
         key, data = self._key(self.manifest_name), manifest.to_json().encode()
         for pause in (*_PAUSES, None):
@@ -301,9 +339,9 @@ class StorePublication(Publication):
                 there = self._looked(manifest, error)
                 if there is None:
                     raise self._unpublished(error) from error
-                return there[0]
+                return there
             if put is not None:
-                return put[0]
+                return put
             found = self._store.read_whole(key)
             if found is not None and self._is(found[0], manifest):
                 return found[1]
@@ -315,14 +353,14 @@ class StorePublication(Publication):
             "there.\nLook at it, then choose another target, or give --overwrite."
         )
 
-    def _looked(self, manifest: Manifest, error: CheckpointError) -> tuple[str | None] | None:
+    def _looked(self, manifest: Manifest, error: CheckpointError) -> Tag | None:
         """The tag of the manifest, if it is there in spite of an error."""
         self._settled = True  # what was put may be on its way still: the files must be there when it arrives
         try:
             found = self._store.read_whole(self._key(self.manifest_name))
         except CheckpointError:
             raise self._unpublished(error, "it is not known whether it was published") from error
-        return (found[1],) if found is not None and self._is(found[0], manifest) else None
+        return found[1] if found is not None and self._is(found[0], manifest) else None
 
     def _unpublished(self, error: CheckpointError, what: str = "was not published") -> StorageError:
         return StorageError(
@@ -348,7 +386,7 @@ class StorePublication(Publication):
             raise StorageError(
                 f"{self.target}: is published, and this program reads it; but not all files have their plain names, so that other "
                 f"loaders must not read it.\n{error}\nConvert again with --overwrite --layout plain."
-            ) from error
+            ) from None  # no cause: it is published, and nobody goes on with it
         with suppress(CheckpointError, OSError):
             self._store.remove(keys(self._store, self._key(self.prefix)))
         self._store.forget()

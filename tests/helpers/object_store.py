@@ -136,9 +136,51 @@ class S3:
         return store.client
 
 
+@dataclass
+class Google:
+    """The same server as Google's XML API looks: as S3, but conditions of writes are about generations, and ETags are not looked at.
+
+    Source: cloud.google.com/storage/docs, XML API, request and response headers (``x-goog-if-generation-match``, ``x-goog-generation``,
+    ``x-goog-copy-source``) and "Simple migration from Amazon S3".
+    """
+
+    s3: S3
+    generations: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        wanted = environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH")
+        if environ["REQUEST_METHOD"] == "PUT":
+            environ.pop("HTTP_IF_MATCH", None)
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        if wanted == "0":
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        elif wanted is not None:
+            environ["HTTP_IF_MATCH"] = self.generations.get(wanted, '"gone"')
+        if "HTTP_X_GOOG_COPY_SOURCE" in environ:
+            environ["HTTP_X_AMZ_COPY_SOURCE"] = environ["HTTP_X_GOOG_COPY_SOURCE"]
+        environ["HTTP_AUTHORIZATION"] = _AUTHORIZATION  # by which moto knows what it is asked for
+
+        def answer(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+            tag = next((value for name, value in headers if name.lower() == "etag"), None)
+            if tag is not None:
+                generation = str(1 + int(tag.strip('"').partition("-")[0], 16) % 10**15)
+                self.generations[generation] = tag
+                headers = [*headers, ("x-goog-generation", generation)]
+            return start_response(status, headers, *more)
+
+        return self.s3(environ, answer)
+
+
+_AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
+
+
 @contextmanager
-def serving() -> Iterator[S3]:
-    """A server; what it holds is the process', as moto has it."""
+def serving(outside: Callable[[S3], Any] = lambda s3: s3) -> Iterator[S3]:
+    """A server; what it holds is the process', as moto has it.
+
+    Args:
+        outside: What it looks like from outside.
+    """
     pytest.importorskip("moto", reason="moto[server], which plays S3, is not installed")
     pytest.importorskip("obstore", reason="obstore, which reads object stores, is not installed")
     from moto.server import DomainDispatcherApplication, create_backend_app
@@ -146,7 +188,7 @@ def serving() -> Iterator[S3]:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     s3 = S3(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, s3, threaded=True)
+    server = make_server("127.0.0.1", 0, outside(s3), threaded=True)
     s3.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -162,6 +204,5 @@ def _ask(method: str, address: str) -> None:
     from urllib.request import Request as Call
     from urllib.request import urlopen
 
-    headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
-    with urlopen(Call(address, method=method, headers=headers), timeout=30):
+    with urlopen(Call(address, method=method, headers={"Authorization": _AUTHORIZATION}), timeout=30):
         pass

@@ -131,7 +131,7 @@ def publication_of(target: StorePath, memory: int, transaction: str) -> StorePub
 
 def missing(jobs: Iterable[Job], publication: StorePublication) -> list[Job]:
     """Those files that are not there as a whole."""
-    sent = publication.sent()
+    sent = {name: nbytes for name, (nbytes, _) in publication.versions().items()}
     return [(name, entry) for name, entry in jobs if sent.get(name) != entry.nbytes]
 
 

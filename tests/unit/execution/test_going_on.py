@@ -84,6 +84,20 @@ def test_what_sigterm_ended_goes_on_as_well(source: Path, whole: Path, tmp_path:
     assert content(target) == content(whole)
 
 
+def test_of_a_step_it_is_said_where_it_goes_on(source: Path, tmp_path: Path) -> None:
+    step, root = tmp_path / "run" / "global_step_2", tmp_path / "out"
+    for role in ("actor", "critic"):
+        shutil.copytree(source, step / role)
+    code, _, stderr = run("convert", step, root, *TO, after=FILES + 1, number=signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM
+    assert (
+        f"nothing was published at {root / step.name}; what is finished is kept in {root}/.{step.name}.partial-"
+        in stderr
+    )
+    code, _, stderr = run("convert", step, root, *TO)
+    assert (code, "went on in" in stderr) == (0, True), stderr
+
+
 def test_what_was_finished_before_the_disk_was_full_is_not_made_again(
     source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

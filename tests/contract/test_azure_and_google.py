@@ -1,16 +1,20 @@
-"""The same promises in Azure's Blob storage, played by azurite, where that is installed: AZURITE names its ``azurite-blob``."""
+"""The same promises in Azure's Blob storage, which azurite plays if AZURITE names its ``azurite-blob``, and in Google's, which moto plays
+behind Google's headers.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import hmac
+import json
 import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -27,25 +31,49 @@ from mcore_rlhf.manager.convert_step import convert_part, finish_parts
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.objects import open_url
+from mcore_rlhf.storage.settings import StoreSettings, stores_with
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.upload import StorePublication, dead, remove
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.contract.test_store_writing import contents
 from tests.helpers.conversions import GOLDENS
+from tests.helpers.object_store import BUCKET, Google, serving
 
 AZURITE = os.environ.get("AZURITE") or shutil.which("azurite-blob")
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Those that everybody's azurite has. Source: Azurite 3.35.0, README, Default Storage Account."""
 
-pytestmark = pytest.mark.skipif(AZURITE is None, reason="azurite-blob, which plays Azure, is not installed")
-
 SOURCE = GOLDENS / "tp2pp2dp2_bf16_do"
 OPTIONS: dict[str, Any] = {"to": "megatron", "write": WriteOptions(tp=1, pp=4), "fsync": False, "workers": 1}
 
 
-@pytest.fixture(scope="module")
+Place = Callable[[str], StorePath]
+"""A folder of a bucket, as it is now."""
+
+
+@pytest.fixture(scope="module", params=["az", "gs"])
+def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with azure() if request.param == "az" else google(tmp_path_factory.mktemp("google") / "account.json"):
+        yield lambda key: open_url(f"{request.param}://{BUCKET}/{key}")
+
+
+@contextmanager
+def google(account: Path) -> Iterator[None]:
+    keys = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    account.write_text(json.dumps({**keys, "disable_oauth": True}))
+    with serving(Google) as server, pytest.MonkeyPatch.context() as patch:
+        server.forget()
+        patch.setenv("GOOGLE_BASE_URL", server.url)
+        patch.setenv("GOOGLE_SERVICE_ACCOUNT", str(account))
+        yield
+        server.forget()
+
+
+@contextmanager
 def azure() -> Iterator[None]:
+    if AZURITE is None:
+        pytest.skip("azurite-blob, which plays Azure, is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,7 +87,7 @@ def azure() -> Iterator[None]:
         for name, value in named.items():
             patch.setenv(name, value)
         try:
-            _make_container(named["AZURE_STORAGE_ENDPOINT"], "box")
+            _make_container(named["AZURE_STORAGE_ENDPOINT"], BUCKET)
             yield
         finally:
             process.terminate()
@@ -84,13 +112,7 @@ def _make_container(endpoint: str, name: str) -> None:
     pytest.fail("azurite did not answer")
 
 
-def at(key: str) -> StorePath:
-    """A folder, as it is now."""
-    return open_url(f"az://box/{key}")
-
-
-@pytest.mark.usefixtures("azure")
-def test_a_conversion_there_and_back_is_that_of_a_disk(tmp_path: Path) -> None:
+def test_a_conversion_there_and_back_is_that_of_a_disk(at: Place, tmp_path: Path) -> None:
     convert(SOURCE, tmp_path / "here", ConvertOptions(**OPTIONS))
     convert(SOURCE, at("there"), ConvertOptions(**OPTIONS))
     assert contents(at("there")) == contents(tmp_path / "here")
@@ -107,8 +129,7 @@ def test_a_conversion_there_and_back_is_that_of_a_disk(tmp_path: Path) -> None:
     assert not at("there").is_dir()
 
 
-@pytest.mark.usefixtures("azure")
-def test_parts_there_are_what_one_process_makes(tmp_path: Path) -> None:
+def test_parts_there_are_what_one_process_makes(at: Place, tmp_path: Path) -> None:
     convert(SOURCE, tmp_path / "here", ConvertOptions(**OPTIONS))
     source = find(SOURCE, ReadOptions())
     for number in (2, 1, 3):
@@ -117,8 +138,7 @@ def test_parts_there_are_what_one_process_makes(tmp_path: Path) -> None:
     assert contents(at("parts")) == contents(tmp_path / "here")
 
 
-@pytest.mark.usefixtures("azure")
-def test_of_two_writers_exactly_one_wins_and_what_is_dead_is_found() -> None:
+def test_of_two_writers_exactly_one_wins_and_what_is_dead_is_found(at: Place) -> None:
     with StorePublication(at("raced")) as first, StorePublication(at("raced")) as second:
         files = {each.prefix: {"a": each.put("a", f"by {each.transaction}")} for each in (first, second)}
         first.commit(Manifest(files[first.prefix]))
@@ -130,7 +150,31 @@ def test_of_two_writers_exactly_one_wins_and_what_is_dead_is_found() -> None:
     assert Manifest.read(at("raced") / "mcore_rlhf.json").transaction == first.transaction
 
 
-@pytest.mark.usefixtures("azure")
-def test_a_container_that_is_missing() -> None:
-    with pytest.raises(StorageError, match=r"(?s)ContainerNotFound.*Check the bucket's name"):
-        list(open_url("az://nowhere/run").iterdir())
+def test_a_bucket_that_is_missing(at: Place) -> None:
+    scheme = at("run").store.url.partition(":")[0]
+    with pytest.raises(StorageError, match=r"(?s)(ContainerNotFound|NoSuchBucket).*Check the bucket's name"):
+        list(open_url(f"{scheme}://nowhere/run").iterdir())
+
+
+def test_who_comes_after_a_kill_goes_on_and_who_failed_before_takes_nothing_away(at: Place) -> None:
+    with StorePublication(at("shared")) as second:
+        with pytest.raises(RuntimeError, match="fails"), StorePublication(at("shared")) as first:  # noqa: PT012
+            first.go_on("whole-x")
+            manifest = Manifest({"x": first.put("x", "x")})
+            second.go_on("whole-x")
+            raise RuntimeError("fails")
+        second.commit(manifest)
+    assert contents(at("shared"))["x"] == b"x"
+    with pytest.raises(RuntimeError, match="fails"), StorePublication(at("alone")) as alone:  # noqa: PT012
+        alone.go_on("whole-x")
+        alone.put("x", "x")
+        raise RuntimeError("fails")
+    assert list(dead(at("alone"), timedelta(0))) == []
+
+
+def test_plain_names_for_other_loaders(at: Place, tmp_path: Path) -> None:
+    convert(SOURCE, tmp_path / "here", ConvertOptions(**OPTIONS))
+    with stores_with(StoreSettings(plain=True)):
+        convert(SOURCE, at("plain"), ConvertOptions(**OPTIONS))
+    assert Manifest.read(at("plain") / "mcore_rlhf.json").prefix == ""
+    assert contents(at("plain")) == contents(tmp_path / "here")
