@@ -50,6 +50,11 @@ def combine_by_algebra(first: int, second: int, second_nbytes: int) -> int:
     return _multiply(_shift_factor(second_nbytes), first) ^ second
 
 
+def crc32_of_zeros(nbytes: int) -> int:
+    """The CRC-32 of so many zero bytes, in no time: the register begins with all ones, is shifted, and turned over."""
+    return _multiply(_shift_factor(nbytes), 0xFFFFFFFF) ^ 0xFFFFFFFF
+
+
 def _multiply(a: int, b: int) -> int:
     """Product of two polynomials, bits reflected, modulo the CRC polynomial."""
     product, mask = 0, _ONE

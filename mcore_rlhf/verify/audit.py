@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ from mcore_rlhf.core.execute import AHEAD_BYTES, WINDOW_BYTES, WORDS, ReadsAhead
 from mcore_rlhf.core.plan import Copy, check_tiles, coalesced
 from mcore_rlhf.errors import Corrupt, CoverageError, Problems
 from mcore_rlhf.families.source import StoredFile
-from mcore_rlhf.storage.checksum import combine, crc32
+from mcore_rlhf.storage.checksum import combine, crc32, crc32_of_zeros
 
 Task = Callable[[], None]
 _Progress = Callable[[int], None]
@@ -58,10 +59,42 @@ def read_checksums(files: Iterable[StoredFile]) -> None:
     """Read the checksums of files where their format puts that off, so as to hear of damage before the work begins.
 
     Raises:
-        CheckpointError: Files are damaged.
+        CheckpointError: Files are damaged, or one rank's lies in the place of another's: all that do.
     """
+    first: dict[object, StoredFile] = {}
+    problems = Problems()
     for file in files:
-        len(file.records)
+        if len(file.records) and _rank_of(file) is not None:
+            other = first.setdefault(tuple((nbytes, crc) for _, _, nbytes, crc in file.records), file)
+            if _is_copy(other, file):
+                problems.add(
+                    Corrupt,
+                    f"{file.path}: is the same as {other.path}, byte for byte, and should have other parts of the same tensors",
+                    "One is a copy of the other: copy it again from where its rank wrote it.",
+                )
+    problems.raise_if_any()
+
+
+_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt)$")
+"""Files of which every rank has its own part: torch's DCP and DeepSpeed's ZeRO."""
+_TENSOR = re.compile(r"data/\d+|.*\[[\d,]*\]")
+_FEWEST = 3
+"""Tensors by which a file is told from padding and new states, which those of several ranks of a small model may be alike in."""
+
+
+def _rank_of(file: StoredFile) -> str | None:
+    found = _OF_RANK.search(file.path)
+    return None if found is None else found[1] or found[2]
+
+
+def _is_copy(one: StoredFile, other: StoredFile) -> bool:
+    """Whether one of two files of equal content lies in the place of the other; a parameter and its master may be equal too."""
+    if _rank_of(one) == _rank_of(other):
+        return False
+    told = {crc for key, _, nbytes, crc in one.records if _TENSOR.fullmatch(key) and crc != crc32_of_zeros(nbytes)}
+    names = [[re.sub(r"\d+", "", key) for key, *_ in file.records] for file in (one, other)]
+    alike = sum(a == b for a, b in zip(*names, strict=True))
+    return len(told) >= _FEWEST and 2 * alike >= len(names[0])
 
 
 class _Sums:

@@ -351,6 +351,7 @@ def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Ope
     optimizer = files.sliced or (optimizer and _has_optimizer_files(files, first, top))
     check_complete(files, dp, mp, optimizer=optimizer)
     pp, tp = _axes(files, top, mp)
+    _check_groups(files, top)
     opened = OpenedTag(files, dp, pp, tp)
     opened.model = {at: read(name, MODEL) for at, name in named.items()}
     opened.layers = {at: read(name, LAYER) for at, name in files.layers.items()}
@@ -360,6 +361,22 @@ def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> Ope
     _check_equal(opened, first, top)
     opened.stage = _stage(opened)
     return opened
+
+
+def _check_groups(files: TagFiles, top: Mapping[str, Any]) -> None:
+    """MiCS cuts parameters over smaller groups of ranks, each of which has all of them.
+
+    Source: deepspeed, ``runtime/zero/mics.py`` (``MiCS_Init``, ``MiCS_Optimizer``); gone in 0.19.8.
+
+    Raises:
+        Unsupported: It does.
+    """
+    size = section(top.get("ds_config"), "zero_optimization").get("mics_shard_size", -1)
+    if isinstance(size, int) and size > 0:
+        raise Unsupported(
+            f"{files.folder}: written with MiCS (mics_shard_size {size}), whose ranks hold other parts than ZeRO's\n"
+            "Let DeepSpeed gather the weights: stage3_gather_16bit_weights_on_model_save, and save_16bit_model."
+        )
 
 
 def _open_experts(opened: OpenedTag, stubs: tuple[str, ...], top: Mapping[str, Any]) -> None:

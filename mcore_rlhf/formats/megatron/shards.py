@@ -287,15 +287,25 @@ def _check_arguments(shards: Sequence[RankShard], problems: Problems) -> None:
 def _check_places(shards: Sequence[RankShard], problems: Problems) -> None:
     """Files know which rank wrote them; tools that do not care give all the same number, or none."""
     stored = {shard.at.rank: _arguments(shard).get("rank") for shard in shards}
-    if set(stored.values()) != set(stored):
+    right = {shard.at.rank: shard for shard in shards if stored[shard.at.rank] == shard.at.rank}
+    wrong = [shard for shard in shards if shard.at.rank not in right]
+    if set(stored.values()) == set(stored):
+        advice = "Rank folders were swapped."
+    elif all(_is_copy(shard, right.get(stored[shard.at.rank])) for shard in wrong):  # type: ignore[call-overload]
+        advice = "It is a copy of that rank's file; copy the rank's own from where the checkpoint was written."
+    else:
         return
-    for shard in shards:
-        if stored[shard.at.rank] != shard.at.rank:
-            problems.add(
-                LayoutMismatch,
-                f"{shard.pt.file}: written by rank {stored[shard.at.rank]}, but {shard.at.folder} belongs to rank {shard.at.rank}",
-                "Rank folders were swapped.",
-            )
+    for shard in wrong:
+        problems.add(
+            LayoutMismatch,
+            f"{shard.pt.file}: written by rank {stored[shard.at.rank]}, but {shard.at.folder} belongs to rank {shard.at.rank}",
+            advice,
+        )
+
+
+def _is_copy(shard: RankShard, other: RankShard | None) -> bool:
+    """Whether two model files are the same byte for byte, as their checksums say."""
+    return other is not None and shard.pt.directory.checksums == other.pt.directory.checksums != ()
 
 
 def _arguments(shard: RankShard) -> Mapping[str, object]:

@@ -142,6 +142,8 @@ def _value(dcp: DcpFolder, fqn: str) -> object:
     """An object, or a small tensor: random states."""
     if fqn in dcp.objects:
         return dcp.objects[fqn].load()
+    if fqn not in dcp.tensors:
+        raise Incomplete(f"{dcp.folder}: .metadata has a path for {fqn}, and no such item\nCopy the folder again.")
     tensor = dcp.tensors[fqn]
     (box,) = tensor.boxes  # of a rank's own tensor
     return DcpObject(fqn, dcp.metadata.places[fqn, box.offset], dcp).load()

@@ -134,3 +134,13 @@ def test_a_vocabulary_that_does_not_explain_the_rows_cuts_nothing(tmp_path: Path
     convert(source, tmp_path / "out", ConvertOptions(write=WriteOptions(tp=1, pp=1, vocab_size=132)))
     rows = open_checkpoint(tmp_path / "out", ReadOptions()).model.padded_vocab_size
     assert rows == 144
+
+
+def test_a_rank_file_that_lies_in_two_folders_is_found(tmp_path: Path) -> None:
+    """Without a distributed optimizer nothing else in the files says so: every tensor has the shape of the other rank's."""
+    source = Path(shutil.copytree(GOLDENS.parent / "megatron_0_19" / "muon_tp2_bf16", tmp_path / "source"))
+    folder = source / "iter_0000006"
+    shutil.copyfile(folder / "mp_rank_01" / MODEL, folder / "mp_rank_00" / MODEL)
+    message = refused(source, LayoutMismatch)
+    assert f"mp_rank_00/{MODEL}: written by rank 1, but mp_rank_00 belongs to rank 0" in message
+    assert "copy of that rank's file" in message

@@ -272,3 +272,11 @@ def test_a_parameter_that_autotp_itself_gives_up(bad: Callable[[str], Path]) -> 
         with edited(path) as tree:
             tree["universal_checkpoint_info"]["autotp_unsupported_parameter_patterns"] = {r"^lm_head\.weight$": "odd"}
     refused(root, Unsupported, "lm_head.weight", "AutoTP itself")
+
+
+def test_mics_is_refused_by_name(bad: Callable[[str], Path]) -> None:
+    root = bad(Z3)
+    for path in (root / "step3").glob("*model_states.pt"):
+        with edited(path) as tree:
+            tree["ds_config"]["zero_optimization"]["mics_shard_size"] = 1
+    refused(root, Unsupported, "MiCS", "mics_shard_size 1")

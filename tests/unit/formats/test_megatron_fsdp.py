@@ -102,6 +102,19 @@ def test_a_damaged_file_is_found(tmp_path: Path) -> None:
         converted(tmp_path / "root", tmp_path / "out", "megatron")
 
 
+def test_a_path_without_an_item_is_damage(tmp_path: Path) -> None:
+    """A bit that flipped in ``.metadata``, which has no checksum."""
+    shutil.copytree(GOLDENS / "tp2dp2_bf16", tmp_path / "root")
+    file = tmp_path / "root" / "iter_0000002" / ".metadata"
+    data, key = bytearray(file.read_bytes()), b"decoder.layers.1.pre_mlp_layernorm.weight.lr_mult"
+    data[data.index(key, data.index(key) + 1)] ^= 4  # the second is that of the paths
+    file.write_bytes(data)
+    assert (
+        "layers.1.pre_mlp_layernorm.weight.lr_mult, and no such item"
+        in verify(tmp_path / "root", ReadOptions()).problems.describe()
+    )
+
+
 @pytest.mark.parametrize(
     ("stages", "more", "said"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert, prepare
-from mcore_rlhf.errors import NotACheckpoint, Problems
+from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
@@ -185,3 +185,21 @@ def test_scales_of_chained_optimizers_that_went_apart_are_lost(tmp_path: Path) -
                 member["grad_scaler"] = {"scale": torch.tensor([scale]), "growth_tracker": 1, "hysteresis_tracker": 2}
     job = prepare(source, replace(options(), to="megatron"))
     assert any("optimizer.1.grad_scaler" in text for text in job.account.lost)
+
+
+GOLDEN_KINDS = GOLDENS.parent
+COPIES = {
+    "deepspeed/z3_bf16_frozen_dp2": ("step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "pp_rank_0", "pp_rank_1"),
+    "megatron_dist/tp2pp2dp2_fully_reshardable": ("iter_0000002/__1_1.distcp", "__1_", "__5_"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_file_of_one_rank_in_the_place_of_anothers_is_found(tmp_path: Path, name: str) -> None:
+    """All lengths and checksums hold, and so do those of ``.metadata``; only that two ranks cannot have the same."""
+    root = Path(shutil.copytree(GOLDEN_KINDS / name, tmp_path / "source", ignore=shutil.ignore_patterns("*_uni*")))
+    path, rank, other = COPIES[name]
+    shutil.copyfile(root / path, root / path.replace(rank, other))
+    assert "byte for byte" in verify(root, ReadOptions()).problems.describe()
+    with pytest.raises(Corrupt, match="One is a copy of the other"):
+        convert(root, tmp_path / "target", replace(options(), to="dcp"))
