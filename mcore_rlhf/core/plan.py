@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
+from typing import NamedTuple
 
 from mcore_rlhf.errors import CoverageError, Incomplete, Problems
 
@@ -103,7 +104,7 @@ def plan_file(file: str, holds: Iterable[TensorEntry], source: Catalog) -> FileP
     Returns:
         The copies, and every problem found on the way: nothing is raised here, so that all files can be looked at.
     """
-    plan = FilePlan(file)
+    plan, known = FilePlan(file), dict[Hashable, _Met]()
     for want in holds:
         have = source.get(want.name)
         if have is None:
@@ -111,36 +112,79 @@ def plan_file(file: str, holds: Iterable[TensorEntry], source: Catalog) -> FileP
                 Incomplete, f"{want.name}: the target needs it in {file}, and the source does not have it"
             )
         else:
-            plan.copies.extend(_plan_entry(have, want, plan.problems))
+            plan.copies.extend(_plan_entry(have, want, known, plan.problems))
     _check_disjoint(plan)
     return plan
 
 
-def _plan_entry(have: TensorEntry, want: TensorEntry, problems: Problems) -> Iterator[Copy]:
+_MOST_KNOWN = 4096
+"""Of a file with tens of thousands of tensors that are cut each in its own way, nothing is found again: let them not fill the memory."""
+
+
+class _Met(NamedTuple):
+    """What a wanted chunk takes of a tensor's sources. Layers and experts are cut alike: only records and starts are their own.
+
+    Args:
+        copies: For each source that it meets: its number, and the copy as it would be if both chunks began at element 0.
+        missing: How many of its elements no source has; less than none where sources overlap.
+        alive: The chunks by whose boxes' identities this is found again.
+    """
+
+    copies: list[tuple[int, Copy]]
+    missing: int
+    alive: tuple[tuple[Chunk, ...], Chunk]
+
+
+def _plan_entry(
+    have: TensorEntry, want: TensorEntry, known: dict[Hashable, _Met], problems: Problems
+) -> Iterator[Copy]:
     sources = have.primary()
-    spans = [_rows(c.box) for c in sources]
+    cut = tuple([(id(chunk.box), chunk.strides) for chunk in sources])
     for chunk in want.chunks:
-        missing = chunk.box.numel
-        low, high = _rows(chunk.box)
-        for candidate, (start, stop) in zip(sources, spans, strict=True):
-            if start >= high or stop <= low:  # one of hundreds of slices, as a rule: not worth a box
-                continue
-            part = candidate.box.intersect(chunk.box)
-            if part is not None:
-                missing -= part.numel
-                yield coalesced(part.shape, candidate.narrow(part), chunk.narrow(part))
-        if missing > 0:
-            problems.add(
-                CoverageError,
-                f"{want.name}: {missing} of the {chunk.box.numel} elements of {chunk.box}, wanted in {chunk.record.file}, "
-                "have no source",
+        key = cut, id(chunk.box), chunk.strides
+        met = known.get(key)
+        if met is None:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            met = known[key] = _meet(sources, chunk)
+        for number, copy in met.copies:
+            source = sources[number]
+            yield Copy(
+                copy.shape,
+                source.record,
+                source.start + copy.source_start,
+                copy.source_strides,
+                chunk.record,
+                chunk.start + copy.target_start,
+                copy.target_strides,
             )
-        elif missing < 0:
-            problems.add(
-                CoverageError,
-                f"{want.name}: {chunk.box}, wanted in {chunk.record.file}, has overlapping sources: "
-                + ", ".join(f"{c.box} in {c.record.file}" for c in sources[:4]),
-            )
+        if met.missing:
+            problems.add(CoverageError, f"{want.name}: {_incomplete(sources, chunk, met.missing)}")
+
+
+def _meet(sources: tuple[Chunk, ...], chunk: Chunk) -> _Met:
+    copies, missing = list[tuple[int, Copy]](), chunk.box.numel
+    low, high = _rows(chunk.box)
+    wanted = replace(chunk, start=0)
+    for number, candidate in enumerate(sources):
+        start, stop = _rows(candidate.box)
+        if start >= high or stop <= low:  # one of hundreds of slices, as a rule: not worth a box
+            continue
+        part = candidate.box.intersect(chunk.box)
+        if part is not None:
+            missing -= part.numel
+            copy = coalesced(part.shape, replace(candidate, start=0).narrow(part), wanted.narrow(part))
+            copies.append((number, copy))
+    return _Met(copies, missing, (sources, chunk))
+
+
+def _incomplete(sources: tuple[Chunk, ...], chunk: Chunk, missing: int) -> str:
+    if missing > 0:
+        return (
+            f"{missing} of the {chunk.box.numel} elements of {chunk.box}, wanted in {chunk.record.file}, have no source"
+        )
+    some = ", ".join(f"{c.box} in {c.record.file}" for c in sources[:4])
+    return f"{chunk.box}, wanted in {chunk.record.file}, has overlapping sources: {some}"
 
 
 def _rows(box: Box) -> tuple[int, int]:
