@@ -83,6 +83,7 @@ def inspect(path: Path, tensors: str | None, json: bool, **given: Any) -> None:
         o.CONFIG,
         o.flag("--copies", "-v", help="Print the copies themselves."),
         o.Option("--save", help="Save the plan, for convert --plan.", type=o.FOLDER, metavar="FILE"),
+        o.PROGRESS_OPTION,
         o.JSON_OPTION,
     ],
 )

@@ -93,8 +93,7 @@ class ConversionJob(JobOptions):
         path, options = self.source_folder(), self.options.read
         if self.newest_intact:
             with shown_progress() as progress:
-                progress.stage(f"looking for the newest intact step of {path}", 0)
-                return find(path, options, chosen_step(path, newest_intact=True, progress=progress.advance))
+                return find(path, options, chosen_step(path, newest_intact=True, progress=progress))
         found = find(path, options)
         if found.chosen is not None:
             found.chosen.require_newest()

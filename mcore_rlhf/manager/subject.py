@@ -5,8 +5,9 @@ In the root of a run, which step that is where none was named, and what that pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
@@ -18,6 +19,9 @@ from mcore_rlhf.storage.urls import checkpoint_path
 
 from .run import steps
 from .run.steps import RESERVED, TRACKER, Step, tracker_text
+
+if TYPE_CHECKING:
+    from mcore_rlhf.execution.run import Progress
 
 _SHOWN = 10
 
@@ -83,7 +87,7 @@ def choose(
     step: int | None = None,
     *,
     newest_intact: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ChosenStep:
     """Choose a step of a root.
 
@@ -92,7 +96,7 @@ def choose(
         step: The number of the step that is meant, or None for the newest that is committed. Where all steps are another
             trainer's, for the one that its tracker names.
         newest_intact: Whether every file's checksum must hold as well; damaged steps are passed over.
-        progress: Called with the number of bytes just read.
+        progress: Is told how far it is; each step that is read is a stage.
 
     Raises:
         NotACheckpoint: There is no such step, or none of them is committed and no tracker says which is meant.
@@ -114,12 +118,14 @@ def choose(
     return _tracked(root, passed_over)
 
 
-def _checked(step: Step, progress: Callable[[int], None] | None) -> Step:
+def _checked(step: Step, progress: Progress | None) -> Step:
     """The step, damaged if a checksum does not hold."""
-    count = progress or (lambda nbytes: None)
     try:
         manifest = steps.read_manifest(step.path)
-        found = check(step.path, manifest, progress=lambda _, nbytes: count(nbytes)).found
+        if progress is not None:
+            progress.stage(f"checking step {step.step}", sum(entry.nbytes for entry in manifest.files.values()))
+        advance = (lambda nbytes: None) if progress is None else progress.advance
+        found = check(step.path, manifest, progress=lambda _, nbytes: advance(nbytes)).found
         why = found[0].message.splitlines()[0] if found else ""
     except CheckpointError as error:
         why = str(error).splitlines()[0]
@@ -255,7 +261,7 @@ def chosen_step(
     step: int | None = None,
     *,
     newest_intact: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ChosenStep | None:
     """The step that the root of a run means; None where the path is no root.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -105,8 +106,12 @@ def test_conversions_never_take_an_older_step_unasked(
 
 def test_newest_intact_reads_every_byte(cli: Cli, root: Path) -> None:
     flip_a_bit(root / "global_step_9" / "actor" / "weights.bin")
-    outcome = cli("plan", root, "--newest-intact", "--json")
+    outcome = cli("plan", root, "--newest-intact", "--json", "--progress", "json")
     assert outcome.code == 0, outcome.stderr
+    told = [json.loads(line) for line in outcome.stderr.splitlines() if line.startswith("{")]
+    assert {line["stage"]: bool(line["total"]) for line in told if "step" in line["stage"]} == {
+        "checking step 9": True, "checking step 2": True,
+    }  # fmt: skip
     (over,) = outcome.json["chosen"]["passed_over"]
     assert (outcome.json["chosen"]["step"], over["step"]) == (2, 9)
     assert "CRC-32" in over["why"]
