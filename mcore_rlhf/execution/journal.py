@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -216,10 +217,11 @@ class StoreJournal:
         """Take over what a killed process has noted, as far as that is still there; whether there is any."""
         there = self.publication.versions()
         for data in self.publication.notes(f"{self.number:04d}"):
-            told = json.loads(data)
-            done = Done.of_plain(told["done"])
-            if done.entry is not None and there.get(told["name"]) == (done.entry.nbytes, told["version"]):
-                self.done[told["name"]], self.versions[told["name"]] = done, told["version"]
+            with suppress(ValueError, KeyError, TypeError):  # a note that cannot be read is none
+                told = reading.parse_json(data)
+                done, name, version = Done.of_plain(told["done"]), str(told["name"]), str(told["version"])
+                if done.entry is not None and there.get(name) == (done.entry.nbytes, version):
+                    self.done[name], self.versions[name] = done, version
         return bool(self.done)
 
     def close(self) -> None:
