@@ -19,7 +19,7 @@ from mcore_rlhf.models.megatron import OUTPUT
 from mcore_rlhf.storage.stored import StubType
 from mcore_rlhf.storage.torch_values import torch_dtype
 
-from .arguments import DISTRIBUTED, LAYER_WISE, arguments_for, stored_arguments
+from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, arguments_for, stored_arguments
 from .folders import FileRank
 from .groups import Membership
 from .new_layout import NewLayout, choose, same_coordinates
@@ -128,6 +128,8 @@ class NewRun:
         )  # fmt: skip
         if self.ckpt_format == "torch_dist" and self.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and _FULLY in new:
             new[_FULLY] = self.options.optimizer_sharding != "dp_reshardable"
+        if self.choices.optimizer == LAYER_WISE and self.family.by_size and BY_LAYOUT in new:
+            new[BY_LAYOUT] = False
         if new.get("use_megatron_fsdp"):
             new["use_megatron_fsdp"] = False  # whose runs load fsdp_dtensor alone
         if self.options.no_optimizer:

@@ -145,6 +145,8 @@ class MegatronState(Family):
         order: All names, opaque ones included, in registration order.
         unknown: Parameters about which nothing is known, because there is one tensor-parallel rank only.
         scalars: Values that the plain optimizer keeps per parameter and that are equal for all.
+        by_size: Whether a layer-wise optimizer dealt parameters by their size, whatever ``use_layer_wise_param_layout`` says: runs of
+            ``pretrain_gpt.py`` do so even where that is true. Source: megatron-core 0.19.2, ``training/models/dist_utils.py``.
     """
 
     names: ClassVar[str] = "megatron"
@@ -154,6 +156,7 @@ class MegatronState(Family):
     order: list[str]
     unknown: list[str]
     scalars: dict[str, object] = field(default_factory=dict)
+    by_size: bool = field(default=False, kw_only=True)
 
     @property
     def rng_ranks(self) -> int:

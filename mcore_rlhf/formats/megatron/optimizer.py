@@ -69,6 +69,7 @@ class _Run:
     parallel: ParallelConfig
     rules: Rules
     has_mtp: bool
+    stateless: bool
 
 
 def read_optimizer(
@@ -81,7 +82,7 @@ def read_optimizer(
     """
     kind = _kind(shards, args)
     by_place = {(chunk.pp_rank, chunk.vpp_rank): chunk for chunk in chunks}
-    run = _Run(by_place, args, parallel, rules, any(chunk.mtp for chunk in chunks))
+    run = _Run(by_place, args, parallel, rules, any(chunk.mtp for chunk in chunks), _keeps_no_state(shards, args))
     reading = OptimizerReading(kind)
     if kind is None:
         return reading
@@ -112,7 +113,7 @@ def _kind(shards: Sequence[RankShard], args: Arguments) -> str | None:
         members = [member for shard in shards for member in _members(shard)]
         if any(shard.dealt for shard in shards) or (members and args.layer_wise):
             return LAYER_WISE
-        if any(map(has_plain_state, members)) or (members and _keeps_no_state(shards[0], args)):
+        if any(map(has_plain_state, members)) or (members and _keeps_no_state(shards, args)):
             return PLAIN
         if any(inner_state(member).get("param_groups") for member in members):
             raise Incomplete(
@@ -141,13 +142,19 @@ def _kind(shards: Sequence[RankShard], args: Arguments) -> str | None:
     return DISTRIBUTED
 
 
-def _keeps_no_state(shard: RankShard, args: Arguments) -> bool:
-    """Whether a plain optimizer has nothing but its groups: SGD without momentum, or one that has not stepped yet."""
+def _keeps_no_state(shards: Sequence[RankShard], args: Arguments) -> bool:
+    """Whether a plain optimizer has nothing but its groups: SGD without momentum, or one that has not stepped yet.
+
+    In fp16 the first iterations may all be skipped, until the loss scale is low enough.
+    """
     if args.values.get("use_distributed_optimizer") is not False:
         return False
-    return (args.values.get("optimizer") == "sgd" and not args.values.get("sgd_momentum")) or not shard.top.get(
-        "iteration"
+    members = [(shard, member) for shard in shards for member in _members(shard)]
+    skipped = all("grad_scaler" in member and not has_plain_state(member) for _, member in members) and not any(
+        group.fields.get("step") for shard, member in members for group in groups_of(member, shard.pt)
     )
+    sgd = args.values.get("optimizer") == "sgd" and not args.values.get("sgd_momentum")
+    return skipped or sgd or not shards[0].top.get("iteration")
 
 
 def _members(shard: RankShard) -> list[Mapping[str, object]]:
@@ -217,7 +224,7 @@ def _read_whole(
     groups = [groups_of(member, pt) for member in stored]
     dealt = deal(Dealing(chained, groups, Membership(run.args, run.rules), run.args.experts_apart(run.parallel)))
     for member, inside in zip(stored, dealt, strict=True):
-        if any(inside) and not has_plain_state(member) and not _keeps_no_state(shard, run.args):
+        if any(inside) and not has_plain_state(member) and not run.stateless:
             raise Incomplete(
                 f"{pt.file}: a chained optimizer has {sum(map(len, inside))} parameters and no state of any\n"
                 "Restore the file, or convert the weights alone with --no-optimizer."

@@ -98,7 +98,7 @@ def plain_states(
             some = f" ({', '.join(p.name for p in inside[:3])}, …)" if inside else ""
             raise Unsupported(
                 f"{file}: param group {number} has {len(indices)} parameters, {len(inside)} expected from the names and shapes{some}\n"
-                "Say which group parameters belong to with --rules (wd_mult)."
+                "Say with --rules which group parameters belong to (wd_mult), and which are frozen (trainable: false)."
             )
         for index, param in zip(indices, inside, strict=True):
             found[param.vpp_rank, param.name] = _tensors(states.get(index, {}), scalars, param, pt)

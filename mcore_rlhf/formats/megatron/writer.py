@@ -81,7 +81,7 @@ def _check_layer_wise(run: NewRun) -> None:
             "group write one file, and the states of all but one are lost\n"
             "Write --to megatron-dist, give --optimizer plain, or leave the optimizer out with --no-optimizer."
         )
-    if run.family.args.flag(BY_LAYOUT):
+    if run.family.args.flag(BY_LAYOUT) and not run.family.by_size:
         run.report.add(
             Fate.CHANGED,
             "layer-wise optimizer: parameters are dealt by size, since Megatron's torch format cannot hold its layout; the run needs "

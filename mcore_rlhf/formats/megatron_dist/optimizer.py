@@ -19,7 +19,7 @@ from mcore_rlhf.families.megatron.groups import inner_state, is_matrix, merged_g
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.spec import ParamSpec
 
-from .folders import DistFolder, FlatKey
+from .folders import MASTERS, DistFolder, FlatKey
 from .fsdp import FSDP_DTENSOR
 
 DP_RESHARDABLE = "dp_reshardable"
@@ -44,6 +44,7 @@ class OptimizerValues:
         flat: Those of them that lie in flat buffers.
         odd: Names of tensors that are a state, but not shaped like their parameter, by state.
         scalars: Values that a plain optimizer keeps per parameter, equal for all.
+        by_size: Whether a layer-wise optimizer has all parameters, which then are dealt by their size; by a layout, it has matrices only.
     """
 
     kind: str | None = None
@@ -54,6 +55,7 @@ class OptimizerValues:
     flat: tuple[str, ...] = ()
     odd: dict[str, list[str]] = field(default_factory=dict)
     scalars: dict[str, object] = field(default_factory=dict)
+    by_size: bool = False
 
 
 def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
@@ -93,7 +95,13 @@ def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
     return OptimizerValues(
         kind, sharding, groups, next((member["grad_scaler"] for member in listed if "grad_scaler" in member), None),
         states, tuple(state for state in states if state in flat), odd, _scalars(folder, members),
+        by_size=kind == LAYER_WISE and not flat and not _has_distributed(folder),
     )  # fmt: skip
+
+
+def _has_distributed(folder: DistFolder) -> bool:
+    """Whether some masters are called as a distributed optimizer calls them, beside those of a layer-wise one."""
+    return any(f".state.{MASTERS[FULLY_RESHARDABLE]}." in one.fqn for one in folder.tensors.get(MASTER, {}).values())
 
 
 def _odd_states(folder: DistFolder) -> dict[str, list[str]]:

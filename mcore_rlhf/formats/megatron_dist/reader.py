@@ -136,6 +136,7 @@ class _DistReader:
             order=order,
             unknown=unknown,
             scalars=self.optimizer.scalars,
+            by_size=self.optimizer.by_size,
             rng=rng,
             others=other_objects(self.folder),
             sharding=self.optimizer.sharding,

@@ -438,7 +438,30 @@ class Contents:
                 continue
             for state in self.states(spec):
                 yield Part(state, self._dtype(spec, state), boxes, spec)
+        self._check_stacks(problems)
         problems.raise_if_any()
+
+    def _check_stacks(self, problems: Problems) -> None:
+        """A state of stacked layers is one tensor: where some of them are frozen, it would have holes, and Megatron saves no such run.
+
+        Source: megatron-core 0.19.2, ``dist_checkpointing/validation.py`` (``_validate_sharding_for_key``).
+        """
+        if all(spec.trainable for spec in self.run.source.model.params):
+            return
+        stacks: dict[str, dict[bool, str]] = {}
+        for spec in self.specs():
+            home = home_of(spec.name, self.spelling)
+            if home.index:
+                stacks.setdefault(home.key, {}).setdefault(len([*self.states(spec)]) > 1, spec.name)
+        for key, found in stacks.items():
+            if len(found) > 1:
+                problems.add(
+                    Unsupported,
+                    f"{key}: torch_dist has a state of all layers in one tensor, and {found[False]} has none, since it is not trained; "
+                    "nor can Megatron save such a run so",
+                    "Give --optimizer-sharding dp_reshardable, convert to megatron (--ckpt-format torch), or leave out the optimizer with "
+                    "--no-optimizer.",
+                )
 
     def _boxes_of(self, spec: ParamSpec) -> tuple[Box, ...]:
         """The distinct parts that the ranks of the new layout have of a parameter."""

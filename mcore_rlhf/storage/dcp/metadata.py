@@ -23,8 +23,12 @@ RESTORE = "Copy the folder again from where it was written, or use an older step
 Path_ = tuple[str | int, ...]
 
 _PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "LoadPlan", "ReadItem", "LoadItemType")
-_KNOWN = {f"torch.distributed.checkpoint.planner.{name}" for name in _PLANS} | {classes.STORAGE_META}
-"""Stubs that nobody looks at: what Megatron's ``all_local_plans`` adds, and the id of the save."""
+_KNOWN = {f"torch.distributed.checkpoint.planner.{name}" for name in _PLANS} | {
+    classes.STORAGE_META,
+    classes.STORAGE_PREFIX,
+}
+"""Stubs that nobody looks at: what Megatron's ``all_local_plans`` adds, with ``--ckpt-assume-constant-structure`` also the beginning of
+each rank's file names, and the id of the save."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.models.spec import Rule, Rules
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from tests.helpers.conversions import GOLDENS, NAMES, golden, options
 from tests.helpers.damage import edited
@@ -312,3 +313,23 @@ def test_fused_latent_projections_are_refused_by_name(tmp_path: Path) -> None:
             del tree["optimizer"]
     with pytest.raises(Unsupported, match=f"{name}: torch_dist has what --mla-down-proj-fusion joins"):
         converted(source, tmp_path / "target")
+
+
+def test_states_of_some_layers_are_refused_where_all_are_one_tensor(tmp_path: Path) -> None:
+    """Megatron-core 0.19.2 ends such a save with "Invalid access pattern"; a folder with holes it would not load, nor would we."""
+    source = Path(shutil.copytree(GOLDENS / "tp2pp2dp2_bf16_nodo", tmp_path / "source"))
+    frozen = "decoder.layers.1.mlp.linear_fc2.weight"
+    for rank in (0, 1):
+        with edited(source / f"iter_0000002/mp_rank_{rank:02}_000/model_optim_rng.pt") as tree:
+            matrices = [
+                name for name, value in tree["model"].items() if isinstance(value, torch.Tensor) and value.dim() > 1
+            ]
+            at, inner = matrices.index(frozen), tree["optimizer"]["optimizer"]
+            inner["state"] = {n - (n > at): state for n, state in inner["state"].items() if n != at}
+            for group in inner["param_groups"]:
+                group["params"] = [n - (n > at) for n in group["params"] if n != at]
+            del tree["optimizer"]["fp32_from_fp16_params"][0][at]
+    read = ReadOptions(rules=Rules((Rule(frozen, trainable=False),)))
+    with pytest.raises(Unsupported, match=f"{frozen} has none, since it is not trained"):
+        convert(source, tmp_path / "target", replace(options(), to="megatron-dist", read=read))
+    convert(source, tmp_path / "legacy", replace(options(tp=1, pp=1), read=read))

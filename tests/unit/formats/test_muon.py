@@ -26,7 +26,8 @@ from mcore_rlhf.layouts.tensor import Shard
 from mcore_rlhf.models.spec import Rules
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import GOLDENS, Conversions, options
-from tests.helpers.dist_reader import check_every_state, states_of
+from tests.helpers.damage import edit_args
+from tests.helpers.dist_reader import check_every_state, read_tensors, states_of
 from tests.helpers.plain_load import plain_load
 
 GENUINE = GOLDENS.parent / "megatron_0_19"
@@ -50,6 +51,24 @@ def test_who_trains_what_is_in_the_catalogue(run: str) -> None:
     assert all(own == (adam if "norm" in name else muon) for name, own in states.items())
     assert [group.fields.get("optimizer") for group in source.state.groups] == [None, "adam", "adam"]
     assert [group.fields.get("step") for group in source.state.groups] == [None, 6, 6]
+
+
+def test_what_was_dealt_by_size_stays_so_whatever_the_arguments_say(tmp_path: Path) -> None:
+    """Runs of ``pretrain_gpt.py`` deal by size, and store ``use_layer_wise_param_layout`` as true; 0.19.2 looks for ``fp32_param``.
+
+    Its own folder of such a run has the same keys; there, what is the default is said.
+    """
+    root = Path(shutil.copytree(GENUINE / "muon_pingpong_dp2_bf16", tmp_path / "root"))
+    edit_args(root, use_layer_wise_param_layout=True)
+    convert(root, tmp_path / "dist", replace(options(), to="megatron-dist"))
+    keys, theirs = (
+        {key.removeprefix("chained_0.").removeprefix("chained_1.") for key in read_tensors(path)}
+        for path in (tmp_path / "dist", GENUINE / "dist_muon_pingpong_dp2_bf16")
+    )
+    assert keys == theirs
+    convert(tmp_path / "dist", tmp_path / "again", replace(options(), to="megatron-dist"))
+    assert keys == set(read_tensors(tmp_path / "again"))
+    assert open_checkpoint(tmp_path / "again", ReadOptions()).state.args["use_layer_wise_param_layout"] is False
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.demo.cpu_megatron import import_megatron
 from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.options import ReadOptions
@@ -75,3 +76,25 @@ def test_what_is_missing_everywhere_is_missed(
     with pytest.raises(Incomplete, match="--no-optimizer"):
         open_checkpoint(tmp_path / "run", ReadOptions())
     assert open_checkpoint(tmp_path / "run", ReadOptions(optimizer=False)).model.params
+
+
+def skipped(members: list[Member]) -> None:
+    """An fp16 run of which every iteration was skipped so far, as megatron-core 0.19.2 saves it."""
+    for member in members:
+        _inner(member)["state"] = {}
+        member["grad_scaler"] = {"scale": torch.tensor([2.0**31]), "growth_tracker": 0, "hysteresis_tracker": 1}
+        for group in _inner(member)["param_groups"]:
+            group.pop("step", None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_whose_iterations_were_all_skipped_lacks_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(PLAIN, folder)
+    whole = (PLAIN / "iter_0000002/mp_rank_01_001/model_optim_rng.pt").read_bytes()
+    assert list(_stripped(folder, skipped))
+    source = open_checkpoint(folder, ReadOptions())
+    assert (source.optimizer, source.states) == ("plain", (MASTER,))
+    (folder / "iter_0000002/mp_rank_01_001/model_optim_rng.pt").write_bytes(whole)
+    with pytest.raises(Incomplete, match="no state of any"):
+        open_checkpoint(folder, ReadOptions())

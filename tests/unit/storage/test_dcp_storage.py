@@ -346,6 +346,17 @@ def test_code_in_metadata_is_refused_and_never_run(broken: Path, monkeypatch: py
         DcpFolder.open(broken, broken)
 
 
+def test_plans_that_megatron_keeps_are_passed_over(broken: Path) -> None:
+    """With ``--ckpt-assume-constant-structure``, from the second save of a run on; seen in a folder of megatron-core 0.19.2."""
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    before = DcpFolder.open(broken, broken).tensors.keys()
+    plan = SavePlan(items=[], storage_data=_StoragePrefix("__0_"))
+    edit(broken, lambda metadata: setattr(metadata, "all_local_plans", [plan]))
+    assert DcpFolder.open(broken, broken).tensors.keys() == before
+
+
 def test_unknown_classes_in_metadata_want_a_stub(broken: Path) -> None:
     edit(broken, lambda m: setattr(m, "note", Foreign()))
     name = f"{Foreign.__module__}.Foreign"
