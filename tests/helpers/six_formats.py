@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
@@ -60,8 +61,9 @@ class Zoo:
         return self._jobs[name]
 
 
+@lru_cache(maxsize=64)
 def opened(path: Path) -> Source:
-    """A checkpoint of a test."""
+    """A checkpoint of a test, which nobody changes."""
     return open_checkpoint(path, ReadOptions())
 
 
