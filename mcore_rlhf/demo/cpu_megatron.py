@@ -18,6 +18,7 @@ import logging
 import os
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,6 +180,34 @@ def stand_in_for_tracker_states() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def stand_in_for_equal_groups() -> None:
+    """Give groups of the same ranks one gloo group: Megatron makes two dozen, and each has connections and threads that wake all the time.
+
+    What belongs to a world that is gone, or was there before ``destroy_model_parallel``, is not given out again.
+    """
+    from megatron.core import parallel_state
+
+    create, destroy = parallel_state.create_group, parallel_state.destroy_model_parallel
+    made: dict[tuple[int, ...], Any] = {}
+    world: list[weakref.ref[Any]] = []
+
+    @functools.wraps(create)
+    def create_group(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        if not world or world[0]() is not dist.group.WORLD:
+            made.clear()
+            world[:] = [weakref.ref(dist.group.WORLD)]
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = create(ranks, *args, **kwargs)
+        return made[tuple(ranks)]
+
+    @functools.wraps(destroy)
+    def destroy_model_parallel() -> None:
+        made.clear()
+        destroy()
+
+    _patch(parallel_state, create_group=create_group, destroy_model_parallel=destroy_model_parallel)
 
 
 def _install_device() -> None:
@@ -388,5 +417,6 @@ def import_megatron(force: bool = False) -> None:
     )  # 0.19, of what it imports late
     if stand_in and not _done["finish"]:
         stand_in_for_tracker_states()
+        stand_in_for_equal_groups()
         cpu_kernels.finish()
         _done["finish"] = True
