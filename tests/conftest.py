@@ -101,6 +101,7 @@ def pytest_collection_finish() -> None:
     """What was imported and collected lives as long as the process: the collector need not look at all of it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 10, 10)  # 700 looks at what a test has made again and again: a sixteenth of the time
 
 
 @pytest.hookimpl(optionalhook=True)
