@@ -151,7 +151,7 @@ class Training:
 
     optimizer: Literal["distributed", "plain", "none"] = "distributed"
     micro_batch_size: int = 2
-    global_batch_size: int = 8
+    global_batch_size: int = 4
     overlap_grad_reduce: bool = False
     ddp_bucket_size: int | None = None
     ddp_pad_buckets_for_high_nccl_busbw: bool = False

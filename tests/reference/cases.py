@@ -14,7 +14,10 @@ SAME_ROWS = TinyGPT(vocab_size=190, dropout=0.0)
 TIED = replace(SAME_ROWS, untie_embeddings_and_output_weights=False)
 MOE = replace(SAME_ROWS, num_experts=4)
 ADAM = Training()
-SMALL_BUCKETS = Training(overlap_grad_reduce=True, ddp_bucket_size=5000)
+WIDE = Training(global_batch_size=8)
+"""Enough samples for four data-parallel ranks, and for virtual stages on two."""
+
+SMALL_BUCKETS = replace(WIDE, overlap_grad_reduce=True, ddp_bucket_size=5000)
 PLAIN = Training(optimizer="plain")
 
 
@@ -88,22 +91,22 @@ LATENT = replace(SAME_ROWS, multi_latent_attention=True, num_query_groups=None, 
 SLOW = [
     Case("cube_to_pp4", SAME_ROWS, CUBE, Parallel(pp=4)),
     Case("one_to_vpp", SAME_ROWS, Parallel(dp=2), Parallel(pp=2, vpp=2)),
-    Case("experts_to_ep4", MOE, Parallel(ep=2, dp=2), Parallel(ep=4, dp=4)),
+    Case("experts_to_ep4", MOE, Parallel(ep=2, dp=2), Parallel(ep=4, dp=4), WIDE),
     Case("distributed_to_plain", SAME_ROWS, Parallel(tp=2, dp=2), Parallel(pp=2), ADAM, PLAIN, options=(("optimizer", "plain"),)),
     Case("buckets_tied_pp", TIED, Parallel(pp=2, dp=2), Parallel(tp=2, pp=2), SMALL_BUCKETS),
     Case("experts_tp2_to_pp2", MOE, TP2_MOE, Parallel(pp=2, ep=2, dp=2), back=True),
     Case("experts_etp1_to_etp2", MOE, THIN_EXPERTS, TP2_MOE, back=True),
     Case("experts_cut_otherwise", MOE, Parallel(tp=2, etp=1, sequence_parallel=True), TP2_MOE, back=True),
     Case("experts_to_etp1", MOE, Parallel(ep=2, dp=2), THIN_EXPERTS, back=True),
-    Case("experts_cube", MOE, Parallel(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), Parallel(ep=4, dp=4)),
-    Case("experts_packed", replace(MOE, moe_grouped_gemm=True), Parallel(ep=2, dp=2), Parallel(ep=4, dp=4), back=True),
+    Case("experts_cube", MOE, Parallel(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True), Parallel(ep=4, dp=4), WIDE),
+    Case("experts_packed", replace(MOE, moe_grouped_gemm=True), Parallel(ep=2, dp=2), Parallel(ep=4, dp=4), WIDE, back=True),
     Case("experts_packed_tp2", replace(MOE, moe_grouped_gemm=True), TP2_MOE, Parallel(), back=True),
     Case("experts_plain", MOE, Parallel(ep=2, dp=2), Parallel(), PLAIN, back=True),
     Case("experts_buckets", MOE, Parallel(ep=2, dp=2), Parallel(ep=4, dp=4), SMALL_BUCKETS, back=True),
     Case("experts_shared_biased_mixed", replace(MOE, moe_shared_expert_intermediate_size=32, moe_router_enable_expert_bias=True,
-         moe_layer_freq=(0, 1, 0, 1)), Parallel(ep=2, dp=2), Parallel(pp=2, ep=4, dp=4), back=True),
+         moe_layer_freq=(0, 1, 0, 1)), Parallel(ep=2, dp=2), Parallel(pp=2, ep=4, dp=4), WIDE, back=True),
     Case("experts_vpp_mixed", replace(MOE, moe_layer_freq=(0, 1, 1, 1)),
-         Parallel(pp=2, vpp=2, ep=2, dp=2), Parallel(ep=2, dp=2), back=True),
+         Parallel(pp=2, vpp=2, ep=2, dp=2), Parallel(ep=2, dp=2), WIDE, back=True),
     Case("fp16", replace(SAME_ROWS, dtype="fp16"), Parallel(tp=2, dp=2), Parallel(pp=2), back=True),
     Case("fp16_plain_to_distributed", replace(SAME_ROWS, dtype="fp16"), Parallel(dp=2), Parallel(tp=2), PLAIN, ADAM, back=True,
          options=(("optimizer", "distributed"),)),
@@ -116,13 +119,14 @@ SLOW = [
     Case("context_parallel", SAME_ROWS, Parallel(cp=2, tp=2), Parallel(cp=2, pp=2), back=True),
     Case("tied_vpp", TIED, Parallel(tp=2, pp=2, vpp=2), Parallel(pp=4), back=True),
     Case("tied_buckets_cube", TIED, CUBE, Parallel(), SMALL_BUCKETS, back=True),
-    Case("busbw_padding", SAME_ROWS, Parallel(dp=2), Parallel(tp=2, dp=2), Training(overlap_grad_reduce=True, ddp_bucket_size=20000,
+    Case("busbw_padding", SAME_ROWS, Parallel(dp=2), Parallel(tp=2, dp=2), replace(SMALL_BUCKETS, ddp_bucket_size=20000,
          ddp_pad_buckets_for_high_nccl_busbw=True), back=True),
     Case("odd_sizes_dp3", replace(SAME_ROWS, ffn_hidden_size=90, num_layers=3), Parallel(dp=3), Parallel(tp=2),
          replace(SMALL_BUCKETS, global_batch_size=12), back=True),
     Case("odd_sizes_pp3", replace(SAME_ROWS, hidden_size=68, ffn_hidden_size=90, kv_channels=18, num_layers=5),
          Parallel(pp=3, first_stage_layers=1, last_stage_layers=2), Parallel(tp=2), back=True),
     Case("empty_stages", SAME_ROWS, Parallel(pp=2, pipeline_layout="E|tt|tt|L"), Parallel(tp=2, pp=2)),
-    Case("gradients_in_bf16", SAME_ROWS, Parallel(dp=2), Parallel(tp=2), Training(accumulate_allreduce_grads_in_fp32=False), back=True),
+    Case("gradients_in_bf16", SAME_ROWS, Parallel(dp=2), Parallel(tp=2),
+         replace(WIDE, accumulate_allreduce_grads_in_fp32=False), back=True),
     Case("no_optimizer", SAME_ROWS, Parallel(tp=2, pp=2), Parallel(tp=4), Training(optimizer="none"), back=True),
 ]  # fmt: skip

@@ -51,7 +51,11 @@ def save_without_args(session: Session, root: str) -> Observation:
     trainer, seen = new_trainer(session)
     while trainer.iteration < LOOK:
         trainer.train_step()
-    told = {"vocab_size": session.model.vocab_size, "make_vocab_size_divisible_by": 16, "consumed_train_samples": 16}
+    told = {
+        "vocab_size": session.model.vocab_size,
+        "make_vocab_size_divisible_by": 16,
+        "consumed_train_samples": LOOK * session.training.global_batch_size,
+    }
     write_live(MegatronEngine(trainer.chunks, trainer.optimizer, trainer.scheduler, args=told).live(LOOK), Path(root))
     seen.states[LOOK] = live_state.full_state(trainer)
     return seen

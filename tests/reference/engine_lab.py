@@ -18,8 +18,9 @@ TIED = replace(SAME_ROWS, untie_embeddings_and_output_weights=False)
 MOE = replace(SAME_ROWS, num_experts=4)
 CUBE = Parallel(tp=2, pp=2, dp=2)
 ADAM = Training()
+WIDE = Training(global_batch_size=8)
 PLAIN = Training(optimizer="plain")
-BUCKETS = Training(overlap_grad_reduce=True, ddp_bucket_size=5000)
+BUCKETS = replace(WIDE, overlap_grad_reduce=True, ddp_bucket_size=5000)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from tests.reference.cases import LOSS_TOLERANCE
-from tests.reference.engine_lab import ADAM, BUCKETS, CUBE, GPT, MOE, PLAIN, SAME_ROWS, TIED, EngineLab
+from tests.reference.engine_lab import ADAM, BUCKETS, CUBE, GPT, MOE, PLAIN, SAME_ROWS, TIED, WIDE, EngineLab
 from tests.reference.lab import Lab
 from tests.reference.merge import differences
 from tests.reference.observing import END, LOOK
@@ -33,7 +33,7 @@ UNCHANGED_SLOW: dict[str, Run] = {
                              moe_layer_freq=(0, 1, 0, 1)), Parallel(pp=2, ep=2, dp=2), ADAM),
     "experts_packed": (replace(MOE, moe_grouped_gemm=True), Parallel(ep=2, dp=4), BUCKETS),
     "experts_thin": (MOE, Parallel(tp=2, ep=2, etp=1, dp=2, sequence_parallel=True), ADAM),
-    "experts_tp2": (MOE, Parallel(tp=2, ep=2, dp=4, sequence_parallel=True), ADAM),
+    "experts_tp2": (MOE, Parallel(tp=2, ep=2, dp=4, sequence_parallel=True), WIDE),
     "experts_plain": (MOE, Parallel(ep=2, dp=2), PLAIN),
     "context_parallel": (GPT, Parallel(cp=2, tp=2), ADAM),
     "next_tokens": (replace(TIED, mtp_num_layers=1), Parallel(pp=2), ADAM),
@@ -94,9 +94,9 @@ SLOW = [
     Case("layout_string", EVEN, CUBE, Parallel(tp=2, pp=2, pipeline_layout="Et|t|tt|L")),
     Case("tied", replace(TIED, dropout=0.0), Parallel(tp=2, pp=2), Parallel(dp=2)),
     Case("tied_apart", replace(TIED, dropout=0.0), Parallel(dp=2), Parallel(tp=2, pp=2), BUCKETS),
-    Case("experts_to_ep4", replace(MOE, dropout=0.0), Parallel(ep=2, dp=2), Parallel(ep=4, dp=4)),
+    Case("experts_to_ep4", replace(MOE, dropout=0.0), Parallel(ep=2, dp=2), Parallel(ep=4, dp=4), WIDE),
     Case("experts_from_ep1", replace(MOE, dropout=0.0), Parallel(), Parallel(ep=2, dp=2)),
-    Case("experts_packed", replace(MOE, dropout=0.0, moe_grouped_gemm=True), Parallel(ep=2, dp=2), Parallel(ep=4, dp=4)),
+    Case("experts_packed", replace(MOE, dropout=0.0, moe_grouped_gemm=True), Parallel(ep=2, dp=2), Parallel(ep=4, dp=4), WIDE),
     Case("experts_thin", replace(MOE, dropout=0.0), Parallel(ep=2, dp=2),
          Parallel(tp=2, ep=2, etp=1, dp=2, sequence_parallel=True)),
     Case("plain_to_distributed", EVEN, Parallel(tp=2), Parallel(dp=2), PLAIN, ADAM),

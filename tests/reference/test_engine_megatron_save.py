@@ -10,7 +10,7 @@ from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
-from tests.reference.engine_lab import ADAM, BUCKETS, CUBE, GPT, MOE, PLAIN, TIED, EngineLab
+from tests.reference.engine_lab import ADAM, BUCKETS, CUBE, GPT, MOE, PLAIN, TIED, WIDE, EngineLab
 from tests.reference.lab import Lab
 from tests.reference.merge import bits_equal, differences
 from tests.reference.observing import END, LOOK
@@ -36,7 +36,7 @@ SLOW: dict[str, Run] = {
                              moe_layer_freq=(0, 1, 0, 1)), Parallel(pp=2, ep=2, dp=2), ADAM),
     "experts_packed": (replace(MOE, moe_grouped_gemm=True), Parallel(ep=2, dp=4), BUCKETS),
     "experts_thin": (MOE, Parallel(tp=2, ep=2, etp=1, dp=2, sequence_parallel=True), ADAM),
-    "experts_tp2": (MOE, Parallel(tp=2, ep=2, dp=4, sequence_parallel=True), ADAM),
+    "experts_tp2": (MOE, Parallel(tp=2, ep=2, dp=4, sequence_parallel=True), WIDE),
     "experts_plain": (MOE, Parallel(ep=2, dp=2), PLAIN),
     "context_parallel": (GPT, Parallel(cp=2, tp=2), ADAM),
     "next_tokens": (replace(TIED, mtp_num_layers=1), Parallel(pp=2), ADAM),

@@ -32,6 +32,7 @@ from tests.reference.cases import (
     THIN_EXPERTS,
     TIED,
     TP2_MOE,
+    WIDE,
 )  # fmt: skip
 from tests.reference.dist_jobs import DP_RESHARDABLE, FULLY_RESHARDABLE, DistSession, observe_dist
 from tests.reference.engine_jobs import load_and_train
@@ -76,7 +77,7 @@ CASES = [
     Case("cube", SAME_ROWS, CUBE, (CUBE, Parallel(tp=4), Parallel(), Parallel(tp=2), Parallel(pp=2))),
     Case("cube_buckets", SAME_ROWS, CUBE, (CUBE,), sharding=DP_RESHARDABLE),
     Case("several_buckets", SAME_ROWS, Parallel(dp=2), (Parallel(tp=2),), SMALL_BUCKETS, DP_RESHARDABLE),
-    Case("virtual_stages", SAME_ROWS, Parallel(pp=2, vpp=2, dp=2), (Parallel(tp=2),), sharding=DP_RESHARDABLE, slow=True),
+    Case("virtual_stages", SAME_ROWS, Parallel(pp=2, vpp=2, dp=2), (Parallel(tp=2),), WIDE, sharding=DP_RESHARDABLE, slow=True),
     Case("tied", TIED, Parallel(tp=2, pp=2), (Parallel(pp=2),)),
     Case("plain", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), PLAIN),
     Case("experts", MOE, EP2, (EP2, Parallel())),
@@ -85,7 +86,7 @@ CASES = [
          slow=True),
     Case("mixed_layers", MIXED, Parallel(pp=2, ep=2, dp=2), (EP2,), slow=True),
     Case("few_mixed_layers", replace(MOE, num_layers=2, moe_layer_freq=(0, 1)), EP2, (Parallel(),)),
-    Case("packed", PACKED, EP2, (Parallel(ep=4, dp=4),), slow=True),
+    Case("packed", PACKED, EP2, (Parallel(ep=4, dp=4),), WIDE, slow=True),
     Case("packed_tp2", PACKED, TP2_MOE, (EP2,), slow=True),
     Case("thin_experts", MOE, THIN_EXPERTS, (TP2_MOE,), sharding=DP_RESHARDABLE, slow=True),
     Case("latent", LATENT, Parallel(tp=2, dp=2), (Parallel(pp=2),), slow=True),

@@ -12,7 +12,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import WriteOptions
-from tests.reference.cases import ADAM, LOSS_TOLERANCE
+from tests.reference.cases import LOSS_TOLERANCE, WIDE
 from tests.reference.dist_jobs import observe_dist, resumed
 from tests.reference.fsdp_dtensor import MODEL, WITH_EXPERTS
 from tests.reference.lab import TIMEOUT, layout_options
@@ -33,7 +33,7 @@ def test_it_goes_on_without_fsdp(
     write = WriteOptions(**layout_options(parallel, model.num_layers))
     job = convert(GOLDENS / name, tmp_path / "out", ConvertOptions("megatron-dist", write=write, fsync=False))
     assert job.lossless, job.account.lost
-    wanted = replace(resumed(Session(model, parallel, ADAM), tmp_path / "out"), until=4)
+    wanted = replace(resumed(Session(model, parallel, WIDE), tmp_path / "out"), until=4)
     seen = pool.run(observe_dist, wanted, world_size=parallel.world_size, timeout=TIMEOUT)
     losses = seen[0].losses
     expected = json.loads((GOLDENS / f"{name}.json").read_text())["losses"]

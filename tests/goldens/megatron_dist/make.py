@@ -32,9 +32,9 @@ CASES = {
         FULLY_RESHARDABLE,
     ),
     "experts_ep2": DistSession(
-        Session(replace(SMALL, num_experts=4), Parallel(ep=2, dp=2), Training()), DP_RESHARDABLE
+        Session(replace(SMALL, num_experts=4), Parallel(ep=2, dp=2), Training(global_batch_size=8)), DP_RESHARDABLE
     ),
-    "plain_tp2": DistSession(Session(SMALL, Parallel(tp=2), Training(optimizer="plain"))),
+    "plain_tp2": DistSession(Session(SMALL, Parallel(tp=2), Training(optimizer="plain", global_batch_size=8))),
 }  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def main(out: Path) -> None:
     dist.init_process_group("gloo", rank=RANK, world_size=WORLD)
     trainer._build_chunks = chunks
     layout = Parallel(tp=TP, dp=WORLD // TP, ep=EP)
-    run = trainer.Trainer(WITH_EXPERTS if EP > 1 else MODEL, layout, Training(optimizer="distributed"))
+    run = trainer.Trainer(WITH_EXPERTS if EP > 1 else MODEL, layout, Training(optimizer="distributed", global_batch_size=8))
     losses = {}
     while run.iteration < END:
         loss = run.train_step()
