@@ -11,7 +11,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .series import find_series
+from .series import find_series, has_parts, refuse_parts
 
 
 class HuggingFaceFormat(Format):
@@ -29,12 +29,13 @@ class HuggingFaceFormat(Format):
 
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder has weights under Hugging Face's file names."""
-        return path.is_dir() and find_series(path) is not None
+        return path.is_dir() and (find_series(path) is not None or has_parts(path))
 
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a folder."""
         from .reader import read_hf
 
+        refuse_parts(path)
         return read_hf(path, options)
 
     def target(self, source: Source, options: WriteOptions) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -47,6 +48,31 @@ def find_series(folder: ReadablePath) -> tuple[str, str] | None:
         if (folder / file_name(stem, ending)).is_file() or (folder / index_name(stem, ending)).is_file():
             return stem, ending
     return next(((stem, ending) for ending, stem in MODEL_STEM.items() if _loose(folder, stem, ending)), None)
+
+
+_OF_RANK = re.compile(r"shard-\d{5,}-.*\.safetensors")
+
+
+def has_parts(folder: ReadablePath) -> bool:
+    """Whether a folder has pieces of tensors, a file for each rank, which nobody put together, and no weights.
+
+    Source: torch 2.13.0, ``distributed/checkpoint/_hf_utils.py`` (``SHARDED_FILE_NAME``), ``hf_storage.py`` (``HuggingFaceStorageWriter``).
+    """
+    return find_series(folder) is None and any(_OF_RANK.fullmatch(path.name) for path in folder.iterdir())
+
+
+def refuse_parts(folder: ReadablePath) -> None:
+    """Say what such a folder is.
+
+    Raises:
+        Unsupported: It is one.
+    """
+    if has_parts(folder):
+        raise Unsupported(
+            f"{folder}: has files shard-…-model-….safetensors with every rank's pieces of tensors, as torch's HuggingFaceStorageWriter "
+            "saves them with save_distributed\nPut them together first: save with enable_consolidation=True, or let "
+            "torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files do it."
+        )
 
 
 def read_series(root: ReadablePath, stem: str, ending: str, stubs: tuple[str, ...] = ()) -> Series:

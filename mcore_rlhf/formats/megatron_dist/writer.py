@@ -41,7 +41,7 @@ from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.layouts.tensor import Shard, local_layout
-from mcore_rlhf.models.megatron import is_routed_expert
+from mcore_rlhf.models.megatron import is_buffer, is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
@@ -165,6 +165,15 @@ class _DistWriter:
             self.run.report.add(
                 Fate.CHANGED if changed else Fate.NOTE, f"optimizer states: {changed}{DP_RESHARDABLE}, {text}"
             )
+            frozen = [
+                spec.name for spec in self.run.source.model.params if not (spec.trainable or is_buffer(spec.name))
+            ]
+            if frozen:
+                self.run.report.add(
+                    Fate.NOTE,
+                    f"flat buffers do not say which parameters they leave out: Megatron knows, and who reads this folder says it with "
+                    f"--rules (trainable: false) of {', '.join(frozen[:3])}{f', … ({len(frozen)})' if len(frozen) > 3 else ''}",
+                )
         elif self.run.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and old not in (None, FULLY_RESHARDABLE):
             self.run.report.add(
                 Fate.CHANGED, f"optimizer states: {old} → {FULLY_RESHARDABLE}, which loads on any layout"

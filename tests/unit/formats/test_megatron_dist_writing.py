@@ -333,3 +333,7 @@ def test_states_of_some_layers_are_refused_where_all_are_one_tensor(tmp_path: Pa
     with pytest.raises(Unsupported, match=f"{frozen} has none, since it is not trained"):
         convert(source, tmp_path / "target", replace(options(), to="megatron-dist", read=read))
     convert(source, tmp_path / "legacy", replace(options(tp=1, pp=1), read=read))
+    flat = options(optimizer="distributed", optimizer_sharding="dp_reshardable")
+    job = convert(source, tmp_path / "flat", replace(flat, to="megatron-dist", read=read))
+    assert [text for fate, text in job.report.lines if fate is Fate.NOTE and f"(trainable: false) of {frozen}" in text]
+    assert open_checkpoint(tmp_path / "flat", read).state.groups
