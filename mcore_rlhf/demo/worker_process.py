@@ -111,6 +111,7 @@ def run_nursery(preload: str, folder: Path, control_fd: int) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 10, 10)  # a step makes thousands of objects: with 700, a tenth of a worker's time
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
     control = socket.socket(fileno=control_fd)
     while True:

@@ -29,3 +29,4 @@ __all__ = [
 ]
 torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])  # the first optimizer loads eight hundred modules
 gc.freeze()  # else every child's collector looks at all of that, and copies it
+gc.set_threshold(50_000, 10, 10)

@@ -118,6 +118,7 @@ def _serve(control: socket.socket) -> None:
     import mcore_rlhf.formats.megatron_dist.writer  # noqa: F401
 
     gc.freeze()  # else every child's collector looks at all of that, and copies it
+    gc.set_threshold(50_000, 10, 10)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, _LONGEST, 3)
