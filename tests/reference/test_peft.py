@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rlhf.core.catalog import TensorName
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
@@ -132,6 +133,26 @@ def test_a_merge_is_pefts(tmp_path: Path, variant: str) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=2e-7, atol=1e-7)
     torch.testing.assert_close(logits(ours), logits(own), rtol=1e-5, atol=1e-5)
     assert (logits(ours) - logits(base())).abs().max() > 1e-2, "the adapter does nothing: this test cannot fail"
+
+
+def test_a_part_of_the_base_is_not_added_twice(tmp_path: Path) -> None:
+    """PiSSA begins by taking its matrices out of the base: they go onto what is left, which a run's own checkpoint has."""
+    model = adapted(init_lora_weights="pissa")
+    folder, run = saved(model, tmp_path / "a"), tmp_path / "run"
+    with pytest.raises(Unsupported, match="init_lora_weights is 'pissa'"):
+        convert_to(folder, tmp_path / "m", "hf", merge_adapter=True, base_model=str(BASE))
+    (run / "global_step7_uni" / "zero").mkdir(parents=True)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    write(run, {}, step=None, top={"module": state, "param_shapes": []})
+    convert_to(run, tmp_path / "n", "hf", merge_adapter=True, reference_config=str(folder))
+    ours, untouched = load_file(tmp_path / "n" / "model.safetensors"), base().state_dict()
+    name = "model.layers.0.self_attn.q_proj"
+    left = state[f"base_model.model.{name}.base_layer.weight"] - untouched[f"{name}.weight"]
+    assert left.abs().max() > 1e-2, "nothing was taken out: this test cannot fail"
+    with theirs():
+        wanted = model.merge_and_unload().state_dict()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=2e-6, atol=1e-6)
 
 
 def test_a_merge_into_bf16_is_rounded_once(tmp_path: Path) -> None:

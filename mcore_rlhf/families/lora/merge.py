@@ -44,7 +44,16 @@ _REFUSED = {
     "kasa_config": "KaSA changes the base weights themselves",
     "layer_replication": "it repeats layers of the base",
     "trainable_token_indices": "it replaces single rows of embeddings",
+    "alora_invocation_tokens": "it acts behind certain tokens only, and peft does not merge it either",
+    "use_bdlora": "its matrices are made of blocks",
+    "arrow_config": "it chooses among adapters token by token",
 }
+_ON_THE_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+"""Beginnings that leave the base as it is. PiSSA, CorDA, OLoRA, LoftQ and LoRA-GA take a part out of it first, and their adapter is
+to be added to what is left, which a checkpoint of the whole run has.
+
+Source: peft 0.21.2, ``tuners/lora/layer.py`` (``update_layer``, ``pissa_init``).
+"""
 
 
 def module_state(source: Source) -> ModuleState:
@@ -106,6 +115,14 @@ class Merge:
                     f"{self.config.where}: {name}: {reason}; such an adapter cannot be merged here",
                     "Merge it with peft's merge_and_unload; the adapter itself can be converted.",
                 )
+        begun = self.config.values.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower() not in _ON_THE_BASE and self.base is not self.adapter:
+            self._problems.add(
+                Unsupported,
+                f"{self.config.where}: init_lora_weights is {begun!r:.40}: the run took a part out of the base's weights first, or nobody "
+                "here knows what it did, and the adapter is to be added to what was left",
+                "Merge it with peft's merge_and_unload, or save it with path_initial_model_for_weight_conversion.",
+            )
         self._problems.raise_if_any()
 
     def _base(self) -> tuple[dict[str, TensorEntry], dict[str, ParamSpec]]:

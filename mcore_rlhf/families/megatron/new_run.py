@@ -196,6 +196,13 @@ class NewRun:
         self._note_rng()
         if self.choices.optimizer == DISTRIBUTED and MASTER not in self.source.states:
             self.report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
+        if (
+            self.choices.optimizer not in (None, DISTRIBUTED)
+            and MASTER in self.source.states
+            and self.choices.dtype is None
+        ):
+            text = "fp32 parameters are their own masters, and are kept"
+            self.report.settle(Fate.DERIVED, text, Item(Kind.TENSOR, MASTER))
         if self.choices.dtype is not None:
             kept = MASTER in self.source.states and self.choices.optimizer is not None
             self.report.add(

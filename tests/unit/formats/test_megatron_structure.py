@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.conversions import GOLDENS, NAMES, Conversions
+from mcore_rlhf.convert import prepare
+from tests.helpers.conversions import GOLDENS, NAMES, Conversions, options
 from tests.helpers.plain_load import bits, plain_load, same
 
 
@@ -89,6 +91,13 @@ def test_another_layout_is_built_like_megatrons_own(
                 assert same(ours["opt_param_scheduler"], theirs["opt_param_scheduler"]) == []
                 assert same(groups(ours), groups(theirs)) == []
             assert shape_of(ours) == shape_of(theirs)
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_a_plain_optimizer_of_an_fp32_run_loses_nothing(to: str) -> None:
+    """Masters of fp32 parameters are those parameters."""
+    job = prepare(GOLDENS / "tp2pp2dp2_fp32_do", replace(options(optimizer="plain"), to=to))
+    assert job.lossless, job.report.lost
 
 
 def groups(tree: dict[str, Any]) -> list[Any]:

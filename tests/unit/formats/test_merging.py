@@ -150,6 +150,8 @@ def test_a_head_that_the_base_had_tied(tmp_path: Path) -> None:
     [
         ({"use_dora": True}, Unsupported, "DoRA"),
         ({"lora_bias": True}, Unsupported, "bias"),
+        ({"alora_invocation_tokens": [3]}, Unsupported, "certain tokens only"),
+        ({"init_lora_weights": "pissa_niter_4"}, Unsupported, "took a part out of the base's weights"),
         ({"lora_alpha": None}, UsageError, "lora_alpha"),
         ({"r": lora.RANK + 1}, LayoutMismatch, "rank 3, but"),
     ],
