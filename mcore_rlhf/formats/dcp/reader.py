@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
-from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
@@ -199,7 +199,27 @@ class _DcpReader:
             self._name_states()
         groups = self.collected.groups(self.opened.folder, list(self.model_keys), self.notes)
         self._check_scalars({name for group in groups for name in group.params})
+        for group in groups:
+            self._check_alike(group)
         return groups
+
+    def _check_alike(self, group: ParamGroup) -> None:
+        """A parameter that took a step has all that others of its kind have; one that never did has nothing.
+
+        Raises:
+            Incomplete: One has a part of it.
+        """
+        held = {n: {*self.state_keys.get(n, ()), *self.collected.scalars.get(n, ())} for n in group.params}
+        kinds = {frozenset(names) for names in held.values()}
+        problems = Problems()
+        for name, own in held.items():
+            more = next((kind - own for kind in kinds if own and own < kind), None)
+            if more:
+                text = f"{self.opened.folder}: {', '.join(sorted(more))} of {name} is missing, which others of its group have"
+                problems.add(
+                    Incomplete, text, "Copy the folder again, or convert the weights alone with --no-optimizer."
+                )
+        problems.raise_if_any()
 
     def _name_states(self) -> None:
         shapes = {name: self._shape(key) for name, key in self.model_keys.items() if self._may_be_trained(key)}

@@ -537,3 +537,14 @@ def test_a_parameter_that_never_took_a_step_becomes_zeros_in_a_universal_checkpo
     moment = tensor_of(opened(tmp_path / "universal"), "up.bias", "exp_avg")
     assert torch.equal(moment, torch.zeros(4))
     assert run_to(tmp_path / "run", tmp_path / "again", strict=True).lossless
+
+
+@pytest.mark.parametrize("lost", [("exp_avg_sq",), ("exp_avg", "exp_avg_sq")])
+def test_a_parameter_that_took_a_step_has_all_states(tmp_path: Path, lost: tuple[str, ...]) -> None:
+    """A name that one flipped bit changes in ``.metadata`` takes its tensor out of the optimizer."""
+    state = state_of(new_run(), "rlinf")
+    for name in lost:
+        del next(iter(state["fsdp_checkpoint"]["optimizers"]["state"].values()))[name]
+    save(state, tmp_path / "run")
+    with pytest.raises(Incomplete, match=f"{', '.join(lost)} of .* is missing, which others of its group have"):
+        opened(tmp_path / "run")
