@@ -58,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(50_000, 10, 10)  # 700 looks at what a test has made again and again: a sixteenth of the time
     if config.getoption("--seed") is None:  # set as an option, which the worker processes are given
         config.option.seed = random.SystemRandom().getrandbits(32)
     config.stash[SEED] = config.getoption("--seed")
@@ -101,7 +102,6 @@ def pytest_collection_finish() -> None:
     """What was imported and collected lives as long as the process: the collector need not look at all of it again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)  # 700 looks at what a test has made again and again: a sixteenth of the time
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -107,11 +107,11 @@ def run_nursery(preload: str, folder: Path, control_fd: int) -> None:
         folder: Where logs and stacks go.
         control_fd: Socket on which a request brings the read end of a lifeline and one connected socket per worker.
     """
+    gc.set_threshold(50_000, 10, 10)  # a step makes thousands of objects: with 700, a tenth of a worker's time
     for name in (preload, *_IMPORTED_LATE):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)  # a step makes thousands of objects: with 700, a tenth of a worker's time
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
     control = socket.socket(fileno=control_fd)
     while True:
