@@ -78,7 +78,8 @@ def save(trainer: Trainer, root: Path, sharding: str, more: dict[str, Any]) -> N
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._get_write_results_queue = queue.Queue  # its own one spawns a process; all is in this one here
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, and since
+        setattr(filesystem_async, name, queue.Queue)  # its own one spawns a process; all is in this one here
     folder = root / f"iter_{trainer.iteration:07d}"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
