@@ -204,22 +204,34 @@ class _DcpReader:
         return groups
 
     def _check_alike(self, group: ParamGroup) -> None:
-        """A parameter that took a step has all that others of its kind have; one that never did has nothing.
+        """A parameter that took a step has all elementwise states that others of its group have; one that never did has nothing.
+
+        Other states are of some parameters only: SOAP's preconditioners of matrices, the scales of 8-bit moments of large ones.
 
         Raises:
-            Incomplete: One has a part of it.
+            Incomplete: One has a part of them.
         """
         held = {n: {*self.state_keys.get(n, ()), *self.collected.scalars.get(n, ())} for n in group.params}
-        kinds = {frozenset(names) for names in held.values()}
+        kinds, elementwise = {frozenset(names) for names in held.values()}, self._elementwise(group)
         problems = Problems()
         for name, own in held.items():
-            more = next((kind - own for kind in kinds if own and own < kind), None)
+            more = {state for kind in kinds if own and own < kind for state in kind - own if state in elementwise}
             if more:
                 text = f"{self.opened.folder}: {', '.join(sorted(more))} of {name} is missing, which others of its group have"
                 problems.add(
                     Incomplete, text, "Copy the folder again, or convert the weights alone with --no-optimizer."
                 )
         problems.raise_if_any()
+
+    def _elementwise(self, group: ParamGroup) -> set[str]:
+        """The states that have the shape of their parameter wherever they are."""
+        alike = {
+            (state, self._shape(key) == self._shape(self.model_keys[name]))
+            for name in group.params
+            if name in self.model_keys
+            for state, key in self.state_keys.get(name, {}).items()
+        }
+        return {state for state, same in alike if same} - {state for state, same in alike if not same}
 
     def _name_states(self) -> None:
         shapes = {name: self._shape(key) for name, key in self.model_keys.items() if self._may_be_trained(key)}

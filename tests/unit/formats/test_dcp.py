@@ -548,3 +548,13 @@ def test_a_parameter_that_took_a_step_has_all_states(tmp_path: Path, lost: tuple
     save(state, tmp_path / "run")
     with pytest.raises(Incomplete, match=f"{', '.join(lost)} of .* is missing, which others of its group have"):
         opened(tmp_path / "run")
+
+
+def test_states_that_matrices_alone_have_are_named_and_not_missed_in_others(tmp_path: Path) -> None:
+    state = state_of(new_run(), "rlinf")
+    for of_param in state["fsdp_checkpoint"]["optimizers"]["state"].values():
+        if of_param["exp_avg"].dim() == 2:
+            of_param["GG"] = torch.eye(3)
+    save(state, tmp_path / "run")
+    with pytest.raises(Unsupported, match=r"its GG \(3, 3\); only states with one value per element"):
+        opened(tmp_path / "run")
