@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
+from mcore_rlhf.families.megatron.arguments import LAID_OUT
 from mcore_rlhf.families.megatron.arguments import Arguments as Stored
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
 from mcore_rlhf.families.megatron.state import NAMES, RngMaker, RngState
@@ -32,7 +33,7 @@ from .by_size import BySize
 from .files import Counting, LiveFiles
 from .load import LocalPart, MegatronHooks, MegatronMatching, MegatronStored
 from .model import LiveModel
-from .optimizers import ChainMember, is_whole, members
+from .optimizers import ChainMember, is_laid_out, is_whole, members
 from .own_files import OwnFiles
 from .parallel_state import ParallelRank, current_rank
 from .whole import WholeOptimizer, fits, lies_by_size
@@ -216,9 +217,10 @@ class MegatronEngine:
 
     def _current_args(self) -> dict[str, object]:
         args = self._args() if callable(self._args) else self._args
+        dealt = {LAID_OUT: True} if is_laid_out(self.chain) else {}
         if isinstance(args, NAMESPACES):
-            return dict(vars(args))
-        return {**described(self.model, self.chain, self.place), **(args or {})}
+            return {**vars(args), **dealt}
+        return {**described(self.model, self.chain, self.place), **(args or {}), **dealt}
 
     def _after(self, step: int, args: Mapping[str, object]) -> dict[str, object]:
         further = self._further() if callable(self._further) else self._further

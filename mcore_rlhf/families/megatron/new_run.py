@@ -19,7 +19,7 @@ from mcore_rlhf.models.megatron import OUTPUT
 from mcore_rlhf.storage.stored import StubType
 from mcore_rlhf.storage.torch_values import torch_dtype
 
-from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, arguments_for, stored_arguments
+from .arguments import BY_LAYOUT, DISTRIBUTED, LAID_OUT, LAYER_WISE, arguments_for, stored_arguments
 from .folders import FileRank
 from .groups import Membership
 from .new_layout import NewLayout, choose, same_coordinates
@@ -130,6 +130,7 @@ class NewRun:
             new[_FULLY] = self.options.optimizer_sharding != "dp_reshardable"
         if self.choices.optimizer == LAYER_WISE and self.family.by_size and BY_LAYOUT in new:
             new[BY_LAYOUT] = False
+        new.pop(LAID_OUT, None)
         if new.get("use_megatron_fsdp"):
             new["use_megatron_fsdp"] = False  # whose runs load fsdp_dtensor alone
         if self.options.no_optimizer:

@@ -15,6 +15,7 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import (
     DISTRIBUTED,
+    LAID_OUT,
     LAYER_WISE,
     Arguments,
     check_against_arguments,
@@ -142,7 +143,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
             order=order,
             unknown=unknown,
             scalars=optimizer.scalars,
-            by_size=optimizer.kind == LAYER_WISE,
+            by_size=optimizer.kind == LAYER_WISE and not run.args.flag(LAID_OUT),
         ),
         unplaced=unplaced_of(run.shards, with_optimizer=options.optimizer),
         parity=not run.args.has_narrow_params,

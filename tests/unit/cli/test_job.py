@@ -25,7 +25,7 @@ def job_file(tmp_path: Path):  # type: ignore[no-untyped-def]
 def test_the_command_line_and_the_file_have_the_same_options() -> None:
     fields = {row.name for row in of_command("convert")} | {"source", "target"}
     assert {param.name for param in app.convert.params} - {"config", "json", "progress"} == fields
-    assert {param.name for param in app.plan.params} - {"config", "json", "copies", "save"} < fields
+    assert {param.name for param in app.plan.params} - {"config", "json", "progress", "copies", "save"} < fields
     assert {"masters", "rules", "no_fsync", "to"} < fields
 
 
