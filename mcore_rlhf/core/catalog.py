@@ -354,8 +354,8 @@ class FixedCatalog:
         return self.entries.get(name)
 
 
-_MOST_CHUNKS = 20_000
-"""Of the entries that are kept: about 10 MB."""
+_MOST_CHUNKS = 100_000
+"""Of the entries that are kept: about 50 MB. Those of a pipeline stage should fit, as each of its ranks asks for all of them."""
 
 
 @dataclass(slots=True)

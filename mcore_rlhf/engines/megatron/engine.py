@@ -15,10 +15,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.engines.values import torch_values
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
-from mcore_rlhf.families.megatron.arguments import LAID_OUT
 from mcore_rlhf.families.megatron.arguments import Arguments as Stored
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
-from mcore_rlhf.families.megatron.state import NAMES, RngMaker, RngState
+from mcore_rlhf.families.megatron.state import LAID_OUT, NAMES, RngMaker, RngState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import TrainingState
 from mcore_rlhf.formats.megatron import FORMAT

@@ -20,10 +20,6 @@ DISTRIBUTED, PLAIN, LAYER_WISE = "distributed", "plain", "layer_wise"
 """Kinds of optimizer: one that is cut over data-parallel ranks, one that every rank has whole, one of which each has whole parameters."""
 
 _LAYER_WISE, BY_LAYOUT = "use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"
-LAID_OUT = "mcore_rlhf_laid_out"
-"""Of a step that our engine saved in the torch format: that its optimizer, which was asked, deals by a layout. Megatron's own argument
-is true in runs of ``pretrain_gpt.py`` that deal by size. Source: megatron-core 0.19.2, ``training/models/dist_utils.py``.
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from mcore_rlhf.models.megatron import OUTPUT
 from mcore_rlhf.storage.stored import StubType
 from mcore_rlhf.storage.torch_values import torch_dtype
 
-from .arguments import BY_LAYOUT, DISTRIBUTED, LAID_OUT, LAYER_WISE, arguments_for, stored_arguments
+from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, arguments_for, stored_arguments
 from .folders import FileRank
 from .groups import Membership
 from .new_layout import NewLayout, choose, same_coordinates
-from .state import OF_RANKS, PER_RANK_KEYS, MegatronState, RankValues, RngMaker, saved_rng
+from .state import LAID_OUT, OF_RANKS, PER_RANK_KEYS, MegatronState, RankValues, RngMaker, saved_rng
 
 _FULLY = "dist_ckpt_optim_fully_reshardable"
 """How Megatron-core's ``torch_dist`` stores the distributed optimizer: what we write loads at any layout, unless the user wants another."""

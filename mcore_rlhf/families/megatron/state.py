@@ -34,6 +34,8 @@ RNG_KEYS = ("rng_state",)
 OLD_RNG_KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 PER_RANK_KEYS = ("rerun_state_machine",)
 COUNTER = "num_floating_point_operations_so_far"
+LAID_OUT = "mcore_rlhf_laid_out"
+"""Argument by which our engine, which asked the optimizer, says that it deals by a layout; for Megatron's see :class:`MegatronState`."""
 OF_RANKS = {
     **{key: Item(Kind.RNG, key) for key in (*RNG_KEYS, *OLD_RNG_KEYS)},
     **{key: Item(Kind.VALUE, key) for key in PER_RANK_KEYS},

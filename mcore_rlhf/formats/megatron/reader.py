@@ -15,7 +15,6 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import (
     DISTRIBUTED,
-    LAID_OUT,
     LAYER_WISE,
     Arguments,
     check_against_arguments,
@@ -26,6 +25,7 @@ from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, ra
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
+    LAID_OUT,
     OLD_RNG_KEYS,
     PER_RANK_KEYS,
     RNG_KEYS,
