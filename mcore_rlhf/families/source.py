@@ -74,17 +74,19 @@ class StoredFile:
         records: ``(key, byte offset, bytes, crc32)`` of every part that has a checksum. Some formats read them only when asked,
             and raise CheckpointError then where the file is damaged.
         whole: CRC-32 of all its bytes, where a manifest lists one besides those of the records.
+        rank: Of files that hold parts of the same tensors, as DCP's and ZeRO's do: whose this one is. No two have the same.
     """
 
     path: str
     nbytes: int
     records: Sequence[tuple[str, int, int, int]]
     whole: int | None = None
+    rank: int | None = None
 
     @classmethod
-    def of_zip(cls, path: str, directory: Directory) -> StoredFile:
+    def of_zip(cls, path: str, directory: Directory, rank: int | None = None) -> StoredFile:
         """A ``.pt`` file, or another zip, with the checksums of its members where it has any."""
-        return cls(path, directory.nbytes, directory.checksums)
+        return cls(path, directory.nbytes, directory.checksums, rank=rank)
 
 
 @dataclass(frozen=True, slots=True)

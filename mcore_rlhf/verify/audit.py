@@ -64,7 +64,7 @@ def read_checksums(files: Iterable[StoredFile]) -> None:
     first: dict[object, StoredFile] = {}
     problems = Problems()
     for file in files:
-        if len(file.records) and _rank_of(file) is not None:
+        if len(file.records) and file.rank is not None:
             other = first.setdefault(tuple((nbytes, crc) for _, _, nbytes, crc in file.records), file)
             if _is_copy(other, file):
                 problems.add(
@@ -75,21 +75,14 @@ def read_checksums(files: Iterable[StoredFile]) -> None:
     problems.raise_if_any()
 
 
-_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt)$")
-"""Files of which every rank has its own part: torch's DCP and DeepSpeed's ZeRO."""
 _TENSOR = re.compile(r"data/\d+|.*\[[\d,]*\]")
 _FEWEST = 3
 """Tensors by which a file is told from padding and new states, which those of several ranks of a small model may be alike in."""
 
 
-def _rank_of(file: StoredFile) -> str | None:
-    found = _OF_RANK.search(file.path)
-    return None if found is None else found[1] or found[2]
-
-
 def _is_copy(one: StoredFile, other: StoredFile) -> bool:
     """Whether one of two files of equal content lies in the place of the other; a parameter and its master may be equal too."""
-    if _rank_of(one) == _rank_of(other):
+    if one.rank == other.rank:
         return False
     told = {crc for key, _, nbytes, crc in one.records if _TENSOR.fullmatch(key) and crc != crc32_of_zeros(nbytes)}
     names = [[re.sub(r"\d+", "", key) for key, *_ in file.records] for file in (one, other)]

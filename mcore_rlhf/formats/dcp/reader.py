@@ -30,7 +30,6 @@ from .verl import read_verl
 
 ITEM = "mcore_rlhf"
 """An item of ours, which releases up to 0.9 wrote in place of :mod:`~mcore_rlhf.families.sidecar`."""
-_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
@@ -155,7 +154,9 @@ class _DcpReader:
         beside = self.beside.files() if self.beside is not None else ()
         inner = self.opened.folder.relative_to(self.located.root).as_posix()
         sidecar = sidecar_files(self.located.root, "" if inner == "." else f"{inner}/")
-        stored = (StoredFile(file.path, file.nbytes, file.records) for file in (*self.opened.files(), *beside))
+        stored = (
+            StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in (*self.opened.files(), *beside)
+        )
         return (*stored, *sidecar)
 
     @property
@@ -300,8 +301,7 @@ class _DcpReader:
                 )
 
     def _ranks(self) -> int:
-        ranks = [int(match[1]) for name in self.opened.sizes if (match := _RANK.fullmatch(name))]
-        return max(ranks, default=0) + 1
+        return max((file.rank for file in self.opened.files() if file.rank is not None), default=0) + 1
 
     def _family(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> DcpState:
         rest = unflattened(self.rest)

@@ -114,7 +114,7 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
         parallel=ParallelConfig(tp=opened.tp, pp=opened.pp, etp=opened.tp, dp=opened.dp),
         catalog=catalog,
         state=_training_state(opened, optimizer.groups, notes),
-        files=tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in opened.all()),
+        files=tuple(StoredFile.of_zip(pt.file, pt.directory, rank) for rank, pt in opened.all()),
         states=catalog.states,
         optimizer=f"zero{opened.stage}" if options.optimizer and (optimizer.flat or optimizer.plain) else None,
         notes=notes,

@@ -321,9 +321,10 @@ class OpenedTag:
         found: Mapping[str, Any] = self.optim[dp_rank, mp_rank].tree["optimizer_state_dict"]
         return found
 
-    def all(self) -> Iterator[PtFile]:
-        """Every file."""
-        yield from (*self.model.values(), *self.layers.values(), *self.expert_files.values(), *self.optim.values())
+    def all(self) -> Iterator[tuple[int | None, PtFile]]:
+        """Every file; of the optimizer's, the data-parallel rank whose partitions it has."""
+        yield from ((None, pt) for pt in (*self.model.values(), *self.layers.values(), *self.expert_files.values()))
+        yield from ((dp_rank, pt) for (dp_rank, _), pt in self.optim.items())
 
 
 def open_tag(files: TagFiles, stubs: tuple[str, ...], *, optimizer: bool) -> OpenedTag:

@@ -280,7 +280,7 @@ class DistFolder:
 
     def files(self) -> tuple[StoredFile, ...]:
         """All files with their checksums."""
-        sharded = (StoredFile(file.path, file.nbytes, file.records) for file in self.dcp.files())
+        sharded = (StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in self.dcp.files())
         return (*self.zips, *sharded)
 
     def value(self, item: DcpObject) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,13 +70,16 @@ class DcpFile:
         path: Relative to the checkpoint's root.
         nbytes: Its length.
         records: ``(key, byte offset, bytes, crc32)`` of every tensor's data, and of every object's pickle.
+        rank: That which wrote it, by its name; none has ``.metadata``.
     """
 
     path: str
     nbytes: int
     records: Sequence[StoredRecord] = ()
+    rank: int | None = None
 
 
+_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 _OPEN_FILES = 64
 """A run on 512 GPUs writes as many files or more; a process may have 1024 open."""
 
@@ -236,8 +240,10 @@ class DcpFolder:
         The records raise CheckpointError where items are damaged; all that are in the folder are listed then.
         """
         metadata = DcpFile(self.path(METADATA_FILE), (self.folder / METADATA_FILE).stat().st_size)
+        ranks = {name: int(match[1]) for name in self.sizes if (match := _OF_RANK.fullmatch(name))}
         lazy = (
-            DcpFile(self.path(name), n, FileRecords(partial(self._records, name))) for name, n in self.sizes.items()
+            DcpFile(self.path(name), nbytes, FileRecords(partial(self._records, name)), ranks.get(name))
+            for name, nbytes in self.sizes.items()
         )
         return metadata, *lazy
 
