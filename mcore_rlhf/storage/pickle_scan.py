@@ -95,6 +95,7 @@ _ATOMS_AND_CONTAINERS = _by_code(_FIXED | _CONTAINERS)
 _PUT, _LONG_PUT, _MEMOIZE = op.BINPUT[0], op.LONG_BINPUT[0], op.MEMOIZE[0]
 _GET, _LONG_GET = op.BINGET[0], op.LONG_BINGET[0]
 _TEXT, _INT, _STOP = op.BINUNICODE[0], op.LONG1[0], op.STOP[0]
+_TUPLE1, _TUPLE2, _CALLS = op.TUPLE1[0], op.TUPLE2[0], op.REDUCE + op.NEWOBJ
 _uint32, _uint64 = Struct("<I").unpack_from, Struct("<Q").unpack_from
 _Step = Callable[[int], int]
 """Does what an opcode does, given where its argument begins; returns where the next opcode is."""
@@ -117,40 +118,53 @@ class _Scan:
     def run(self) -> None:
         """Go through all opcodes."""
         data, stack, memo, uint32 = self.data, self.stack, self.memo, _uint32
-        counted = (
-            sum(map(data.count, _MAKERS)) > self.limit
-        )  # else there cannot be too many, whatever else these bytes are
-        rare, atoms = self._table(counted), _ATOMS if counted else _ATOMS_AND_CONTAINERS
-        push, at = stack.append, 2
-        while (code := data[at]) != _STOP:
-            nbytes = atoms[code]
+        # Where there cannot be too many objects, whatever else these bytes are, none needs counting.
+        counted = sum(map(data.count, _MAKERS)) > self.limit
+        rare = self._table(counted)
+        atoms, calls = (_ATOMS, b"") if counted else (_ATOMS_AND_CONTAINERS, _CALLS)
+        push, pop, remember, memoize, at = stack.append, stack.pop, memo.append, _MEMOIZE, 2
+        while True:
+            code = data[at]
             at += 1
-            if nbytes >= 0:
+            if code == memoize:  # first what there is most of: a quarter of all in a .metadata, then a fifth, …
+                remember(stack[-1])
+            elif (nbytes := atoms[code]) >= 0:
                 push(1)
                 at += nbytes
+            elif code == _GET:
+                push(memo[data[at]])
+                at += 1
+            elif code == _TUPLE2:
+                weight = pop() + stack[-1]
+                stack[-1] = 1 + (weight if weight < _MAX_WEIGHT else _MAX_WEIGHT)
+            elif code in calls:
+                weight = pop()
+                stack[-1] = weight
+            elif code == _TUPLE1:
+                if stack[-1] < _MAX_WEIGHT:
+                    stack[-1] += 1
             elif code == _TEXT:  # one that is too long leads behind the end
                 push(1)
                 at += 4 + uint32(data, at)[0]
             elif code == _LONG_PUT and uint32(data, at)[0] == len(memo):
-                memo.append(stack[-1])
+                remember(stack[-1])
                 at += 4
             elif code == _INT and data[at] <= 8:
                 push(1)
                 at += 1 + data[at]
             elif code == _PUT and data[at] == len(memo):
-                memo.append(stack[-1])
-                at += 1
-            elif code == _MEMOIZE and not self.sparse:
-                memo.append(stack[-1])
-            elif code == _GET:
-                push(memo[data[at]])
+                remember(stack[-1])
                 at += 1
             elif code == _LONG_GET:
                 push(memo[uint32(data, at)[0]])
                 at += 4
+            elif code == _STOP:
+                break
             else:
                 at = rare[code](at)
-        self._end(at + 1)
+                if self.sparse:
+                    memoize = -1
+        self._end(at)
 
     def _end(self, at: int) -> None:
         if at != len(self.data):
@@ -164,7 +178,7 @@ class _Scan:
             (op.MARK, self._mark), (op.BINPUT, self._short_put), (op.LONG_BINPUT, self._long_put),
             (op.BINBYTES, self._long_text), (op.SHORT_BINUNICODE + op.SHORT_BINBYTES, self._short_text),
             (op.LONG1, self._int), (op.EMPTY_LIST + op.EMPTY_DICT + op.EMPTY_SET, self._container),
-            (op.TUPLE1, self._tuple1), (op.TUPLE2, self._tuple2), (op.TUPLE3, self._tuple3), (op.TUPLE, self._tuple),
+            (op.TUPLE3, self._tuple3), (op.TUPLE, self._tuple),
             (op.REDUCE + op.NEWOBJ, self._call), (op.BUILD + op.APPEND, self._drop), (op.APPENDS, self._appends),
             (op.SETITEM, self._setitem), (op.SETITEMS, self._setitems), (op.ADDITEMS, self._additems),
             (op.FROZENSET, self._frozenset), (op.GLOBAL, self._global), (op.STACK_GLOBAL, self._stack_global),
@@ -237,18 +251,6 @@ class _Scan:
     def _push_tuple(self, weight: int) -> None:
         self.stack.append(1 + (weight if weight < _MAX_WEIGHT else _MAX_WEIGHT))
 
-    def _tuple1(self, at: int) -> int:
-        stack = self.stack
-        if stack[-1] < _MAX_WEIGHT:
-            stack[-1] += 1
-        return at
-
-    def _tuple2(self, at: int) -> int:
-        stack = self.stack
-        weight = stack.pop() + stack[-1]
-        stack[-1] = 1 + (weight if weight < _MAX_WEIGHT else _MAX_WEIGHT)
-        return at
-
     def _tuple3(self, at: int) -> int:
         stack = self.stack
         weight = stack.pop() + stack.pop() + stack[-1]
@@ -266,7 +268,7 @@ class _Scan:
         return at
 
     def _call(self, at: int) -> int:
-        """The result keeps its arguments' weight: it may be one of them."""
+        """As in :meth:`run`: the result keeps its arguments' weight, and may be one of them."""
         weight = self.stack.pop()
         self.stack[-1] = weight
         return at

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rlhf.core.catalog import DType, Shape, dtype_of
+from mcore_rlhf.core.plan import seldom_collecting
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported, shown
 
 from .. import reading
@@ -88,7 +89,8 @@ def read_metadata(folder: ReadablePath, stubs: Collection[str] = ()) -> DcpMetad
         StorageError: It cannot be read.
     """
     path = folder / METADATA_FILE
-    return _Checked(path, unpickle(_bytes(path), str(path), stubs, _VOCABULARY)).metadata()
+    with seldom_collecting():
+        return _Checked(path, unpickle(_bytes(path), str(path), stubs, _VOCABULARY)).metadata()
 
 
 def _bytes(path: ReadablePath) -> bytes:
