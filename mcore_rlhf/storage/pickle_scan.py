@@ -92,19 +92,18 @@ _ATOMS = _by_code(_FIXED)
 """Bytes of the argument of every opcode that pushes one value of fixed length; -1 for the others."""
 
 _ATOMS_AND_CONTAINERS = _by_code(_FIXED | _CONTAINERS)
-_PUT, _LONG_PUT, _MEMOIZE = op.BINPUT[0], op.LONG_BINPUT[0], op.MEMOIZE[0]
-_GET, _LONG_GET = op.BINGET[0], op.LONG_BINGET[0]
-_TEXT, _INT, _STOP = op.BINUNICODE[0], op.LONG1[0], op.STOP[0]
+_LONG_PUT, _MEMOIZE, _TEXT = op.LONG_BINPUT[0], op.MEMOIZE[0], op.BINUNICODE[0]
+_GET, _GETS = op.BINGET[0], op.BINGET + op.LONG_BINGET
 _TUPLE1, _TUPLE2, _CALLS = op.TUPLE1[0], op.TUPLE2[0], op.REDUCE + op.NEWOBJ
 _uint32, _uint64 = Struct("<I").unpack_from, Struct("<Q").unpack_from
 _Step = Callable[[int], int]
-"""Does what an opcode does, given where its argument begins; returns where the next opcode is."""
+"""Does what an opcode does, given where its argument begins; returns where the next opcode is, or 0 at the end."""
 
 
 class _Scan:
     """The pickle machine with a number for every value: how many values a hash of it would visit."""
 
-    __slots__ = ("data", "heavy", "limit", "long_ints", "marks", "memo", "objects", "sparse", "stack")
+    __slots__ = ("data", "heavy", "limit", "long_ints", "marks", "memo", "memoize", "objects", "stack")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -113,7 +112,7 @@ class _Scan:
         self.memo: list[int] = []
         self.objects = self.heavy = self.long_ints = 0
         self.limit = _OBJECTS + len(data) // _BYTES_PER_OBJECT
-        self.sparse = False
+        self.memoize = _MEMOIZE
 
     def run(self) -> None:
         """Go through all opcodes."""
@@ -122,8 +121,8 @@ class _Scan:
         counted = sum(map(data.count, _MAKERS)) > self.limit
         rare = self._table(counted)
         atoms, calls = (_ATOMS, b"") if counted else (_ATOMS_AND_CONTAINERS, _CALLS)
-        push, pop, remember, memoize, at = stack.append, stack.pop, memo.append, _MEMOIZE, 2
-        while True:
+        push, pop, remember, memoize, at = stack.append, stack.pop, memo.append, self.memoize, 2
+        while at:
             code = data[at]
             at += 1
             if code == memoize:  # first what there is most of: a quarter of all in a .metadata, then a fifth, …
@@ -131,9 +130,9 @@ class _Scan:
             elif (nbytes := atoms[code]) >= 0:
                 push(1)
                 at += nbytes
-            elif code == _GET:
-                push(memo[data[at]])
-                at += 1
+            elif code in _GETS:
+                push(memo[data[at] if code == _GET else uint32(data, at)[0]])
+                at += 1 if code == _GET else 4
             elif code == _TUPLE2:
                 weight = pop() + stack[-1]
                 stack[-1] = 1 + (weight if weight < _MAX_WEIGHT else _MAX_WEIGHT)
@@ -141,36 +140,23 @@ class _Scan:
                 weight = pop()
                 stack[-1] = weight
             elif code == _TUPLE1:
-                if stack[-1] < _MAX_WEIGHT:
-                    stack[-1] += 1
+                stack[-1] += 1 if stack[-1] < _MAX_WEIGHT else 0
             elif code == _TEXT:  # one that is too long leads behind the end
                 push(1)
                 at += 4 + uint32(data, at)[0]
             elif code == _LONG_PUT and uint32(data, at)[0] == len(memo):
                 remember(stack[-1])
                 at += 4
-            elif code == _INT and data[at] <= 8:
-                push(1)
-                at += 1 + data[at]
-            elif code == _PUT and data[at] == len(memo):
-                remember(stack[-1])
-                at += 1
-            elif code == _LONG_GET:
-                push(memo[uint32(data, at)[0]])
-                at += 4
-            elif code == _STOP:
-                break
             else:
                 at = rare[code](at)
-                if self.sparse:
-                    memoize = -1
-        self._end(at)
+                memoize = self.memoize
 
-    def _end(self, at: int) -> None:
+    def _stop(self, at: int) -> int:
         if at != len(self.data):
             raise Malformed(f"{len(self.data) - at} bytes follow its end")
         if not self.stack:
             raise Malformed("it holds nothing")
+        return 0
 
     def _table(self, counted: bool) -> list[_Step]:
         table: list[_Step] = [self._unknown] * 256
@@ -182,7 +168,7 @@ class _Scan:
             (op.REDUCE + op.NEWOBJ, self._call), (op.BUILD + op.APPEND, self._drop), (op.APPENDS, self._appends),
             (op.SETITEM, self._setitem), (op.SETITEMS, self._setitems), (op.ADDITEMS, self._additems),
             (op.FROZENSET, self._frozenset), (op.GLOBAL, self._global), (op.STACK_GLOBAL, self._stack_global),
-            (op.BINPERSID, self._persistent), (op.FRAME, self._frame),
+            (op.BINPERSID, self._persistent), (op.FRAME, self._frame), (op.STOP, self._stop),
         ):  # fmt: skip
             for code in codes:
                 makes = counted and bytes([code]) in _MAKERS
@@ -221,7 +207,7 @@ class _Scan:
         if gap > _MEMO_SLACK:
             raise Refused(f"it stores a value under the number {index} after {len(memo)} others")
         if gap >= 0:
-            self.sparse |= gap > 0
+            self.memoize = -1 if gap > 0 else self.memoize
             memo.extend([1] * (gap + 1))
         memo[index] = self.stack[-1]
 
