@@ -90,7 +90,22 @@ def spans_of(told: list[list[Any]]) -> Spans:
     return found
 
 
-class Journal:
+class _Finished:
+    """What is done, by the name of its task."""
+
+    __slots__ = ()
+    done: dict[str, Done]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.done
+
+    @property
+    def files(self) -> dict[str, FileEntry]:
+        """The files that are done, by path."""
+        return {name: done.entry for name, done in self.done.items() if done.entry is not None}
+
+
+class Journal(_Finished):
     """The journal of one staging folder. For several threads.
 
     Args:
@@ -123,14 +138,6 @@ class Journal:
         except OSError as error:
             raise storage_error(error, path, "write") from error
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.done
-
-    @property
-    def files(self) -> dict[str, FileEntry]:
-        """The files that are done, by path."""
-        return _files(self.done)
-
     @property
     def left(self) -> str:
         """Where what is finished stays, for a message."""
@@ -162,9 +169,8 @@ class Journal:
         data = memoryview(b"%08x %s\n" % (crc32(text), text))
         while data:
             data = data[os.write(self._fd, data) :]
-        if (
-            self.durable and time.monotonic() >= self._synced + _SYNC_S
-        ):  # a kill loses nothing; a reboot what is younger
+        # A kill loses nothing, a reboot what is younger than that.
+        if self.durable and time.monotonic() >= self._synced + _SYNC_S:
             os.fsync(self._fd)
             self._synced = time.monotonic()
 
@@ -176,7 +182,7 @@ class Journal:
 
 
 @dataclass(slots=True)
-class StoreJournal:
+class StoreJournal(_Finished):
     """The same, in an object store: a note a file, since nothing can be added to an object. For several threads.
 
     That a file is the one of which a note speaks is told by its version (ETag). Comparisons are not noted, and made again.
@@ -191,14 +197,6 @@ class StoreJournal:
     done: dict[str, Done] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     durable: bool = False
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.done
-
-    @property
-    def files(self) -> dict[str, FileEntry]:
-        """See :attr:`Journal.files`."""
-        return _files(self.done)
 
     @property
     def left(self) -> str:
@@ -286,10 +284,6 @@ def why_not(path: Path, fingerprint: Fingerprint) -> str:
     if not header.get("durable") and (header.get("boot") != _boot() or not _boot()):
         return "it was written with --no-fsync before this machine started"
     return ""
-
-
-def _files(done: Mapping[str, Done]) -> dict[str, FileEntry]:
-    return {name: one.entry for name, one in done.items() if one.entry is not None}
 
 
 def _header(fingerprint: Fingerprint) -> dict[str, Any]:
