@@ -145,6 +145,7 @@ def _put_value_head(model: Any, hidden: int, *, bias: bool) -> None:
 
 def _config(args: Namespace, parallel: Parallel) -> Any:
     import torch
+    from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -153,9 +154,10 @@ def _config(args: Namespace, parallel: Parallel) -> Any:
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     names = {f.name: _RENAMED.get(f.name, f.name) for f in fields(kind)}
     said = {name: getattr(args, theirs) for name, theirs in names.items() if hasattr(args, theirs)}
-    quick = getattr(args, "quick_geglu", False)
+    quick, plain = getattr(args, "quick_geglu", False), getattr(args, "squared_relu", False)
     said.update(
-        activation_func=quick_gelu if quick else torch.nn.functional.silu, gated_linear_unit=args.swiglu or quick,
+        activation_func=squared_relu if plain else quick_gelu if quick else torch.nn.functional.silu,
+        gated_linear_unit=args.swiglu or quick,
         use_cpu_initialization=True, params_dtype=torch.float32, bf16=False, fp16=False, hidden_dropout=0.0,
         attention_dropout=0.0, attention_softmax_in_fp32=True, bias_dropout_fusion=False,
         tensor_model_parallel_size=parallel.tp, expert_model_parallel_size=parallel.ep,

@@ -129,6 +129,7 @@ CASES = {
     "glm4_moe_lite": Case("glm4_moe_lite", {**{n: v for n, v in ROUTED.items() if n != "first_k_dense_replace"}, **LATENT,
         "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]}),
     "seed_oss": Case("seed_oss", {"head_dim": 16, "attention_bias": True}, Parallel(tp=2), taken_for="qwen2"),
+    "arcee": Case("arcee", {"head_dim": 8, "hidden_act": "relu2"}, Parallel(tp=2)),
     "deepseek_v2": Case("deepseek_v2", {**ROUTED, **LATENT, "routed_scaling_factor": 1.5}),
     "deepseek_v3": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1}, Parallel(tp=2)),
     "deepseek_v3_full_q": Case("deepseek_v3", {**ROUTED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),

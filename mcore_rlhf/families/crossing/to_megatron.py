@@ -227,7 +227,7 @@ def _model(source: Source, relation: Relation, args: Arguments, tied: bool, size
     rows = padded_vocab_size(words, args.integer("make_vocab_size_divisible_by", DIVISOR), 1)
     shares, problems, specs = relation.of_megatron(), Problems(), []
     engine = relation.spelling.implementation == TRANSFORMER_ENGINE
-    traits = Traits(gated=True, transformer_engine=engine, args=args.values)
+    traits = Traits(gated=args.gated, transformer_engine=engine, args=args.values)
     for name, shape in relation.megatron.items():
         parts = [spec for share in shares[name] if (spec := source.model.get(share.name)) is not None]
         if len({(spec.dtype, spec.trainable) for spec in parts}) > 1:

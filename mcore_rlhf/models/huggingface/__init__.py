@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .arcee import ARCEE
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from .gpt_oss import GPT_OSS
@@ -17,7 +18,7 @@ from .table import Architecture
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, DEEPSEEK_V2, GLM4_MOE, MIXTRAL,
-    GPT_OSS, LLAMA, MISTRAL, SEED_OSS,
+    GPT_OSS, LLAMA, MISTRAL, SEED_OSS, ARCEE,
 )  # fmt: skip
 """Those that are known. Where nothing but the tensors tells, the first one that fits counts: the most particular ones
 come first, since Llama's rows are all but a subset of the others'. Mistral's are Llama's, GLM-4.7-Flash's are DeepSeek-V3's,

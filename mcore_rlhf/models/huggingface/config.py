@@ -14,7 +14,7 @@ from functools import cache
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.models.meaning.arguments import modern
-from mcore_rlhf.models.meaning.declared import arguments, complete
+from mcore_rlhf.models.meaning.declared import arguments, complete, config_fields
 from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
 from . import ARCHITECTURES, REFUSED, TEXTS
@@ -43,8 +43,6 @@ _DELTA = {
 _LATENT_EPSILON = 1e-6
 _KINDS_OF_ATTENTION = ("multi_latent_attention", "experimental_attention_variant")
 IGNORE = "To convert without it, and to have that stand in the report as lost: --ignore-field with its name."
-_UNBIASED = ("qwen2", "mistral", "mixtral")
-"""Those whose ``config.json`` does not say whether there are biases: Qwen2 always has them, Mistral's two never."""
 _CAUSAL = "ForCausalLM"
 _HEADS = (_CAUSAL, "ForSequenceClassification", "ForTokenClassification", "Model")
 _ABSENT = (
@@ -296,13 +294,9 @@ def built(known: Architecture, build: Build) -> dict[str, object]:
     config["tie_word_embeddings"] = build.tied
     if build.head.endswith("Classification"):
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
-    if known.model_type == "qwen2_moe":
-        config["qkv_bias"] = build.biased
-    elif known.model_type not in _UNBIASED:
-        config["attention_bias"] = build.biased
-    if known.model_type == "llama":
-        config["mlp_bias"] = build.mlp_biased
-    return config
+    said = {"qkv_bias": build.biased, "attention_bias": build.biased, "mlp_bias": build.mlp_biased}
+    declared = config_fields(known.model_type)  # Qwen2 always has biases, Mistral's two never: their classes do not say
+    return config | {name: value for name, value in said.items() if name in declared}
 
 
 def args_of(config: Config, known: Architecture, build: Build, ignored: Collection[str] = ()) -> dict[str, object]:
@@ -379,11 +373,6 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _PACKED = ".experts.gate_up_proj"
 _BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias")
-_SAY_BIAS = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
-"""Those whose queries, keys and values have biases where ``attention_bias`` says so.
-
-Source: transformers 5.23.0, ``models/{llama,qwen3,qwen3_moe,glm4_moe}/modeling_*.py``.
-"""
 _SHOWN = 3
 
 
@@ -407,7 +396,7 @@ def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape]) -> Iterat
     if any(name.endswith(_PACKED) for name in shapes):  # named as in memory
         return
     yield from _listed(known, "lacks", _missing(known, sizes, rows, shapes))
-    if known.model_type in _SAY_BIAS and config.get("attention_bias") is not True:
+    if _says_bias(known) and config.get("attention_bias") is not True:
         yield from _listed(known, "has no place, where attention_bias is not true, for", _biases(shapes))
     expected = {tensor for row in rows for tensor in row.tensors}
     yield from _listed(known, "has no place for", _strange(sizes, expected, shapes))
@@ -432,6 +421,15 @@ def _strange(sizes: Sizes, expected: Collection[str], shapes: Mapping[str, Shape
         match = _LAYER.match(name)
         if match and name not in expected and int(match[1]) < sizes.layers and _pattern(name) in _patterns():
             yield name
+
+
+def _says_bias(known: Architecture) -> bool:
+    """Whether queries, keys and values have biases where ``attention_bias`` says so.
+
+    Source: transformers 5.23.0, ``models/{llama,qwen3,qwen3_moe,glm4_moe}/modeling_*.py``.
+    """
+    optional = any(row.optional and row.megatron.endswith(".linear_qkv.bias") for row in known.rows)
+    return optional and "attention_bias" in config_fields(known.model_type)
 
 
 def _biases(shapes: Mapping[str, Shape]) -> Iterator[str]:

@@ -109,11 +109,11 @@ _OF_ANY: tuple[Field, ...] = (
     Same("rms_norm_eps", "layernorm_epsilon"),
     Same("initializer_range", "init_method_std"),
     Same("attention_dropout", "attention_dropout"),
-    Only("hidden_act", "silu", "Megatron's --swiglu is silu"),
     Always("normalization", "RMSNorm"),
     Always("add_position_embedding", True),
     Always("rotary_interleaved", False),
 )
+SILU: Field = Only("hidden_act", "silu", "Megatron's --swiglu is silu")
 OF_ANY = (*SIZES, *_OF_ANY)
 """What the two descriptions of any of them have in common."""
 
@@ -124,7 +124,7 @@ MIXTURES_ALONE = (
 )
 """The same where no layer is dense, and ``config.json`` does not say how wide one would be."""
 
-COMMON: tuple[Field, ...] = (*OF_ANY, Always("swiglu", True), Always("layernorm_zero_centered_gamma", False))
+COMMON: tuple[Field, ...] = (*OF_ANY, SILU, Always("swiglu", True), Always("layernorm_zero_centered_gamma", False))
 """The same with SwiGLU and the usual norms."""
 
 FIELDS: tuple[Field, ...] = (*COMMON, Heads(), Rotary())

@@ -71,6 +71,7 @@ GPT_OSS = Architecture(
     ),
     (
         *dense.OF_ANY,
+        dense.SILU,
         Heads(),
         Rotary(scaled=True),
         Window(rule=every_other),

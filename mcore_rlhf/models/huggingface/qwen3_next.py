@@ -106,6 +106,7 @@ def _order(delta_net: tuple[str, ...], *feed_forward: str) -> tuple[str, ...]:
 def _fields(*more: Field) -> tuple[Field, ...]:
     return (
         *more,
+        dense.SILU,
         Always("swiglu", True),
         Always("layernorm_zero_centered_gamma", True),
         Heads(),

@@ -282,12 +282,13 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """An architecture's rows, as far as a model has them, and what speaks against it."""
+    """An architecture's rows, as far as a model has them, what speaks against it, and whether the shapes are its own as well."""
 
     architecture: Architecture
     rows: tuple[Filled, ...]
     strange: tuple[str, ...]
     missing: tuple[str, ...]
+    fits: bool = True
 
     @property
     def complaint(self) -> str:
@@ -366,7 +367,8 @@ def _of_megatron(known: Architecture, shapes: Mapping[str, Shape], sizes: Sizes,
     names = {row.name for row in has}
     missing = [need for need in known.needs if need not in sizes.traits]
     missing += [row.name for row in rows if not row.row.optional and row.name not in names]
-    return _Candidate(known, has, tuple(name for name in shapes if name not in names), tuple(missing))
+    fits = all(_same_shape(row.row, shapes[row.name], row.shape) for row in has)
+    return _Candidate(known, has, tuple(name for name in shapes if name not in names), tuple(missing), fits)
 
 
 def _of_huggingface(
@@ -390,12 +392,18 @@ def _is_of(row: Row, found: Shape | None) -> bool:
 
 
 def _best(candidates: Iterable[_Candidate]) -> _Candidate:
-    """The first that has a place for every tensor, and all of whose required rows are there."""
+    """The first that has a place for every tensor, and all of whose required rows are there; of several, one whose shapes fit."""
     others: list[_Candidate] = []
+    named: _Candidate | None = None
     for candidate in candidates:
-        if not candidate.strange and not candidate.missing:
+        if candidate.strange or candidate.missing:
+            others.append(candidate)
+        elif candidate.fits:
             return candidate
-        others.append(candidate)
+        else:
+            named = named or candidate
+    if named is not None:
+        return named
     others.sort(key=lambda other: len(other.strange) + len(other.missing))
     if len(others) == 1:
         raise Unsupported(f"these tensors are not those of the architecture: {others[0].complaint}\n{HOW_TO_ADD}")
@@ -417,8 +425,15 @@ def _relation(found: _Candidate, sizes: Sizes, spelling: Spelling) -> Relation:
 
 def _padded(relation: Relation) -> frozenset[str]:
     """Megatron's parameters whose rows are words."""
-    rows = (row for row in relation.architecture.rows if row.huggingface[0].shape[0] == "vocabulary")
-    return frozenset(row.megatron for row in rows)
+    return frozenset(row.megatron for row in relation.architecture.rows if _counts_words(row))
+
+
+def _counts_words(row: Row) -> bool:
+    return row.huggingface[0].shape[0] == "vocabulary"
+
+
+def _same_shape(row: Row, found: Shape, expected: Shape) -> bool:
+    return found == expected or (_counts_words(row) and found[1:] == expected[1:] and found[0] >= expected[0])
 
 
 def _check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], padded: frozenset[str]) -> None:
