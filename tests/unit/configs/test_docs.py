@@ -162,6 +162,7 @@ def flat(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_format_of_the_documentation_works(flat: ModuleType, tmp_path: Path) -> None:
     job = convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat"))
     assert not job.lossless
+    assert job.account.unaccounted == ()
     assert verify(tmp_path / "flat", ReadOptions(), Depth.FULL).intact
     a, b = registry.open_checkpoint(GOLDEN, ReadOptions()), registry.open_checkpoint(tmp_path / "flat", ReadOptions())
     assert (b.format, b.state.iteration, b.states) == ("flat", 2, ("master", "exp_avg", "exp_avg_sq"))
