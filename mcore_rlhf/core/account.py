@@ -249,7 +249,7 @@ class Account:
         for reason in Reason:
             items = [item for item, said in self.entries.items() if said.reason is reason]
             if items:
-                found.append((Fate.LEFT, f"{_named(items)}: {reason.value}"))
+                found.append((Fate.LEFT, f"{named(items)}: {reason.value}"))
         return found
 
     def as_json(self) -> dict[str, object]:
@@ -265,7 +265,7 @@ class Account:
         }  # fmt: skip
 
 
-def _named(items: Sequence[Item]) -> str:
+def named(items: Sequence[Item]) -> str:
     """Files one by one; of other kinds the first and how many there are."""
     kinds: dict[Kind, list[str]] = {}
     for item in items:

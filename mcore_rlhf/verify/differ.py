@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mcore_rlhf.core.account import same
+from mcore_rlhf.core.account import Item, Kind, named, same
 from mcore_rlhf.core.cast import as_floats, differing_after_rounding
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, TensorEntry, TensorName
 from mcore_rlhf.core.execute import SourceBytes
+from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.families.inventory import OPAQUE, inventory_of
 from mcore_rlhf.families.source import Source
+from mcore_rlhf.storage.dcp.folder import DcpObject
+from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .audit import paired
 
@@ -226,10 +231,28 @@ class Differ:
             if not same(sorted(map(_identity, of_a), key=repr), sorted(map(_identity, of_b), key=repr)):
                 whose = "experts' " if expert else ""
                 self._differs(f"{whose}param_groups", f"the optimizer's {whose}param groups are not the same")
-        for counter in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
+        for counter in _COUNTERS:
             if a.args.get(counter) != b.args.get(counter):
                 self._differs(counter, f"{a.args.get(counter)} and {b.args.get(counter)}")
-        self.result.notes.append("RNG states, loss scaler, client state and the other arguments were not compared")
+        self._compare_the_rest()
+
+    def _compare_the_rest(self) -> None:
+        """Say of all other values whether they are the same. Two runs may differ in them, as a conversion makes them do: no difference."""
+        if self.a.format != self.b.format:
+            self._note("RNG states, loss scaler, client state and the other arguments were not compared")
+            return
+        a, b = _rest(self.a, self.bytes_a), _rest(self.b, self.bytes_b)
+        if self.a.parallel != self.b.parallel:
+            self._note("RNG states, and what else belongs to ranks, were not compared: the ranks are not the same")
+            a, b = ({item: value for item, value in rest.items() if not _is_of_ranks(item)} for rest in (a, b))
+        items = dict.fromkeys((*a, *b))
+        apart = [item for item in items if not same(a.get(item, _NOTHING), b.get(item, _NOTHING))]
+        if apart:
+            self._note(f"other values that are not the same: {named(apart)}")
+        elif items:
+            kinds = {item.kind for item in items}
+            which = ", ".join(what for kind, what in _WORDS.items() if kind in kinds)
+            self._note(f"all other values are the same: {which}")
 
     def _note(self, text: str) -> None:
         if text not in self.result.notes:
@@ -269,6 +292,44 @@ def _entry(source: Source, name: TensorName) -> TensorEntry | None:
         param = source.catalog.get(name._replace(role=source.role, state=PARAM))
         return param if param is not None and param.dtype == FLOAT32 else None
     return entry
+
+
+_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+_COMPARED = {Item(Kind.VALUE, "iteration"), *(Item(Kind.ARGUMENT, counter) for counter in _COUNTERS)}
+_WORDS = {
+    Kind.RNG: "RNG states", Kind.SCALER: "loss scaler", Kind.ARGUMENT: "arguments", Kind.CONFIG: "configuration",
+    Kind.OPTIMIZER: "others of the optimizer", Kind.MODEL: "others of the model", Kind.VALUE: "others of the run",
+}  # fmt: skip
+_NOTHING = object()
+"""Where one has a value that the other has not."""
+
+
+def _rest(source: Source, where: SourceBytes) -> dict[Item, object]:
+    """What a source has besides what is compared by name, read."""
+    by_name = (Kind.TENSOR, Kind.GROUP, Kind.SCHEDULER)
+    items = inventory_of(source).items()
+    return {item: _read(value, where) for item, value in items if item.kind not in by_name and item not in _COMPARED}
+
+
+def _read(value: object, where: SourceBytes) -> object:
+    """A value with the bytes of its tensors in their place: two files have the same ones elsewhere."""
+    if isinstance(value, DcpObject):
+        with suppress(CheckpointError):  # a class that is not known; `verify` speaks of damage
+            return value.load()
+        return bytes(where.view(value.folder.path(value.place.file), value.place.offset, value.place.length))
+    if type(value) is tuple:
+        return tuple(_read(part, where) for part in value)  # of every rank
+
+    def content(stored: StoredTensor) -> object:
+        record = stored.record
+        data = bytes(where.view(record.file, record.byte_offset, record.nbytes))
+        return record.dtype, stored.start, stored.shape, stored.strides, data
+
+    return map_tensors(value, content)
+
+
+def _is_of_ranks(item: Item) -> bool:
+    return item.kind is Kind.RNG or item == OPAQUE
 
 
 def _identity(fields: object) -> object:

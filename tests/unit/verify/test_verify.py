@@ -91,6 +91,31 @@ def test_a_conversion_is_equal_to_its_source(conversions: Conversions, write: di
         assert any("144" in note and "160" in note for note in result.notes)
 
 
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_one_random_state_that_is_another_is_named(tmp_path: Path, to: str) -> None:
+    """It lies in bytes of its own, below a tensor or inside a pickled object: where it lies says nothing."""
+    source = copied(MANY, tmp_path)
+    with edited(source / ITERATION / "mp_rank_01_001" / MODEL) as tree:
+        tree["rng_state"][0]["torch_rng_state"][7] ^= 1
+    for path, name in ((GOLDENS / MANY, "one"), (source, "other"), (source, "again")):
+        convert(path, tmp_path / name, replace(options(), to=to))
+    other, again = (compare(tmp_path / name, tmp_path / "other").notes for name in ("one", "again"))
+    assert "other values that are not the same: rng rng_state" in other
+    assert any(note.startswith("all other values are the same: RNG states") for note in again)
+
+
+def test_arguments_and_client_state_that_are_others_are_named(conversions: Conversions, tmp_path: Path) -> None:
+    reshaped = compare(GOLDENS / MANY, conversions.of(GOLDENS / MANY, tp=4, pp=1)).notes
+    assert "RNG states, and what else belongs to ranks, were not compared: the ranks are not the same" in reshaped
+    assert any("arguments tensor_model_parallel_size, " in note and "rng" not in note for note in reshaped)
+    golden = GOLDEN_KINDS / "deepspeed/z1_fp32_tied_dp2"
+    changed = Path(shutil.copytree(golden, tmp_path / "deepspeed", ignore=shutil.ignore_patterns("*_uni*")))
+    for path in changed.rglob("*model_states.pt"):
+        with edited(path) as tree:
+            tree["reward_mean"] = 0.5
+    assert "other values that are not the same: value reward_mean" in compare(golden, changed).notes
+
+
 def test_two_models_differ_in_every_trained_tensor() -> None:
     result = compare(GOLDENS / ONE, GOLDENS / MANY)
     names = {difference.name for difference in result.differences}
