@@ -25,6 +25,7 @@ from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_
 from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY
 from mcore_rlhf.models.huggingface.mtp import COPIES, IN_LAYER
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface
+from mcore_rlhf.models.huggingface.rotary_fields import is_frequencies
 from mcore_rlhf.models.huggingface.table import EXPERTS, MTP_MODEL_LAYER, TRANSFORMER_ENGINE, Architecture, Sizes
 from mcore_rlhf.models.megatron import Traits, is_buffer, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
@@ -301,7 +302,11 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, f
         notes.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
     notes.add(Fate.DERIVED, "args: those that describe the model; all others are the new run's")
     _account(source, notes)
-    gone = [name for name in family.buffers if name not in relation.huggingface]
+    computed = [name for name in family.buffers if is_frequencies(name)]
+    if computed:
+        text = f"rotary frequencies, {len(computed)} tensors such as {computed[0]}: computed from the arguments, as transformers does"
+        notes.add(Fate.DERIVED, text, *(Item(Kind.TENSOR, name) for name in computed))
+    gone = [name for name in family.buffers if name not in relation.huggingface and name not in computed]
     if gone:
         items = [Item(Kind.TENSOR, name) for name in gone]
         notes.add(Fate.LOST, f"buffers that Megatron does not have: {', '.join(gone[:3])}", *items)

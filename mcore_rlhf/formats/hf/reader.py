@@ -15,6 +15,7 @@ from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.huggingface.rotary_fields import is_frequencies
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
@@ -178,7 +179,7 @@ class _FolderReader:
         specs = []
         for name in dict.fromkeys([*(name for name in known if name in params), *params]):
             dtype = params[name].record.dtype
-            trained = name not in still and dtype in FLOATING
+            trained = name not in still and dtype in FLOATING and not is_frequencies(name)
             specs.append(ParamSpec(name, params[name].shape, dtype, REPLICATED, trained))
         rows = params[EMBEDDING].shape[0] if EMBEDDING in params else None
         return ModelSpec(

@@ -209,16 +209,14 @@ class _FolderTarget:
         if known is not None and TIED not in text_config(config):
             config[TIED] = known
         if method_of(config) and not quantized and (self.source.format != "hf" or self.source.computed is not None):
-            report.add(
-                Fate.CHANGED, f"{CONFIG}: does not say any more that the weights are quantized, which they are not"
-            )
-            config = without_quantization(config)
-        dtype = main_dtype(parts)
-        if dtype is not None and not quantized and dtype_in(config) != dtype:
-            if dtype_in(config) is not None:
-                report.add(Fate.CHANGED, f"{CONFIG}: dtype {dtype_in(config)} becomes {dtype}, as the weights are")
-            config = with_dtype(config, dtype)
-        return with_eos(config, self.options.eos_token_ids)
+            text = f"{CONFIG}: does not say any more that the weights are quantized, which they are not"
+            config = _changed(config, without_quantization(config), report, text)
+        dtype, said = main_dtype(parts), dtype_in(config)
+        if dtype is not None and not quantized and said != dtype:
+            text = f"{CONFIG}: dtype {said or 'of no known name'} becomes {dtype}, as the weights are"
+            config = _changed(config, with_dtype(config, dtype), report, text)
+        ends = with_eos(config, self.options.eos_token_ids)
+        return _changed(config, ends, report, f"{CONFIG}: eos_token_id is {ends.get('eos_token_id')}, as was asked for")
 
     def _beside(self, parts: list[WrittenTensor], report: Report) -> dict[str, ReadablePath]:
         """The tokenizer, and whatever else goes along."""
@@ -317,6 +315,14 @@ def _item_of(where: str) -> Item:
     if section == "groups":
         return Item(Kind.GROUP, keys[2] if len(keys) > 2 else ANY)
     return Item(_SECTIONS.get(section, Kind.VALUE), keys[0] if keys else ANY)
+
+
+def _changed(old: Mapping[str, object], new: dict[str, object], report: Report, text: str) -> dict[str, object]:
+    """The new description; the line is about the fields that are other ones than in the old."""
+    fields = [key for key, value in old.items() if key not in new or new[key] != value]
+    if fields:
+        report.add(Fate.CHANGED, text, *(Item(Kind.CONFIG, key) for key in fields))
+    return new
 
 
 _FIXED_TYPE = ("e_score_correction_bias",)

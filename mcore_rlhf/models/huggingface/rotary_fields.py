@@ -343,3 +343,11 @@ def _check_llama3(rope: Values) -> None:
         if said != value:
             problems.add(Unsupported, f"config.json: {name} is {said}, and {value} is fixed in megatron-core")
     problems.raise_if_any()
+
+
+def is_frequencies(name: str) -> bool:
+    """Whether a tensor is the table of rotary frequencies that folders of 2023 still have, Llama 2's among them, once a layer.
+
+    Source: transformers 5.23.0, ``modeling_utils.py`` (``_adjust_missing_and_unexpected_keys``): it is computed from the config, and not loaded.
+    """
+    return name.endswith("rotary_emb.inv_freq")

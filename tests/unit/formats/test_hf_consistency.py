@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rlhf.convert import convert
+from mcore_rlhf.core.account import Fate, Kind
 from mcore_rlhf.errors import Corrupt, LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify
@@ -90,6 +91,20 @@ def test_a_config_of_a_model_with_images_has_a_section_for_the_text(tmp_path: Pa
     opened(write(tmp_path / "a", llama(), {"model_type": "x", "text_config": CONFIG}))
     with pytest.raises(LayoutMismatch, match="vocab_size is 5"):
         opened(write(tmp_path / "b", llama(), {"text_config": {**CONFIG, "vocab_size": 5}}))
+
+
+def test_rotary_frequencies_are_no_weights(tmp_path: Path) -> None:
+    """Llama 2's own folder has them in every layer."""
+    config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    more = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}
+    folder = write(tmp_path / "hf", llama() | more, config)
+    job = convert(folder, tmp_path / "out", options())
+    assert job.lossless
+    items = {
+        item.name.removesuffix(" (param)") for item in job.account.of_fate(Fate.DERIVED) if item.kind is Kind.TENSOR
+    }
+    assert items == set(more)
+    assert not {spec.name for spec in opened(folder).model.params if spec.trainable} & set(more)
 
 
 def test_a_config_of_a_tensor_more_or_less(tmp_path: Path) -> None:
