@@ -132,7 +132,9 @@ class Family:
         if found is None:
             if type(source.family) is Family:
                 why = f"{source.format} says no more of its model than names and shapes, and {to} needs more"
-                raise Unsupported(f"from {source.format} to {to}: {why}\nIts reader gives no Source.family of either kind.")
+                raise Unsupported(
+                    f"from {source.format} to {to}: {why}\nIts reader gives no Source.family of either kind."
+                )
             raise Unsupported(f"from {source.format} to {to}: this pair of formats is not supported yet")
         return found
 

@@ -348,6 +348,7 @@ def _check_llama3(rope: Values) -> None:
 def is_frequencies(name: str) -> bool:
     """Whether a tensor is the table of rotary frequencies that folders of 2023 still have, Llama 2's among them, once a layer.
 
-    Source: transformers 5.23.0, ``modeling_utils.py`` (``_adjust_missing_and_unexpected_keys``): it is computed from the config, and not loaded.
+    It is computed from the config, and not loaded.
+    Source: transformers 5.23.0, ``modeling_utils.py`` (``_adjust_missing_and_unexpected_keys``).
     """
     return name.endswith("rotary_emb.inv_freq")
