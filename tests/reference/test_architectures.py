@@ -21,10 +21,10 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.families.crossing.packing import from_files, from_modules
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.models.huggingface import seed_oss
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
-from mcore_rlhf.models.huggingface.packing import from_files, from_modules
 from mcore_rlhf.models.huggingface.relation import from_huggingface
 from mcore_rlhf.models.huggingface.table import Spelling
 from tests.reference.architectures_jobs import Answer, answer, forget_where_it_came_from, norm_before_queries

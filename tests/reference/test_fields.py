@@ -9,8 +9,8 @@ import pytest
 from mcore_rlhf.demo.versions import MEGATRON
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.models.meaning import Kind
+from mcore_rlhf.models.meaning.arguments import OTHER_ARGUMENTS
 from mcore_rlhf.models.meaning.declared import transformer_fields
-from mcore_rlhf.models.meaning.other_arguments import OTHERS
 from tests.reference.fields_jobs import SIZES, differences
 
 TOLERANCE = 1e-4
@@ -37,7 +37,9 @@ def fields() -> Any:
 
 def test_what_has_no_meaning_for_the_function_changes_no_logit(pool: WorkerPool, fields: Any) -> None:
     kinds = (Kind.TRAINING, Kind.EXECUTION, Kind.BOOKKEEPING)
-    tried = {name: other(SIZES.get(name, value)) for name, value in fields.items() if OTHERS.get(name) in kinds}
+    tried = {
+        name: other(SIZES.get(name, value)) for name, value in fields.items() if OTHER_ARGUMENTS.get(name) in kinds
+    }
     tried = {name: value for name, value in tried.items() if value is not None}
     (found,) = pool.run(differences, tried, world_size=1, timeout=200)
     compared = {name: far for name, far in found.items() if isinstance(far, float)}

@@ -15,9 +15,9 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.families.crossing.packing import from_files, from_modules
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
-from mcore_rlhf.models.huggingface.packing import from_files, from_modules
 from mcore_rlhf.models.huggingface.relation import from_huggingface
 from mcore_rlhf.models.huggingface.table import TRANSFORMER_ENGINE, Spelling
 from tests.reference.architectures_jobs import forget_where_it_came_from

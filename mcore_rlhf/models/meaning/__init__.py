@@ -9,10 +9,10 @@ Who wants to account for the description of a model asks here:
   ``derived``, ``lost`` (``--ignore-field``) or ``left behind`` (the reason is ``kind.value``).
 * :func:`~.lookup.inexpressible_arguments` and :func:`~.lookup.inexpressible_fields` name what the other side cannot express.
 
-The relations between the two sides are the ``fields`` of an architecture (:mod:`mcore_rlhf.models.huggingface`); what
-stands in no relation is in :mod:`.arguments` (it must be neutral), :mod:`.other_arguments` and :mod:`.config_fields`
-(it changes nothing). ``declared.json`` is a snapshot of what megatron-core, Megatron-LM and transformers declare, with
-their defaults, so that none of them is needed; a test holds it against the installed ones.
+The relations between the two sides are the ``fields`` of an architecture (:mod:`mcore_rlhf.models.huggingface`); what stands
+in no relation is in :mod:`.arguments` (it must be neutral, or changes nothing) and :mod:`.lookup` (it changes nothing).
+``declared.json`` is a snapshot of what megatron-core, Megatron-LM and transformers declare, with their defaults, so that
+none of them is needed; a test holds it against the installed ones.
 """
 
 from __future__ import annotations

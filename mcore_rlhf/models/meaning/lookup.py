@@ -1,16 +1,47 @@
-"""Asking the table: what every argument and every field of a source means, and which of them a target cannot express."""
+"""Asking the table: what every argument and every field of a source means, and which of them a target cannot express.
+
+Sources of the fields: transformers 5.23.0, ``configuration_utils.py`` and ``models/*/configuration_*.py``, and of 4.x what published
+folders have of it; deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Instruct, ``config.json``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from . import arguments, config_fields, declared, other_arguments
-from .kinds import Kind, Meaning, Values, equal
+from . import arguments, declared
+from .arguments import OTHER_ARGUMENTS
+from .kinds import Kind, Meaning, Values, by_name, equal
+
+_TRAINING = """
+aux_loss_alpha classifier_dropout embd_pdrop hidden_dropout output_router_logits pretraining_tp resid_pdrop residual_dropout
+router_aux_loss_coef router_jitter_noise seq_aux
+"""
+_EXECUTION = """
+attn_implementation _attn_implementation chunk_size_feed_forward dtype ep_size output_attentions output_hidden_states
+return_dict torch_dtype torchscript use_cache use_return_dict use_mrope
+"""
+_LAYOUT = "compression_config quantization_config"
+_BOOKKEEPING = """
+_commit_hash _name_or_path architectures auto_map bos_token_id eos_token_id id2label is_decoder is_encoder_decoder
+keys_to_ignore_at_inference label2id mcore_rlhf_origin model_type num_labels pad_token_id problem_type
+summary_activation task_specific_params tokenizer_class transformers_version unk_token_id unsloth_fixed unsloth_version
+"""
+
+OF_TENSORS = {
+    "vocab_size": "vocab_size", "tie_word_embeddings": "untie_embeddings_and_output_weights",
+    "attention_bias": "add_qkv_bias", "qkv_bias": "add_qkv_bias", "mlp_bias": "add_bias_linear",
+}  # fmt: skip
+"""Fields that say what the tensors say as well, each with Megatron's argument for it; the tensors decide."""
+
+OTHER_FIELDS = by_name(
+    {Kind.TRAINING: _TRAINING, Kind.EXECUTION: _EXECUTION, Kind.LAYOUT: _LAYOUT, Kind.BOOKKEEPING: _BOOKKEEPING}
+)
+"""Fields of a ``config.json`` that stand in no relation to an argument of Megatron's, each with its kind."""
+
 
 _OF_TENSORS = {
-    argument: tuple(name for name, other in config_fields.OF_TENSORS.items() if other == argument)
-    for argument in config_fields.OF_TENSORS.values()
+    argument: tuple(name for name, other in OF_TENSORS.items() if other == argument) for argument in OF_TENSORS.values()
 }
 """The fields of ``config.json`` that say what an argument says of tensors' shapes."""
 
@@ -53,8 +84,8 @@ def _of_argument(name: str, fields: Mapping[str, Iterable[str]]) -> Meaning:
     spelled = arguments.SPELLED.get(name, name)
     target = tuple(fields.get(spelled, ())) or _OF_TENSORS.get(name, ())
     default = declared.arguments().get(name)
-    if name in other_arguments.OTHERS:
-        return Meaning(name, other_arguments.OTHERS[name], target, default)
+    if name in OTHER_ARGUMENTS:
+        return Meaning(name, OTHER_ARGUMENTS[name], target, default)
     row = arguments.BY_NAME.get(name) or arguments.BY_NAME.get(spelled)
     if row is not None:
         return Meaning(name, Kind.COMPUTES, target, row.neutral[0] if default is None else default)
@@ -79,17 +110,17 @@ def _of_field(name: str, model_type: str, relations: Sequence[Relation]) -> Mean
     target = tuple(dict.fromkeys(argument for relation in related for argument in relation.arguments))
     if related:
         return Meaning(name, _kind_of(target), target, default)
-    if name in config_fields.OF_TENSORS:
-        return Meaning(name, Kind.COMPUTES, (config_fields.OF_TENSORS[name],), default)
-    if name in config_fields.OTHERS:
-        return Meaning(name, config_fields.OTHERS[name], (), default)
+    if name in OF_TENSORS:
+        return Meaning(name, Kind.COMPUTES, (OF_TENSORS[name],), default)
+    if name in OTHER_FIELDS:
+        return Meaning(name, OTHER_FIELDS[name], (), default)
     declares = name in declared.config_fields(model_type) or name in declared.common_fields()
     return Meaning(name, Kind.COMPUTES if declares else Kind.UNDECLARED, (), default)
 
 
 def _kind_of(target: tuple[str, ...]) -> Kind:
     """A field is about what all of its arguments are about."""
-    kinds = {other_arguments.OTHERS.get(name, Kind.COMPUTES) for name in target}
+    kinds = {OTHER_ARGUMENTS.get(name, Kind.COMPUTES) for name in target}
     return kinds.pop() if len(kinds) == 1 else Kind.COMPUTES
 
 
@@ -102,7 +133,7 @@ def inexpressible_arguments(args: Values, relations: Sequence[Relation]) -> Iter
     """
     fields = _by_argument(relations)
     for name in args:
-        if name in other_arguments.OTHERS or arguments.SPELLED.get(name, name) in fields:
+        if name in OTHER_ARGUMENTS or arguments.SPELLED.get(name, name) in fields:
             continue
         meaning = _of_argument(name, fields)
         if meaning.kind is not Kind.COMPUTES or meaning.target:

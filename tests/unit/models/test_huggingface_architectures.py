@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mcore_rlhf.core.catalog import Box, Shape
 from mcore_rlhf.core.views import Share
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.families.crossing.packing import Packing, from_files, from_modules
 from mcore_rlhf.models.huggingface import ARCHITECTURES, REFUSED
 from mcore_rlhf.models.huggingface.config import (
     Build,
@@ -26,7 +27,6 @@ from mcore_rlhf.models.huggingface.config import (
     sizes_of_args,
     sizes_of_config,
 )
-from mcore_rlhf.models.huggingface.packing import Packing, from_files, from_modules
 from mcore_rlhf.models.huggingface.relation import Relation, filled, from_huggingface, from_megatron
 from mcore_rlhf.models.huggingface.table import (
     GROUPED,

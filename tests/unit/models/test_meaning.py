@@ -10,17 +10,17 @@ from mcore_rlhf.models.huggingface import ARCHITECTURES
 from mcore_rlhf.models.huggingface.llama import LLAMA
 from mcore_rlhf.models.huggingface.mistral import MISTRAL
 from mcore_rlhf.models.meaning import Kind
-from mcore_rlhf.models.meaning.arguments import BY_NAME, SPELLED, modern
-from mcore_rlhf.models.meaning.config_fields import OF_TENSORS, OTHERS
+from mcore_rlhf.models.meaning.arguments import BY_NAME, OTHER_ARGUMENTS, SPELLED, modern
 from mcore_rlhf.models.meaning.declared import arguments, common_fields, complete, config_fields, transformer_fields
 from mcore_rlhf.models.meaning.lookup import (
+    OF_TENSORS,
+    OTHER_FIELDS,
     inexpressible_arguments,
     inexpressible_fields,
     of_arguments,
     of_config,
     undeclared,
 )
-from mcore_rlhf.models.meaning.other_arguments import OTHERS as OTHER_ARGUMENTS
 
 
 def test_every_declared_argument_has_a_row_and_one_only() -> None:
@@ -49,7 +49,9 @@ def test_every_declared_field_has_a_row(known: Any) -> None:
     related = {name for field in known.fields for name in field.names}
     declared = {**common_fields(), **config_fields(known.model_type)}
     assert config_fields(known.model_type), "the snapshot lacks its class: python -m tests.reference.declared --write"
-    assert [name for name in declared if name not in related and name not in OTHERS and name not in OF_TENSORS] == []
+    assert [
+        name for name in declared if name not in related and name not in OTHER_FIELDS and name not in OF_TENSORS
+    ] == []
 
 
 @pytest.mark.parametrize("known", ARCHITECTURES, ids=lambda known: known.model_type)
@@ -138,7 +140,7 @@ def test_a_declared_argument_without_a_row_must_be_the_default(monkeypatch: pyte
 
 
 def test_a_declared_field_without_a_row_must_be_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(OTHERS, "pretraining_tp")
+    monkeypatch.delitem(OTHER_FIELDS, "pretraining_tp")
     assert list(inexpressible_fields({"pretraining_tp": 1, "mine": 2}, "llama", LLAMA.fields)) == []
     assert list(inexpressible_fields({"pretraining_tp": 2}, "llama", LLAMA.fields)) == ["pretraining_tp"]
 
