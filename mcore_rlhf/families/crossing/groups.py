@@ -8,7 +8,7 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import EXP_AVG_SQ, FLOAT32, Shape
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.families.megatron.groups import Membership, is_matrix, of_matrices
+from mcore_rlhf.families.megatron.groups import Membership, is_matrix, of_matrices, without_classes
 from mcore_rlhf.families.module import USE_MUON, is_for_muon
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.relation import Relation
@@ -47,7 +47,7 @@ def with_members(
     Raises:
         LayoutMismatch: A parameter fits no group, or several.
     """
-    groups = _with_marks(source.state.groups, membership)
+    groups = _with_marks(without_classes(source.state.groups, report), membership)
     if not groups:
         return ()
     into = _merged_with(groups)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import DType, Shape
 from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.inventory import Unplaced, of_torch
@@ -19,6 +20,7 @@ from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.models.spec import ParamSpec, Rules
+from mcore_rlhf.storage.stored import StubType
 
 from .arguments import Arguments
 
@@ -249,6 +251,23 @@ def groups_by_member(
         [*(found[m.matrices][0] if not m.expert else []), *(found[m.matrices][1] if m.expert is not False else [])]
         for m in chained
     ]
+
+
+def without_classes(groups: Sequence[ParamGroup], report: Report) -> tuple[ParamGroup, ...]:
+    """Param groups without the classes that those of an offloaded optimizer name, and that every run gives itself.
+
+    Megatron reads ``common.pt`` with ``weights_only``, and would refuse it; another trainer would have to import Transformer Engine.
+    Sources: megatron-core 0.16.1 and 0.19.2, ``optimizer/cpu_offloading/hybrid_optimizer.py``, ``dist_checkpointing/strategies/common.py``.
+
+    Args:
+        groups: Megatron's.
+        report: Told which fields go.
+    """
+    classes = {key: None for group in groups for key, value in group.fields.items() if isinstance(value, StubType)}
+    if classes:
+        text = f"param groups: {', '.join(classes)}: classes, which every run gives its groups itself"
+        report.add(Fate.DERIVED, text, *(Item(Kind.GROUP, key) for key in classes))
+    return tuple(replace(one, fields={k: v for k, v in one.fields.items() if k not in classes}) for one in groups)
 
 
 def groups_for(

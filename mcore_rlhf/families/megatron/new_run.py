@@ -16,12 +16,11 @@ from mcore_rlhf.families.inventory import ELEMENTS, state_items
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.megatron import OUTPUT
-from mcore_rlhf.storage.stored import StubType
 from mcore_rlhf.storage.torch_values import torch_dtype
 
 from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, arguments_for, stored_arguments
 from .folders import FileRank
-from .groups import Membership
+from .groups import Membership, without_classes
 from .new_layout import NewLayout, choose, same_coordinates
 from .state import LAID_OUT, OF_RANKS, PER_RANK_KEYS, MegatronState, RankValues, RngMaker, saved_rng
 
@@ -74,7 +73,8 @@ class NewRun:
             )
         _check_own_copies(source, choices.parallel.tp, ckpt_format)
         if ckpt_format == "torch_dist":
-            source = _without_classes(source, report)
+            groups = without_classes(source.state.groups, report)
+            source = replace(source, state=replace(source.state, groups=groups))
         return cls(source, family, choices, options, report, ckpt_format)
 
     @property
@@ -324,21 +324,3 @@ def _without_ranks(choices: NewLayout, family: MegatronState, options: WriteOpti
             "--rng keep: the source has no RNG states of Megatron's\nLeave it out: fresh ones are written."
         )
     return replace(choices, rng="drop")
-
-
-def _without_classes(source: Source, report: Report) -> Source:
-    """Param groups without the classes that those of an offloaded optimizer name, and that every run gives itself: Megatron reads
-    ``common.pt`` with ``weights_only``, and would refuse it.
-
-    Sources: megatron-core 0.16.1 and 0.19.2, ``optimizer/cpu_offloading/hybrid_optimizer.py``, ``dist_checkpointing/strategies/common.py``.
-    """
-    groups = source.state.groups
-    classes = {key: None for group in groups for key, value in group.fields.items() if isinstance(value, StubType)}
-    if not classes:
-        return source
-    items = (Item(Kind.GROUP, key) for key in classes)
-    report.add(
-        Fate.DERIVED, f"param groups: {', '.join(classes)}: classes, which every run gives its groups itself", *items
-    )
-    kept = (replace(one, fields={k: v for k, v in one.fields.items() if k not in classes}) for one in groups)
-    return replace(source, state=replace(source.state, groups=tuple(kept)))

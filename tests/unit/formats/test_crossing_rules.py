@@ -19,6 +19,7 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.storage.stored import stub_class
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.independent_reader import Reading, read
@@ -224,6 +225,17 @@ def test_lion_has_betas_and_corrects_no_bias() -> None:
         groups = crossed(source, format_named("megatron"), WriteOptions()).state.groups
         assert ["bias_correction" in group.fields for group in groups] == [corrects] * 2
         assert all("betas" in group.fields for group in groups)
+
+
+def test_classes_in_the_groups_of_an_offloaded_optimizer_stay_behind() -> None:
+    """DeepSpeed and torch would have to import Transformer Engine to read the file."""
+    source = open_checkpoint(LLAMA, ReadOptions())
+    adam = stub_class("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam")
+    source.state.groups = tuple(replace(g, fields={**g.fields, "gpu_optimizer_cls": adam}) for g in source.state.groups)
+    seen = crossed(source, format_named("deepspeed"), WriteOptions())
+    assert [group.fields["lr"] for group in seen.state.groups] == [1e-3, 1e-3]
+    assert not any("gpu_optimizer_cls" in group.fields for group in seen.state.groups)
+    assert any("gpu_optimizer_cls: classes" in text for fate, text in seen.notes.lines if fate is Fate.DERIVED)
 
 
 def test_a_loss_scale_goes_along() -> None:
