@@ -11,7 +11,7 @@ from typing import Protocol, TypeGuard, cast
 import torch
 from torch import optim
 
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 from mcore_rlhf.storage.stored import map_tensors

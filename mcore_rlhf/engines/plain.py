@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.plan import FilePlan
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import Pt, PtFile, StoredTensor, read_pt

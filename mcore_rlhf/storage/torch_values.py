@@ -1,7 +1,7 @@
 """What a saved tree holds of torch's, without torch: small tensors, sizes, element types, devices.
 
 They are written back as torch's own, to the same bytes. Live engines make torch's of them in one place:
-``mcore_rlhf.engines.values.torch_values``.
+``mcore_rlhf.engines.stateful.torch_values``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, Shape, TensorEntry, TensorName, dtype_of, row_major
 from mcore_rlhf.core.plan import FilePlan
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState

@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, dtype_of, row_major
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import Corrupt, Incomplete, Problem
 from mcore_rlhf.families.module import LAYOUT_KEYS, scaler_of
 from mcore_rlhf.families.source import ParamGroup, TrainingState

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments as Stored
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate

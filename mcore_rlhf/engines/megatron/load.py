@@ -19,7 +19,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.state import MegatronState

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, dtype_of, row_major
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problem
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file

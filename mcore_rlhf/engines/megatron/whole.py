@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rlhf.core.catalog import MASTER
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.folders import OPTIMIZER_FILE

@@ -18,7 +18,7 @@ from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
-from .ds_config import momentum_is_flat, momentum_is_unreduced
+from .files import momentum_is_flat, momentum_is_unreduced
 from .tag import OpenedTag
 
 _STEP = "step"

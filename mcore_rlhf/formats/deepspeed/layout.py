@@ -30,9 +30,8 @@ from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, 
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.pt import StoredTensor
 
-from .catalog import Partitioned, chunks_of
-from .ds_config import momentum_is_flat, section
-from .modules import StoredModule
+from .catalog import Partitioned, StoredModule, chunks_of
+from .files import momentum_is_flat, section
 from .reader import DeepSpeedState, other_values
 
 _SUB_GROUP_SIZE = 1_000_000_000

@@ -26,11 +26,9 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
-from .catalog import DeepSpeedCatalog, MpShard, Partitioned
-from .ds_config import is_round_robin
-from .files import locate
+from .catalog import DeepSpeedCatalog, MpShard, Partitioned, StoredModule, read_module
+from .files import is_round_robin, locate
 from .groups import StoredFlatGroup, mappings, param_group_fields, read_groups
-from .modules import StoredModule, read_module
 from .stage0 import Stage0Optimizer, read_plain
 from .tag import OpenedTag, open_tag
 

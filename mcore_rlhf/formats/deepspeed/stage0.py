@@ -25,8 +25,7 @@ from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
-from .catalog import Partitioned
-from .modules import StoredModule
+from .catalog import Partitioned, StoredModule
 
 _MOST_STATES = 20_000
 _Positions = tuple[int, ...]

@@ -22,8 +22,7 @@ from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Uns
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .ds_config import section
-from .files import MAX_RANKS, TagFiles, check_complete
+from .files import MAX_RANKS, TagFiles, check_complete, section
 from .form import (
     INT,
     NUMBER,

@@ -33,8 +33,7 @@ from mcore_rlhf.storage.pt import Pt, StoredTensor
 from mcore_rlhf.storage.stored import new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
-from .ds_config import section
-from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name
+from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name, section
 from .layout import LocalParam, NewFile, NewFlatGroup, TagLayout, zero_config
 from .reader import DeepSpeedState, only_of_the_first
 from .tag import expert_name

@@ -41,7 +41,10 @@ from .config import (
     LM_HEAD,
     TIED,
     check_config,
+    check_vocabulary,
     dtype_in,
+    files_beside,
+    generation_config,
     is_tied,
     refuse_other_file,
     text_config,
@@ -59,7 +62,6 @@ from .files import (
     index_of,
     shards_of,
 )
-from .tokenizer import check_vocabulary, files_beside, generation_config
 
 _OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.VALUE, "iteration"))
 """What a folder of weights alone says beside its config; the iteration stands in its manifest."""

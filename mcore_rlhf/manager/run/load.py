@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
-from mcore_rlhf.engines.stateful import Undo
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import Undo, torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.demo.rl import losses
-from mcore_rlhf.demo.rl.rollouts import gumbel
+from mcore_rlhf.demo.rl.trainer import gumbel
 
 REWARDS = st.lists(st.floats(-2, 2, width=32), min_size=12, max_size=12)
 

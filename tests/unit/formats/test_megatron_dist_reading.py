@@ -12,7 +12,7 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.catalog import dtype_of
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source

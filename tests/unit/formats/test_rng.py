@@ -13,7 +13,7 @@ import torch
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.state import RngMaker
 from mcore_rlhf.layouts.parallel import ParallelConfig

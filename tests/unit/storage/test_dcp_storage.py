@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_rlhf.core.catalog import Box, Chunk, dtype_of
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Unsupported, Untrusted
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp import METADATA_FILE

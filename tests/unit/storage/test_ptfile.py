@@ -15,7 +15,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mcore_rlhf.core.catalog import dtype_of
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted
 from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
 from mcore_rlhf.storage.stored import Namespace, StoredArray, stub_class

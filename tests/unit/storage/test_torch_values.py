@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.core.catalog import dtype_of
-from mcore_rlhf.engines.values import torch_values
+from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.torch_values import (
     SmallTensor,
