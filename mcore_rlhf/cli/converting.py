@@ -89,7 +89,7 @@ def run(job: ConversionJob, json: bool) -> None:
 
 def _executor(job: ConversionJob) -> Callable[[Subject, ReadablePath, ConvertOptions, Progress], StepJob]:
     if job.executor == "ray":
-        from mcore_rlhf.manager.convert_ray import convert_with_ray
+        from mcore_rlhf.manager.convert_step import convert_with_ray
 
         return lambda subject, target, options, progress: convert_with_ray(
             subject, target, options, job.address, progress

@@ -242,7 +242,10 @@ def find(path: ReadablePath, options: ReadOptions, chosen: ChosenStep | None = N
         return found
     if options.role not in found.models:
         there = ", ".join(found.models) or "none in a format that is known"
-        raise NotACheckpoint(f"{found.folder}: has no model of the role {options.role!r}; it has: {there}")
+        parts = found.manifest.parts if found.manifest is not None else ()
+        own = next((part["format"] for part in parts if part["role"] == options.role), "")
+        why = f"; what an engine of {own!r} saves goes back to such an engine, and is not converted" if own else ""
+        raise NotACheckpoint(f"{found.folder}: has no model of the role {options.role!r}; it has: {there}{why}")
     return found.of(options.role)
 
 

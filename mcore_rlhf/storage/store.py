@@ -108,7 +108,7 @@ class StorePath:
         return self.path < other.path
 
     def __str__(self) -> str:
-        return f"{self.store}{self.path}"
+        return f"{self.store}{self.path if self.path.parts else ''}"
 
     def with_name(self, name: str) -> StorePath:
         return StorePath(self.store, self.path.with_name(name))

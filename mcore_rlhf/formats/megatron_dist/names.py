@@ -1,4 +1,5 @@
-"""The relation between Megatron's own names and the keys of ``torch_dist``: rows of a table, read both ways.
+"""The relation between Megatron's own names and the keys of ``torch_dist``, rows of a table, read both ways; and the parameters of a
+checkpoint, whole shapes and cuts, in the order in which Megatron registers them: it is not stored, and flat buffers depend on it.
 
 A key has no numbers: the layers (and experts) of a model lie stacked in one tensor, in front of the parameter's own dimensions.
 Models with layers of several kinds keep the layer's number in the key. Separate norms go by the name of the linear layer behind
@@ -7,21 +8,39 @@ them, as if Transformer Engine had fused them.
 Sources: megatron-core 0.16.1, ``transformer/transformer_block.py`` (``sharded_state_dict``), ``models/gpt/gpt_layer_specs.py``
 (``sharded_state_dict_keys_map``), ``transformer/moe/experts.py``, ``transformer/mlp.py`` (``apply_swiglu_sharded_factory``),
 ``extensions/transformer_engine.py`` (``_sharded_state_dict_grouped``); 0.19.2, ``models/hybrid/hybrid_block.py``,
-``ssm/mamba_mixer.py``, ``ssm/gated_delta_net/common.py`` (``sharded_state_dict``).
+``ssm/mamba_mixer.py``, ``ssm/gated_delta_net/common.py`` (``sharded_state_dict``). Of the order: 0.16.1,
+``models/gpt/gpt_model.py``, ``transformer/{transformer_layer,attention,multi_latent_attention,mlp,multi_token_prediction}.py``,
+``transformer/moe/{moe_layer,router,experts,shared_experts}.py``; Transformer Engine,
+``pytorch/module/{layernorm_linear,grouped_linear}.py``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
+from math import prod
 
-from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.catalog import FLOATING, Shape
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
+from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.tensor import block_sizes
 from mcore_rlhf.models.hybrid import DELTA_CONV, DELTA_IN, MAMBA_CONV, MAMBA_IN, since_0_19
-from mcore_rlhf.models.megatron import expert_of, renumbered
+from mcore_rlhf.models.megatron import (
+    EMBEDDING,
+    Traits,
+    expert_of,
+    is_buffer,
+    is_routed_expert,
+    partition_of,
+    renumbered,
+)
+from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition, Rules
+from mcore_rlhf.storage.dcp.folder import DcpTensor
 
 _NUMBER = "{n}"
 
@@ -313,3 +332,138 @@ def _several_kinds(args: Arguments) -> bool:
             return True
     several = ("heterogeneous_layers_config_path", "hetereogenous_dist_checkpoint")
     return args.pattern is not None or any(args.values.get(name) for name in several)
+
+
+_ADVICE = "Say how such parameters are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
+
+
+@dataclass(slots=True)
+class Parameters:
+    """The model's tensors under the names of its parameters.
+
+    Args:
+        tensors: By key.
+        spelling: Which names the keys stand for.
+    """
+
+    tensors: Mapping[str, DcpTensor]
+    spelling: Spelling
+    homes: dict[str, tuple[Home, ...]] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, tensor in self.tensors.items():
+            for name, home in names_in(key, tensor.global_shape, self.spelling):
+                self.homes[name] = tuple(sorted((*self.homes.get(name, ()), home), key=lambda h: h.part or 0))
+                self.axes[key] = len(home.index)
+
+    def shape(self, name: str) -> Shape:
+        """The whole shape of a parameter."""
+        home, *more = self.homes[name]
+        shape = home.turned(self.tensors[home.key].global_shape[len(home.index) :])
+        return (shape[0] + sum(map(self.rows, more)), *shape[1:]) if more else shape
+
+    def rows(self, part: Home) -> int:
+        """Rows of a part of a parameter."""
+        return self.tensors[part.key].global_shape[len(part.index)]
+
+    def local_shape(self, name: str) -> Shape:
+        """The shape of the first stored part of a parameter."""
+        home = self.homes[name][0]
+        boxes = self.tensors[home.key].boxes
+        return home.turned(boxes[0].shape[len(home.index) :]) if boxes else self.shape(name)
+
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return max(
+            (int(name.split(".")[2]) + 1 for name in self.homes if name.startswith("decoder.layers.")), default=0
+        )
+
+
+@dataclass(slots=True)
+class SpecFinder:
+    """Builds the ParamSpec of every parameter: the user's rules, then the table, then how the files cut it.
+
+    Args:
+        parameters: Of the checkpoint.
+        args: The run's arguments.
+        parallel: The run's degrees.
+        rules: The user's own rules.
+        notes: Told what was found out from the files.
+        unknown: Collects parameters about which nothing is known, because one rank held each whole.
+    """
+
+    parameters: Parameters
+    args: Arguments
+    parallel: ParallelConfig
+    rules: Rules
+    notes: Report
+    unknown: list[str]
+
+    def specs(self, names: Sequence[str]) -> list[ParamSpec]:
+        """The specs of all parameters, in the given order.
+
+        Raises:
+            LayoutMismatch: Parameters need a rule, or shapes contradict the arguments; all problems together.
+        """
+        problems, specs = Problems(), []
+        shapes = {name: self.parameters.shape(name) for name in names}
+        traits = Traits(is_gated(shapes, self.args), self.args.transformer_engine, self.args.values)
+        words = shapes.get(EMBEDDING, (None,))[0]
+        for name in names:
+            try:
+                specs.append(self._spec(name, shapes[name], traits, words))
+            except CheckpointError as error:
+                problems.add_error(error)
+        problems.raise_if_any()
+        return specs
+
+    def _spec(self, name: str, shape: Shape, traits: Traits, words: int | None) -> ParamSpec:
+        partition = self.rules.partition(name) or self._known(name, shape, traits, words)
+        if partition is None:
+            partition = self._as_stored(name, shape)
+        if partition.dim is not None and partition.dim >= len(shape):
+            raise LayoutMismatch(f"{name}: {partition} does not fit its shape {shape}\n{_ADVICE}")
+        if partition.parts:
+            self._check_parts(name, shape, partition)
+        dtype = self.parameters.tensors[self.parameters.homes[name][0].key].dtype
+        said = self.rules.trainable(name)
+        trainable = (dtype in FLOATING and not is_buffer(name)) if said is None else said
+        return ParamSpec(name, shape, dtype, partition, trainable)
+
+    def _check_parts(self, name: str, shape: Shape, partition: Partition) -> None:
+        """The blocks of a parameter must be there, as large as the arguments make them."""
+        try:
+            block_sizes(partition, shape[0])
+        except LayoutMismatch as error:
+            stored = self.parameters
+            found = ", ".join(f"{home.key} {stored.rows(home)}" for home in stored.homes[name])
+            raise LayoutMismatch(f"{name}: {error}; found {found}") from None
+
+    def _known(self, name: str, shape: Shape, traits: Traits, words: int | None) -> Partition | None:
+        partition = partition_of(name, traits)
+        if partition is None:
+            return None
+        if partition.vocabulary and name != EMBEDDING and words is not None and shape[0] != words:
+            return None  # a value head takes the place of the output layer
+        if "_down_proj." in name and self.parallel.tp > 1:  # Transformer Engine's are whole on every rank
+            return REPLICATED if self.parameters.local_shape(name) == shape else COLUMN
+        return partition
+
+    def _as_stored(self, name: str, shape: Shape) -> Partition:
+        """How the files cut a parameter that nobody knows: each rank stored its part as one chunk."""
+        degree = self.parallel.etp if is_routed_expert(name) else self.parallel.tp
+        local = self.parameters.local_shape(name)
+        cut = [dim for dim, (whole, part) in enumerate(zip(shape, local, strict=True)) if whole != part]
+        if degree == 1:
+            if shape and prod(shape) > 1:  # a single number cannot be cut
+                self.unknown.append(name)
+            return REPLICATED
+        if not cut:
+            self.notes.add(Fate.NOTE, f"{name} is in no table; it is replicated, since one rank stored it whole")
+            return REPLICATED
+        blocks, rest = divmod(shape[cut[0]] // max(local[cut[0]], 1), degree)
+        if len(cut) > 1 or rest or not blocks:
+            raise LayoutMismatch(f"{name}: unknown parameter of shape {shape}, stored in parts {local}\n{_ADVICE}")
+        self.notes.add(Fate.NOTE, f"{name} is in no table; it is cut in dim {cut[0]}, as it is stored")
+        return Partition(cut[0], blocks)

@@ -48,7 +48,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from .buckets import FlatStates
 from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, locate_dist
 from .fsdp import FsdpFolder
-from .names import Home, Spelling, spelling_of_keys
+from .names import Home, Parameters, SpecFinder, Spelling, spelling_of_keys
 from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
 from .optimizer import (
     CONTENT,
@@ -58,7 +58,6 @@ from .optimizer import (
     read_optimizer,
     trained_states,
 )
-from .parameters import Parameters, SpecFinder
 
 _FAULT = (
     "Megatron-core (seen with 0.16.1; every release up to 0.19.2 has it) does that to a fully_reshardable save of a run with overlapping "

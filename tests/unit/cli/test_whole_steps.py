@@ -287,3 +287,5 @@ def test_a_step_says_how_much_state_was_live_when_it_was_saved(cli: Cli, tmp_pat
         "actor": {"tensors": 8, "bytes": 3 * (4 * 3 + 3) * 4 + 2 * 4}
     }  # two tensors: weights, moments, steps
     assert "actor 8 tensors, 188 bytes" in cli("inspect", tmp_path / "run").stdout
+    refused = cli("convert", tmp_path / "run", tmp_path / "x", "--to", "universal", "--role", "actor")
+    assert (refused.code, "what an engine of 'torch' saves goes back to such an engine" in refused.stderr) == (2, True)
