@@ -75,6 +75,7 @@ class StoredFile:
             and raise CheckpointError then where the file is damaged.
         whole: CRC-32 of all its bytes, where a manifest lists one besides those of the records.
         rank: Of files that hold parts of the same tensors, as DCP's and ZeRO's do: whose this one is. No two have the same.
+        stem: What it was called when it was written, without the ending, where it says so.
     """
 
     path: str
@@ -82,11 +83,12 @@ class StoredFile:
     records: Sequence[tuple[str, int, int, int]]
     whole: int | None = None
     rank: int | None = None
+    stem: str = ""
 
     @classmethod
     def of_zip(cls, path: str, directory: Directory, rank: int | None = None) -> StoredFile:
         """A ``.pt`` file, or another zip, with the checksums of its members where it has any."""
-        return cls(path, directory.nbytes, directory.checksums, rank=rank)
+        return cls(path, directory.nbytes, directory.checksums, rank=rank, stem=directory.stem)
 
 
 @dataclass(frozen=True, slots=True)

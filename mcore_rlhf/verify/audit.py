@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
@@ -59,20 +60,34 @@ def read_checksums(files: Iterable[StoredFile]) -> None:
     """Read the checksums of files where their format puts that off, so as to hear of damage before the work begins.
 
     Raises:
-        CheckpointError: Files are damaged, or one rank's lies in the place of another's: all that do.
+        CheckpointError: Files are damaged, or one lies in the place of another: all that do.
     """
     first: dict[object, StoredFile] = {}
-    problems = Problems()
-    for file in files:
+    problems, there = Problems(), list(files)
+    named = {file.path for file in there}
+    for file in there:
+        other = file
         if len(file.records) and file.rank is not None:
             other = first.setdefault(tuple((nbytes, crc) for _, _, nbytes, crc in file.records), file)
-            if _is_copy(other, file):
-                problems.add(
-                    Corrupt,
-                    f"{file.path}: is the same as {other.path}, byte for byte, and should have other parts of the same tensors",
-                    "One is a copy of the other: copy it again from where its rank wrote it.",
-                )
+        if _is_copy(other, file):
+            problems.add(
+                Corrupt,
+                f"{file.path}: is the same as {other.path}, byte for byte, and should have other parts of the same tensors",
+                "One is a copy of the other: copy it again from where its rank wrote it.",
+            )
+        elif (name := _other_name(file)) in named:
+            problems.add(
+                Corrupt,
+                f"{file.path}: was written as {name}, and lies in the place of another file",
+                "Files were swapped, or one was copied over another: copy them again from where they were written.",
+            )
     problems.raise_if_any()
+
+
+def _other_name(file: StoredFile) -> str:
+    """What a file was called beside its place when it was written, where it says so, and that is not what it is called."""
+    place = PurePosixPath(file.path)
+    return str(place.parent / f"{file.stem}{place.suffix}") if file.stem not in ("", place.stem) else ""
 
 
 _TENSOR = re.compile(r"data/\d+|.*\[[\d,]*\]")

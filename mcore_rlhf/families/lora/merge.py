@@ -103,6 +103,7 @@ class Merge:
         shared = self._shared(entries)
         self._add_products(found, entries, specs)
         self._replace_whole(found, entries, specs, shared)
+        self._refuse_tied(shared)
         self._problems.raise_if_any()
         made = self._made(entries, specs, shared, self._report(found))
         return replace(made, root=root, computed=Computed(self.base.root, self._sums))
@@ -228,6 +229,17 @@ class Merge:
             dtype = own.dtype if self.write.dtype is None else dtype_of(self.write.dtype)
             specs[name] = ParamSpec(name, own.global_shape, specs[name].dtype if name in specs else dtype, REPLICATED)
             entries[name] = replace(entry, name=TensorName(self.base.role, name))
+
+    def _refuse_tied(self, shared: Mapping[str, str]) -> None:
+        """A run adds to what the adapted module computes, and the other one keeps the base's weight; merged, both would change.
+
+        Source: peft 0.21.2, ``tuners/lora/layer.py`` (``Embedding.forward``, and ``merge``, which changes both).
+        """
+        for alias, owner in shared.items():
+            if COMPUTED + owner in self._sums:
+                text = f"{owner}: the adapter changes it, and the base ties it to {alias}, which the run left as it was"
+                advice = "Merge it onto a base that has both, with tie_word_embeddings false in its config.json."
+                self._problems.add(Unsupported, text, advice)
 
     def _report(self, found: Adapter) -> Report:
         notes = self.base.notes.copy()

@@ -21,6 +21,7 @@ from mcore_rlhf.errors import (
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import detect
+from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.damage import edited, flip, truncate
 from tests.helpers.deepspeed_goldens import GOLDENS
 from tests.helpers.plain_load import plain_load, plain_save
@@ -280,3 +281,16 @@ def test_mics_is_refused_by_name(bad: Callable[[str], Path]) -> None:
         with edited(path) as tree:
             tree["ds_config"]["zero_optimization"]["mics_shard_size"] = 1
     refused(root, Unsupported, "MiCS", "mics_shard_size 1")
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_two_ranks_whose_files_were_swapped(bad: Callable[[str], Path], kind: str) -> None:
+    """Stage 3 has no parameters against which slices of masters could be held."""
+    root = bad(Z3)
+    first, second = sorted((root / "step3").glob(f"*zero_pp_rank_*_{kind}_states.pt"))
+    aside = first.rename(first.with_suffix(".aside"))
+    second.rename(first)
+    aside.rename(second)
+    problems = verify(root, ReadOptions(), Depth.DEEP).problems.describe()
+    assert f"{first.name}: was written as step3/{second.name}" in problems
+    assert f"{second.name}: was written as step3/{first.name}" in problems

@@ -145,6 +145,18 @@ def test_a_head_that_the_base_had_tied(tmp_path: Path) -> None:
     assert torch.equal(weights(tmp_path / "out")["lm_head.weight"], own)
 
 
+def test_an_embedding_that_the_base_ties_to_its_head(tmp_path: Path) -> None:
+    """peft's own merge changes the head with it, and the model computes something else than the adapter did."""
+    base, name = Path(__file__).parents[2] / "goldens/huggingface/llama_tied_bf16_sharded", "model.embed_tokens"
+    tensors = {
+        f"{lora.PREFIX}{name}.lora_embedding_A": torch.ones(lora.RANK, 72),
+        f"{lora.PREFIX}{name}.lora_embedding_B": torch.ones(32, lora.RANK),
+    }
+    folder = lora.write_adapter(tmp_path / "a", tensors, target_modules=["embed_tokens"])
+    with pytest.raises(Unsupported, match=r"the base ties it to lm_head\.weight"):
+        merge(folder, tmp_path / "out", base_model=str(base))
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
