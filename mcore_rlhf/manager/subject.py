@@ -213,7 +213,8 @@ class Subject:
         if self.alone:
             return self
         if len(self.models) != 1:
-            raise UsageError(f"{why}, and {self.folder} is a whole step\nName one of its models with --role.")
+            advice = "Name one of its models with --role." if self.models else "It has none in a format that is known."
+            raise UsageError(f"{why}, and {self.folder} is a whole step\n{advice}")
         return self.of(next(iter(self.models)))
 
 

@@ -289,3 +289,4 @@ def test_a_step_says_how_much_state_was_live_when_it_was_saved(cli: Cli, tmp_pat
     assert "actor 8 tensors, 188 bytes" in cli("inspect", tmp_path / "run").stdout
     refused = cli("convert", tmp_path / "run", tmp_path / "x", "--to", "universal", "--role", "actor")
     assert (refused.code, "what an engine of 'torch' saves goes back to such an engine" in refused.stderr) == (2, True)
+    assert "It has none in a format that is known" in cli("inspect", tmp_path / "run", "--tensors").stderr
