@@ -85,7 +85,7 @@ class StoredArray:
 
 
 def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
-    """A copy of a nest of dictionaries, lists, tuples and Namespaces with ``function`` applied to its stored
+    """A copy of a nest of dictionaries, lists, tuples, Namespaces and stubs with ``function`` applied to its stored
     tensors, and its arrays made.
     """
     if isinstance(tree, StoredTensor):
@@ -98,6 +98,8 @@ def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
         return type(tree)(map_tensors(value, function) for value in tree)
     if type(tree) in NAMESPACES:
         return Namespace({key: map_tensors(value, function) for key, value in vars(tree).items()})
+    if isinstance(tree, Stub):
+        return tree.mapped(lambda part: map_tensors(part, function))
     return tree
 
 

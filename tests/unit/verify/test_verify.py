@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,6 +115,19 @@ def test_arguments_and_client_state_that_are_others_are_named(conversions: Conve
         with edited(path) as tree:
             tree["reward_mean"] = 0.5
     assert "other values that are not the same: value reward_mean" in compare(golden, changed).notes
+
+
+def test_a_tensor_inside_an_object_of_the_client_state_is_compared(tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("other", 2.0), ("again", 2.0)):
+        shutil.copytree(
+            GOLDEN_KINDS / "deepspeed/z1_fp32_tied_dp2", tmp_path / name, ignore=shutil.ignore_patterns("*_uni*")
+        )
+        for path in (tmp_path / name).rglob("*model_states.pt"):
+            with edited(path) as tree:
+                tree["reward_statistics"] = SimpleNamespace(mean=torch.full((3,), value))
+    other, again = (compare(tmp_path / name, tmp_path / "other").notes for name in ("one", "again"))
+    assert "other values that are not the same: value reward_statistics" in other
+    assert not any("not the same" in note for note in again)
 
 
 def test_two_models_differ_in_every_trained_tensor() -> None:
