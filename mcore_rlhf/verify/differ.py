@@ -241,10 +241,10 @@ class Differ:
         if self.a.format != self.b.format:
             self._note("RNG states, loss scaler, client state and the other arguments were not compared")
             return
-        a, b = _rest(self.a, self.bytes_a), _rest(self.b, self.bytes_b)
-        if self.a.parallel != self.b.parallel:
+        same_ranks = self.a.parallel == self.b.parallel
+        if not same_ranks:
             self._note("RNG states, and what else belongs to ranks, were not compared: the ranks are not the same")
-            a, b = ({item: value for item, value in rest.items() if not _is_of_ranks(item)} for rest in (a, b))
+        a, b = _rest(self.a, self.bytes_a, same_ranks), _rest(self.b, self.bytes_b, same_ranks)
         items = dict.fromkeys((*a, *b))
         apart = [item for item in items if not same(a.get(item, _NOTHING), b.get(item, _NOTHING))]
         if apart:
@@ -304,11 +304,12 @@ _NOTHING = object()
 """Where one has a value that the other has not."""
 
 
-def _rest(source: Source, where: SourceBytes) -> dict[Item, object]:
-    """What a source has besides what is compared by name, read."""
-    by_name = (Kind.TENSOR, Kind.GROUP, Kind.SCHEDULER)
+def _rest(source: Source, where: SourceBytes, of_ranks: bool) -> dict[Item, object]:
+    """What a source has besides what is compared by name, read; with what belongs to single ranks, or without."""
+    left_out = (Kind.TENSOR, Kind.GROUP, Kind.SCHEDULER, *(() if of_ranks else (Kind.RNG,)))
+    named = _COMPARED if of_ranks else {*_COMPARED, OPAQUE}
     items = inventory_of(source).items()
-    return {item: _read(value, where) for item, value in items if item.kind not in by_name and item not in _COMPARED}
+    return {item: _read(value, where) for item, value in items if item.kind not in left_out and item not in named}
 
 
 def _read(value: object, where: SourceBytes) -> object:
@@ -326,10 +327,6 @@ def _read(value: object, where: SourceBytes) -> object:
         return record.dtype, stored.start, stored.shape, stored.strides, data
 
     return map_tensors(value, content)
-
-
-def _is_of_ranks(item: Item) -> bool:
-    return item.kind is Kind.RNG or item == OPAQUE
 
 
 def _identity(fields: object) -> object:

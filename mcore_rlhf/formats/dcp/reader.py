@@ -213,8 +213,10 @@ class _DcpReader:
             Incomplete: One has a part of them.
         """
         held = {n: {*self.state_keys.get(n, ()), *self.collected.scalars.get(n, ())} for n in group.params}
-        kinds, elementwise = {frozenset(names) for names in held.values()}, self._elementwise(group)
-        problems = Problems()
+        kinds = {frozenset(names) for names in held.values() if names}
+        if len(kinds) < 2:
+            return
+        elementwise, problems = self._elementwise(group), Problems()
         for name, own in held.items():
             more = {state for kind in kinds if own and own < kind for state in kind - own if state in elementwise}
             if more:

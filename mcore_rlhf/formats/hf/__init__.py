@@ -11,7 +11,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .series import find_series, has_parts, refuse_parts
+from .series import find_series, has_parts
 
 
 class HuggingFaceFormat(Format):
@@ -35,7 +35,6 @@ class HuggingFaceFormat(Format):
         """Open a folder."""
         from .reader import read_hf
 
-        refuse_parts(path)
         return read_hf(path, options)
 
     def target(self, source: Source, options: WriteOptions) -> Target:

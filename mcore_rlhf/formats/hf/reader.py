@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorEntry, TensorName
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.crossing.quantized import is_quantized, method_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
@@ -22,7 +22,7 @@ from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
 from .files import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
-from .series import Series, find_series, read_series
+from .series import Series, find_series, has_parts, read_series
 
 
 def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
@@ -37,6 +37,12 @@ def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
     """
     found = find_series(path)
     if found is None:
+        if has_parts(path):
+            raise Unsupported(
+                f"{path}: has files shard-…-model-….safetensors with every rank's pieces of tensors, as torch's HuggingFaceStorageWriter "
+                "saves them with save_distributed\nPut them together first: save with enable_consolidation=True, or let "
+                "torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files do it."
+            )
         raise NotACheckpoint(
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
         )

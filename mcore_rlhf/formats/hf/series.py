@@ -54,25 +54,11 @@ _OF_RANK = re.compile(r"shard-\d{5,}-.*\.safetensors")
 
 
 def has_parts(folder: ReadablePath) -> bool:
-    """Whether a folder has pieces of tensors, a file for each rank, which nobody put together, and no weights.
+    """Whether a folder has pieces of tensors, a file for each rank, which somebody has to put together.
 
     Source: torch 2.13.0, ``distributed/checkpoint/_hf_utils.py`` (``SHARDED_FILE_NAME``), ``hf_storage.py`` (``HuggingFaceStorageWriter``).
     """
-    return find_series(folder) is None and any(_OF_RANK.fullmatch(path.name) for path in folder.iterdir())
-
-
-def refuse_parts(folder: ReadablePath) -> None:
-    """Say what such a folder is.
-
-    Raises:
-        Unsupported: It is one.
-    """
-    if has_parts(folder):
-        raise Unsupported(
-            f"{folder}: has files shard-…-model-….safetensors with every rank's pieces of tensors, as torch's HuggingFaceStorageWriter "
-            "saves them with save_distributed\nPut them together first: save with enable_consolidation=True, or let "
-            "torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files do it."
-        )
+    return any(_OF_RANK.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read_series(root: ReadablePath, stem: str, ending: str, stubs: tuple[str, ...] = ()) -> Series:

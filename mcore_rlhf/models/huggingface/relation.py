@@ -367,7 +367,7 @@ def _of_megatron(known: Architecture, shapes: Mapping[str, Shape], sizes: Sizes,
     names = {row.name for row in has}
     missing = [need for need in known.needs if need not in sizes.traits]
     missing += [row.name for row in rows if not row.row.optional and row.name not in names]
-    fits = all(_same_shape(row.row, shapes[row.name], row.shape) for row in has)
+    fits = all(_same_shape(shapes[row.name], row.shape, padded=_counts_words(row.row)) for row in has)
     return _Candidate(known, has, tuple(name for name in shapes if name not in names), tuple(missing), fits)
 
 
@@ -432,16 +432,15 @@ def _counts_words(row: Row) -> bool:
     return row.huggingface[0].shape[0] == "vocabulary"
 
 
-def _same_shape(row: Row, found: Shape, expected: Shape) -> bool:
-    return found == expected or (_counts_words(row) and found[1:] == expected[1:] and found[0] >= expected[0])
+def _same_shape(found: Shape, expected: Shape, *, padded: bool) -> bool:
+    return found == expected or (padded and found[1:] == expected[1:] and found[0] >= expected[0])
 
 
 def _check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], padded: frozenset[str]) -> None:
     problems = Problems()
     for name, shape in expected.items():
         have = found[name]
-        enough = name in padded and have[1:] == shape[1:] and have[0] >= shape[0]
-        if have != shape and not enough:
+        if not _same_shape(have, shape, padded=name in padded):
             problems.add(
                 LayoutMismatch,
                 f"{name}: has shape {have}, but the sizes of the model make {shape}",
