@@ -3,8 +3,8 @@
 What JSON has by itself stays itself. Everything else is an object with one key that begins with ``$``: ``{"$tuple": [1, 2]}``,
 ``{"$float": "inf"}``, ``{"$tensor": ["float32", [], "AADAfw=="]}``. Each kind is one row of a table, with the way there
 and the way back side by side. Long arrays may lie in a safetensors file beside it: ``{"$array": ["<i8", [624], {"at": "0"}]}``. The
-names of classes that are only carried along (a loss scaler of DeepSpeed's) are judged as in a pickle, since a conversion may write
-them into one.
+names of classes that are only carried along (a loss scaler of DeepSpeed's) are judged as in a pickle, and written into one only
+as :mod:`.trust` allows it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mcore_rlhf.storage.torch_values import SmallTensor, TorchDtype, TorchSize, 
 from ..core.catalog import dtype_of
 from ..errors import Corrupt, Untrusted
 from .safetensors import DTYPES
-from .stored import NAMESPACES, Namespace, Stub, StubType, new_stub, stub_class
-from .unpickle import Verdict, require_trust
+from .stored import NAMESPACES, Namespace, Stub, StubType, stub_class
+from .trust import Verdict, require_trust
 
 MAX_ARRAY_NBYTES = 16 << 20
 """Larger tensors are no settings, and do not belong into a text."""
@@ -75,9 +75,9 @@ def _stub_parts(stub: Any) -> list[Any]:
 
 
 def _stub_of(parts: Any) -> Stub:
-    name, args, called, items, state = parts
-    made = new_stub(name, state, *args)
-    made.stub_called, made.stub_items = called, items
+    cls, args, called, items, state = parts
+    made: Stub = cls(*args)
+    made.stub_state, made.stub_called, made.stub_items = state, called, items
     return made
 
 
@@ -133,7 +133,7 @@ _KINDS = (
     _Kind("$bytes", _exactly(bytes), _text, _bytes),
     _Kind("$namespace", lambda value: type(value) in NAMESPACES, lambda value: dict(vars(value)), Namespace),
     _Kind("$stub", lambda value: isinstance(value, Stub), _stub_parts, _stub_of),
-    _Kind("$class", lambda value: isinstance(value, StubType), lambda value: value.stub_name, stub_class),
+    _Kind("$class", lambda value: isinstance(value, StubType), lambda value: value.stub_name, lambda cls: cls),
     _Kind("$size", _exactly(TorchSize), list, TorchSize),
     _Kind("$dtype", _exactly(TorchDtype), lambda value: value.name, torch_dtype),
     _Kind(
@@ -270,7 +270,7 @@ class _Decoder:
             raise ValueError(f"unknown kind {tag!r}")
         parts = self._array(*value[tag]) if tag in _ARRAYS else self.decoded(value[tag])
         if tag in _NAMED:
-            self._judge(parts if tag == "$class" else parts[0])
+            parts = self._judged(parts) if tag == "$class" else [self._judged(parts[0]), *parts[1:]]
         return _BY_TAG[tag].made(parts)
 
     def _array(self, dtype: object, shape: object, data: Any) -> list[object]:
@@ -280,11 +280,12 @@ class _Decoder:
             data = self.arrays(data["at"])
         return [dtype, shape, data]
 
-    def _judge(self, name: object) -> None:
-        """Only what a pickle may name as a stub."""
+    def _judged(self, name: object) -> StubType:
+        """The class of that name: only what a pickle may name as a stub."""
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is no name of a class")
         if require_trust([name], self.stubs, self.where)[name] is not Verdict.STUB:
             raise Untrusted(
                 f"{self.where}: {name!r} is no class of a training framework's, which is all that it may name"
             )
+        return stub_class(name, name in self.stubs)

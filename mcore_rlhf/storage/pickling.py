@@ -1,6 +1,8 @@
 """Pickling a tree with stored tensors the way ``torch.save`` does: protocol 2, torch's own globals, stubs
 under their names. Torch itself is not needed.
 
+Whatever tree arrives, and wherever it is from, only what :mod:`.trust` lists is named or called in what leaves.
+
 Source: torch ``_tensor.py`` (``_reduce_ex_internal``), ``serialization.py`` (``_save``), ``_utils.py`` of
 2.13; the result is compared opcode for opcode with torch's. Opcodes are those that torch's ``weights_only``
 unpickler accepts.
@@ -16,15 +18,18 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mcore_rlhf.storage.torch_values import is_tensor
 
 from ..core.catalog import DType, Record, dtype_of
-from ..errors import CheckpointError, Unsupported
+from ..errors import CheckpointError, Problems, Unsupported, Untrusted
 from .meanings import STORAGES
-from .stored import Namespace, StoredArray, StoredTensor, Stub, StubType, stub_class
+from .nested import calls_of
+from .stored import NAMESPACES, Namespace, StoredArray, StoredTensor, Stub, StubType, stub_class
 from .torch_values import SmallTensor, TorchDevice, TorchDtype, TorchSize, inert, torch_dtype
+from .trust import MADE_BY_US, is_harmful, may_be_made, may_stand
 
 
 @dataclass(slots=True)
@@ -52,13 +57,16 @@ def pickle_tree(tree: Any, file: str) -> PickledTree:
         file: The file that the records belong to.
 
     Raises:
+        Untrusted: It holds something of a checkpoint that is not on the closed list of what is written; all of it is named.
         Unsupported: It holds something that torch could not read back, or that only exists here.
         ValueError: Records contradict each other, or belong to another file.
     """
     found = _find_records(tree, file)
     buffer = io.BytesIO()
+    pickler = _Pickler(buffer, found)
     try:
-        _Pickler(buffer, found).dump(tree)
+        pickler.dump(tree)
+        pickler.refuse(tree)
     except CheckpointError:
         raise
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
@@ -190,14 +198,53 @@ if TYPE_CHECKING:
         write: Callable[[bytes], Any]
         get: Callable[[int], bytes]
         memoize: Callable[[Any], None]
-        save_reduce: Callable[..., None]
 
         def __init__(self, file: io.BytesIO, protocol: int) -> None: ...
         def save(self, obj: Any, save_persistent_id: bool = True) -> None: ...
         def save_global(self, obj: Any, name: str | None = None) -> None: ...
+        def save_reduce(self, func: Any, args: Any, *rest: Any, obj: Any = None) -> None: ...
         def dump(self, obj: Any) -> None: ...
 else:
     _PythonPickler = pickle._Pickler
+
+
+_BLOBS = (bytes, bytearray, io.BytesIO, SmallTensor)
+
+
+def _content_of(blob: Any) -> bytes:
+    """The bytes that a framework might unpickle, of a tensor only where they are bytes."""
+    if isinstance(blob, SmallTensor):
+        return blob.data if blob.dtype.itemsize == 1 else b""
+    return blob.getvalue() if isinstance(blob, io.BytesIO) else bytes(blob)
+
+
+def _name_of(obj: Any, name: str | None = None) -> str:
+    """The full name under which something is written."""
+    if isinstance(obj, StubType):
+        return obj.stub_name
+    name = name or obj.__qualname__
+    return f"{pickle.whichmodule(obj, name)}.{name}"  # type: ignore[attr-defined]  # missing in typeshed
+
+
+def _path_to(wanted: Any, tree: Any) -> str:
+    """Where something is in a tree, for messages."""
+    seen, todo = set[int](), [("", tree)]
+    for path, value in todo:
+        if value is wanted:
+            return path or "the whole of it"
+        if id(value) not in seen:
+            seen.add(id(value))
+            inner = (
+                value.items()
+                if isinstance(value, dict)
+                else enumerate(value)
+                if isinstance(value, list | tuple)
+                else ()
+            )
+            named = getattr(value, "__dict__", {}) if isinstance(value, NAMESPACES) else {}
+            todo += ((f"{path}.{key}".lstrip("."), item) for key, item in (*inner, *named.items()))
+            todo += ((path, part) for part in _parts(value) if isinstance(value, Stub))
+    return "something in it"
 
 
 class _Pickler(_PythonPickler):
@@ -206,13 +253,46 @@ class _Pickler(_PythonPickler):
     def __init__(self, buffer: io.BytesIO, records: _Records) -> None:
         super().__init__(buffer, protocol=2)
         self._records = records
+        self._refused: dict[str, Any] = {}
         torch = _live_torch()
         self._live: tuple[type, ...] = (torch.Tensor, torch.Size, torch.dtype, torch.device) if torch else ()
+
+    def refuse(self, tree: Any) -> None:
+        """Name everything that was met and may not be written.
+
+        Raises:
+            Untrusted: There is something of a checkpoint.
+            Unsupported: There is something of a live trainer's.
+        """
+        problems = Problems()
+        for name, held in self._refused.items():
+            where, what = (
+                _path_to(held, tree),
+                f"{name!r}, which is not on the closed list of what is written into a pickle",
+            )
+            if isinstance(held, Stub | StubType):
+                advice = "--stub NAME writes it all the same, as the source has it: only for a class that you know, since loaders run it."
+                problems.add(Untrusted, f"{self._records.file}: {where} needs {what}", advice)
+            elif isinstance(held, _BLOBS):
+                advice = "No honest checkpoint needs it: do not load the source with anything else either."
+                problems.add(
+                    Untrusted, f"{self._records.file}: {where} holds a pickle of its own that calls {name!r}", advice
+                )
+            else:
+                problems.add(
+                    Unsupported,
+                    f"{self._records.file}: {where} cannot be saved: it needs {what}",
+                    "Keep plain values there.",
+                )
+        problems.raise_if_any()
 
     def persistent_id(self, obj: Any) -> Any:
         return obj.pid if type(obj) is _Storage else None
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, _BLOBS):
+            for call in calls_of(_content_of(obj)):
+                self._refused.setdefault(call, obj)
         special = self._special.get(type(obj))
         if special is not None:
             special(self, obj)
@@ -284,7 +364,24 @@ class _Pickler(_PythonPickler):
 
         self._once(space, write)
 
+    def save_reduce(self, func: Any, args: Any, *rest: Any, obj: Any = None) -> None:
+        """Whatever is called, or made by a class: the one place where opcodes for it are written, but for a Namespace."""
+        new = func is copyreg.__newobj__  # type: ignore[attr-defined]  # missing in typeshed
+        cls, given = (args[0], tuple(args[1:])) if new else (func, args)
+        state, lists, dicts, setter = (*rest, None, None, None, None)[:4]
+        items, name = lists is not None or dicts is not None, _name_of(cls)
+        ours = name in MADE_BY_US and not isinstance(obj, Stub)
+        vouched = isinstance(cls, StubType) and cls.stub_vouched and not is_harmful(name)
+        if setter is not None or not (
+            ours or vouched or may_be_made(name, new=new, args=given, state=state, items=items)
+        ):
+            self._refused.setdefault(name, obj)
+        super().save_reduce(func, args, *rest, obj=obj)
+
     def _save_stub_class(self, cls: StubType) -> None:
+        if not may_stand(cls.stub_name) and (not cls.stub_vouched or is_harmful(cls.stub_name)):
+            self._refused.setdefault(cls.stub_name, cls)
+
         def write(cls: StubType) -> None:
             self.write(pickle.GLOBAL + f"{cls.__module__}\n{cls.__name__}\n".encode())
             self.memoize(cls)
@@ -310,6 +407,8 @@ class _Pickler(_PythonPickler):
         module = str(getattr(obj, "__module__", ""))
         if module.partition(".")[0] == __name__.partition(".")[0]:
             raise Unsupported(f"{self._records.file}: {obj!r} exists only in this program and cannot be saved")
+        if not may_stand(_name_of(obj, name)):
+            self._refused.setdefault(_name_of(obj, name), obj)
         super().save_global(obj, name)
 
     _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
@@ -317,4 +416,4 @@ class _Pickler(_PythonPickler):
         Namespace: _save_namespace, SmallTensor: _save_torch, TorchSize: _save_torch, TorchDtype: _save_torch,
         TorchDevice: _save_torch,
     }  # fmt: skip
-    dispatch: ClassVar[dict[type, Any]] = {**_PythonPickler.dispatch, type: save_global}
+    dispatch: ClassVar[dict[type, Any]] = {**_PythonPickler.dispatch, type: save_global, FunctionType: save_global}

@@ -103,15 +103,21 @@ def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
     return tree
 
 
-_classes: dict[str, StubType] = {}
+_classes: dict[tuple[str, bool], StubType] = {}
 _lock = threading.Lock()
 _INT64 = 1 << 63
 
 
 class StubType(type):
-    """The class of all stub classes; one may itself be a value (a function that a config refers to)."""
+    """The class of all stub classes; one may itself be a value (a function that a config refers to). Equal ones have the same name.
+
+    Attributes:
+        stub_name: The full name.
+        stub_vouched: Whether the user named it with ``--stub``, so that it may be written.
+    """
 
     stub_name: str
+    stub_vouched: bool
 
     def __call__(cls, *args: Any) -> Any:
         """An object that the pickle makes by a call: an enum's member, a tensor."""
@@ -121,6 +127,12 @@ class StubType(type):
 
     def __setstate__(cls, _state: object) -> NoReturn:
         raise TypeError(f"{cls.stub_name}: a class has no state")
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, StubType) and getattr(cls, "stub_name", "") == getattr(other, "stub_name", "")
+
+    def __hash__(cls) -> int:
+        return hash(getattr(cls, "stub_name", ""))
 
 
 class Stub(metaclass=StubType):
@@ -190,13 +202,17 @@ class Stub(metaclass=StubType):
     def mapped(self, function: Callable[[Any], Any]) -> Stub:
         """A copy with a function applied to its arguments, state and items."""
         args, state, items = (function(part) for part in self._content())
-        return _rebuild(type(self).stub_name, args, self.stub_called, items, state)
+        return _rebuild(type(self), args, self.stub_called, items, state)
 
     def _content(self) -> tuple[Any, ...]:
         return self.stub_args, self.stub_state, self.stub_items
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stub) and type(self) is type(other) and _same(self._content(), other._content())
+        return (
+            isinstance(other, Stub)
+            and type(self).stub_name == type(other).stub_name
+            and _same(self._content(), other._content())
+        )
 
     def __hash__(self) -> int:
         """For keys: only of what is like an enum's member, like a path, or one of numpy's numbers; no others can collide."""
@@ -216,7 +232,7 @@ class Stub(metaclass=StubType):
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies and for sending to other processes; files get the original name instead."""
         content = (self.stub_args, self.stub_called, self.stub_items, self.stub_state)
-        return _rebuild, (type(self).stub_name, *content)
+        return _rebuild, (type(self), *content)
 
 
 class Namespace:
@@ -242,21 +258,25 @@ NAMESPACES = (Namespace, argparse.Namespace)
 """What holds arguments: read from a file, or a live trainer's own."""
 
 
-def stub_class(name: str) -> StubType:
+def stub_class(name: str, vouched: bool = False) -> StubType:
     """The stub class for a full name such as ``megatron.core.enums.ModelType``; one per name and process.
 
     ``stub_class(name)(value)`` makes an instance that is written as a call with that value: an enum's member.
+
+    Args:
+        name: The full name.
+        vouched: Whether the user named it with ``--stub``.
     """
-    known = _classes.get(name)
+    known = _classes.get((name, vouched))
     if known is not None:
         return known
     with _lock:
-        if name not in _classes:
+        if (name, vouched) not in _classes:
             module, _, qualname = name.rpartition(".")
             made = StubType(qualname, (Stub,), {"__slots__": (), "__module__": module, "__qualname__": qualname})
-            made.stub_name = name
-            _classes[name] = made
-        return _classes[name]
+            made.stub_name, made.stub_vouched = name, vouched
+            _classes[name, vouched] = made
+        return _classes[name, vouched]
 
 
 def new_stub(name: str, state: Any = None, *args: Any) -> Stub:
@@ -267,11 +287,11 @@ def new_stub(name: str, state: Any = None, *args: Any) -> Stub:
         state: Its ``__dict__``.
         args: Arguments of ``__new__``.
     """
-    return _rebuild(name, args, False, None, state)
+    return _rebuild(stub_class(name), args, False, None, state)
 
 
-def _rebuild(name: str, args: tuple[Any, ...], called: bool, items: Any, state: Any) -> Stub:
-    stub: Stub = Stub.__new__(stub_class(name), *args)  # type: ignore[arg-type]  # a StubType is a Stub's class
+def _rebuild(cls: StubType, args: tuple[Any, ...], called: bool, items: Any, state: Any) -> Stub:
+    stub: Stub = Stub.__new__(cls, *args)  # type: ignore[arg-type]  # a StubType is a Stub's class
     stub.stub_called, stub.stub_items, stub.stub_state = called, items, state
     return stub
 
@@ -286,4 +306,4 @@ def _same(a: object, b: object) -> bool:
 _TEXTS = (str, bytes, stub_class("_codecs.encode"))
 _SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
-copyreg.pickle(StubType, lambda cls: (stub_class, (cls.stub_name,)))
+copyreg.pickle(StubType, lambda cls: (stub_class, (cls.stub_name, cls.stub_vouched)))

@@ -217,7 +217,7 @@ class Objects:
             yield ObjectItem(_fqn(key), self._data(value))
         yield from self._rng()
         if self.run.same_world:
-            yield from (ObjectItem(_fqn(key), item.data()) for key, item in self.own.others.items())
+            yield from (ObjectItem(_fqn(key), saved(item.load())) for key, item in self.own.others.items())
 
     def opaque(self) -> dict[ShardKey, object]:
         """``_extra_state`` of all modules: those that the source has, and those that Megatron-core wants to be there."""
@@ -305,7 +305,7 @@ class Objects:
                 if states is not None:
                     yield ObjectItem(_fqn(key), saved([list(states)]))
                 elif kept is not None and self.run.choices.rng == "keep":
-                    yield ObjectItem(_fqn(key), kept.data())
+                    yield ObjectItem(_fqn(key), saved(kept.load()))
 
     def _data(self, value: object) -> bytes:
         """A value as Megatron-core saves it: in a list. Nearly all are None."""

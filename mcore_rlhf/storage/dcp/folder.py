@@ -163,7 +163,7 @@ class DcpObject:
         return self.folder.load(self)
 
     def data(self) -> bytes:
-        """Its zip as it is, to be carried along.
+        """Its zip as it is, to be compared; what is written is what was loaded.
 
         Raises:
             CheckpointError: It cannot be read.

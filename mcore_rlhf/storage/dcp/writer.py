@@ -59,7 +59,7 @@ class ObjectItem:
 
     Args:
         fqn: Its name.
-        data: A zip of ``torch.save``: see :func:`saved`, or :meth:`.folder.DcpObject.data`.
+        data: A zip of ``torch.save``, as :func:`saved` makes it: never one of a source as it is, which nobody judged.
     """
 
     fqn: str

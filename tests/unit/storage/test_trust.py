@@ -20,7 +20,7 @@ import torch
 from mcore_rlhf.errors import CheckpointError, Corrupt, Unsupported, Untrusted
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import Stub
-from mcore_rlhf.storage.unpickle import Verdict, judge
+from mcore_rlhf.storage.trust import Verdict, judge
 from tests.unit.storage.forge import called, saved_pickle, write_pt
 
 TOUCH = "touch ran"
