@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import Traced
-from mcore_rlhf.errors import CheckpointError, Lossy, NotACheckpoint, Unsupported, UsageError, headline
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, NotACheckpoint, Unsupported, UsageError, headline
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, human
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .base import Format
@@ -95,7 +95,7 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     """What a format's reader makes of a folder; without the optimizer, where only that is not understood, or fits no other layout."""
     found = detect(folder)
     try:
-        return found.read(folder, options)
+        return _with_ranks_that_can_be(found.read(folder, options))
     except (Unsupported, Lossy) as error:
         if not (partial and options.optimizer):
             raise
@@ -106,6 +106,24 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
         source.unread, source.refused = str(error), type(error)
         source.notes.add(Fate.LOST, f"the optimizer, which is there and not understood: {headline(source.unread)}")
         return source
+
+
+_FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
+
+
+def _with_ranks_that_can_be(source: Source) -> Source:
+    """The source, unless it says that more ranks wrote it than its files have bytes for: a new layout of as many would be made.
+
+    Raises:
+        LayoutMismatch: It does. Few are always believed.
+    """
+    ranks, stored = source.parallel.world_size, sum(file.nbytes for file in source.files)
+    if ranks > _FEW_RANKS + stored // _BYTES_OF_A_RANK:
+        raise LayoutMismatch(
+            f"{source.root}: says that {ranks:,} ranks wrote it ({source.parallel}), and all its files together have {human(stored)}\n"
+            "The degrees in it are damaged or forged: take the files that belong together."
+        )
+    return source
 
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.errors import LayoutMismatch, shown
+from mcore_rlhf.models.meaning.bounds import MOST_LAYERS, MOST_LETTERS, MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,13 @@ class ParallelConfig:
         low = [name for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(self, name) < 1]
         if low:
             raise LayoutMismatch(f"parallel degrees must be at least 1: {', '.join(low)}")
+        if len(self.pipeline_layout or "") > MOST_LETTERS:
+            raise LayoutMismatch(f"pipeline layout {shown(self.pipeline_layout)}: more than {MOST_LETTERS:,} letters")
+        if self.world_size > MOST_RANKS or self.pp * self.vpp > MOST_LAYERS:
+            raise LayoutMismatch(
+                f"degrees of {shown(self.world_size)} ranks and {shown(self.pp * self.vpp)} model chunks; no run has more than "
+                f"{MOST_RANKS:,} and {MOST_LAYERS:,}\nLook at the degrees: they are those of the options, or else of the source's args."
+            )
         if self.stage_size % (self.etp * self.ep):
             raise LayoutMismatch(
                 f"a pipeline stage of TP {self.tp} × CP {self.cp} × DP {self.dp} = {self.stage_size} ranks cannot hold "

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rlhf.errors import LayoutMismatch, UsageError
+from mcore_rlhf.errors import LayoutMismatch, UsageError, shown
+from mcore_rlhf.models.meaning.bounds import MOST_LETTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _even(layers: int, stages: int, num_layers: int) -> int:
     return layers // stages
 
 
-_MOST_LAYERS = 10_000
+_REPEATED = (re.compile(r"\(([^)]+)\)\*([0-9]{1,6})"), re.compile(r"(.)\*([0-9]{1,6})"))
 
 
 def parse_layout(text: str) -> list[str]:
@@ -165,14 +166,14 @@ def parse_layout(text: str) -> list[str]:
         UsageError: The string has other characters.
     """
     unrolled = text.replace(",", "").replace(" ", "")
-    if any(int(number) > _MOST_LAYERS for number in re.findall(r"\d+", unrolled)):
-        raise UsageError(f"pipeline layout {text!r}: repeats something more than {_MOST_LAYERS} times")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        unrolled = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), unrolled)
+    for pattern in _REPEATED:
+        if len(unrolled) + sum(len(m[1]) * int(m[2]) for m in pattern.finditer(unrolled)) > MOST_LETTERS:
+            raise UsageError(f"pipeline layout {shown(text)}: makes more than {MOST_LETTERS:,} letters of itself")
+        unrolled = pattern.sub(lambda match: match[1] * int(match[2]), unrolled)
     strange = sorted(set(unrolled) - set("EtmL|"))
     if strange:
         raise UsageError(
-            f"pipeline layout {text!r}: unknown {' '.join(strange)}; E is the embedding, t a decoder layer, m an MTP layer, "
+            f"pipeline layout {shown(text)}: unknown {' '.join(strange[:20])}; E is the embedding, t a decoder layer, m an MTP layer, "
             "L the loss, | ends a chunk, x*n and (…)*n repeat"
         )
     return unrolled.split("|")
@@ -187,10 +188,10 @@ def _check_layout(chunks: list[str], text: str, num_layers: int, pp: int, vpp: i
     if letters and (letters[0] != "E" or letters[-1] != "L"):
         wrong.append("it must begin with E and end with L")
     if wrong:
-        raise LayoutMismatch(f"pipeline layout {text!r} does not fit this model: {'; '.join(wrong)}")
+        raise LayoutMismatch(f"pipeline layout {shown(text)} does not fit this model: {'; '.join(wrong)}")
 
 
-_COUNTS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*")
+_COUNTS = re.compile(r"\s*[0-9]{1,6}(\s*,\s*[0-9]{1,6})*\s*")
 
 
 def chunks_in_option(text: str) -> int:

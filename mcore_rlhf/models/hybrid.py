@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, shown
 
+from .meaning.bounds import MOST_LETTERS
 from .spec import Partition
 
 LAYER_KINDS = {
@@ -46,13 +47,17 @@ class Pattern:
         """Read a pattern.
 
         Raises:
-            Unsupported: It has a symbol that no known version has.
+            Unsupported: It has a symbol that no known version has, or more than any model has layers.
         """
+        if len(text) > MOST_LETTERS:
+            raise Unsupported(f"hybrid_layer_pattern {shown(text)}: more than {MOST_LETTERS:,} letters")
         main, slash, rest = text.partition(NEXT_TOKENS)
         strange = sorted(set(main + rest) - set(LAYER_KINDS) - {STAGE, NEXT_TOKENS})
         if strange:
             known = ", ".join(f"{symbol} {kind}" for symbol, kind in LAYER_KINDS.items())
-            raise Unsupported(f"hybrid_layer_pattern {text!r}: unknown {' '.join(strange)}; known are {known}, | and /")
+            raise Unsupported(
+                f"hybrid_layer_pattern {shown(text)}: unknown {' '.join(strange[:20])}; known are {known}, | and /"
+            )
         return cls(tuple(main.split(STAGE)), slash + rest)
 
     @property

@@ -11,6 +11,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Probl
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import ModelChunk, PipelineSplit, model_chunks
 from mcore_rlhf.models.hybrid import LAYER_KINDS, LAYER_MARKS, Pattern, since_0_19
+from mcore_rlhf.models.meaning.bounds import check_sizes
 from mcore_rlhf.models.megatron import EMBEDDING, layer_of, second_matrix
 from mcore_rlhf.models.spec import ModelSpec
 
@@ -24,12 +25,16 @@ _LAYER_WISE, BY_LAYOUT = "use_layer_wise_distributed_optimizer", "use_layer_wise
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A typed view of the attributes of ``args``; missing ones read as their default.
+    """A typed view of the attributes of ``args``; missing ones read as their default, and sizes that no run has are refused.
 
     Source of the names: Megatron-LM core_v0.16.1, ``megatron/training/arguments.py``.
     """
 
     values: Mapping[str, object]
+    where: str = "args"
+
+    def __post_init__(self) -> None:
+        check_sizes(self.values, self.where)
 
     def integer(self, name: str, default: int = 0) -> int:
         """An integer attribute; None counts as missing."""
@@ -357,15 +362,10 @@ def check_folders(args: Arguments, args_file: str, folders: Sequence[str], notes
             "Move them away if they are left over from another run.",
         )
     problems.raise_if_any()
-    _note_ambiguous(parallel, folders, notes)
-    return parallel
-
-
-def _note_ambiguous(parallel: ParallelConfig, folders: Sequence[str], notes: Report) -> None:
     if parallel.ep > 1 and parallel.pp == 1:
-        notes.add(
-            Fate.NOTE, f"{folders[-1]}: its last number is an expert-parallel rank, not a pipeline stage, as args say"
-        )
+        text = f"{folders[-1]}: its last number is an expert-parallel rank, not a pipeline stage, as args say"
+        notes.add(Fate.NOTE, text)
+    return parallel
 
 
 def _some(names: Sequence[str]) -> str:

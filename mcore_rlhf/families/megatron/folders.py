@@ -20,7 +20,6 @@ MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
 DEALT_FILES = "layer_wise_optimizer_*.pt"
 """Those of a layer-wise optimizer, one for every data-parallel rank."""
-_MOST_RANKS = 1 << 20
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"[0-9]{1,18}")
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
@@ -64,8 +63,6 @@ def file_ranks(parallel: ParallelConfig) -> tuple[FileRank, ...]:
     Raises:
         Unsupported: Two ranks with other experts share a folder: Megatron itself loses shards in such a layout.
     """
-    if parallel.pp * max(parallel.etp * parallel.ep, parallel.tp) > _MOST_RANKS:
-        raise Unsupported(f"{parallel}: more than {_MOST_RANKS} rank folders; are the degrees right?")
     found: dict[str, FileRank] = {}
     for pp_rank in range(parallel.pp):
         for place in range(max(parallel.etp * parallel.ep, parallel.tp)):

@@ -79,7 +79,7 @@ class OpenedRun:
         folders = rank_folders(located.folder)
         files = RankFiles(located, options.stubs, options.optimizer)
         args_file, values = files.first_arguments(folders)
-        args = Arguments(values)
+        args = Arguments(values, f"args in {args_file}")
         parallel = check_folders(args, args_file, folders, notes)
         shards = files.shards(file_ranks(parallel))
         check_ranks(shards, located, notes)

@@ -96,7 +96,7 @@ class _DistReader:
 
     def __init__(self, folder: DistFolder, options: ReadOptions) -> None:
         self.folder, self.options, self.notes = folder, options, Report()
-        self.args = Arguments(stored_arguments(folder.top))
+        self.args = Arguments(stored_arguments(folder.top), f"args in {folder.common_file}")
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         self.parameters = Parameters(folder.model, self.spelling)

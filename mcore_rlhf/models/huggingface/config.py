@@ -14,6 +14,7 @@ from functools import cache
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.models.meaning.arguments import modern
+from mcore_rlhf.models.meaning.bounds import check_sizes
 from mcore_rlhf.models.meaning.declared import arguments, complete, config_fields
 from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
@@ -112,7 +113,9 @@ def known_architecture(config: Config) -> Architecture | None:
 
     Raises:
         Unsupported: The type is no text.
+        LayoutMismatch: It says sizes that no model has.
     """
+    check_sizes(config, "config.json")
     said = config.get("model_type")
     if not isinstance(said, str | None):
         raise Unsupported(f"config.json: model_type should be a text, found {said!r:.80}")

@@ -1,0 +1,106 @@
+"""Numbers of a checkpoint that would become loops, lists and files: refused by name before anything is made of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.layouts.pipeline import parse_layout
+from mcore_rlhf.models.hybrid import Pattern
+from mcore_rlhf.models.meaning.bounds import MOST_LAYERS, MOST_RANKS, check_sizes
+from tests.helpers.conversions import GOLDENS
+from tests.helpers.damage import copied, edit_args
+from tests.unit.formats.refusal import refused
+
+HF = GOLDENS.parent / "huggingface" / "llama_tied_bf16_sharded"
+
+
+@pytest.mark.parametrize(
+    ("name", "arg"),
+    [
+        *(("tp1_bf16_do", arg) for arg in ("num_layers", "mtp_num_layers", "num_experts", "num_query_groups", "world_size")),
+        *(("tp1_bf16_do", f"{axis}_parallel_size") for axis in ("data", "context", "tensor_model", "pipeline_model")),
+        ("pp2_vpp2_bf16_do", "virtual_pipeline_model_parallel_size"),
+        ("ep2dp2_moe_seq_bf16_do", "expert_model_parallel_size"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [10**9, 10**300, -(10**9)], ids=["large", "300 digits", "negative"])
+def test_an_argument_that_no_run_has_is_named_with_its_file(tmp_path: Path, name: str, arg: str, value: int) -> None:
+    source = copied(name, tmp_path)
+    edit_args(source, **{arg: value})
+    refused(source, LayoutMismatch, "model_optim_rng.pt", arg, "nothing has more than")
+
+
+def test_what_large_models_and_runs_have_is_believed() -> None:
+    """The largest of today, several times over: Kimi-K2's experts, DeepNet's layers, runs of 100,000 GPUs."""
+    check_sizes({"num_layers": 1000, "world_size": 100_000, "data_parallel_size": 100_000}, "args")
+    check_sizes({"num_hidden_layers": 61, "n_routed_experts": 384, "num_attention_heads": 128}, "config.json")
+    check_sizes({"num_hidden_layers": 256, "num_experts": 512, "num_layers": "many", "world_size": None}, "config.json")
+    assert ParallelConfig(tp=8, pp=16, dp=768).world_size == 98_304
+    assert ParallelConfig(dp=MOST_RANKS).world_size == MOST_RANKS
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"tp": 1 << 10, "dp": 1 << 10}, {"pp": 100, "vpp": MOST_LAYERS}, {"dp": 10**5000}, {"vpp": 10**9}]
+)
+def test_degrees_are_bounded_together(degrees: dict[str, int]) -> None:
+    with pytest.raises(LayoutMismatch, match="no run has more than"):
+        ParallelConfig(**degrees)
+
+
+def test_experts_of_all_layers_are_bounded_together() -> None:
+    with pytest.raises(LayoutMismatch, match="4,000 layers of 4,000 experts"):
+        check_sizes({"num_hidden_layers": 4000, "num_local_experts": 4000}, "config.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Et*1000000000|L", "E(t|)*100000L", "E((t*9999)*9999)*9999|L", f"Et*{'9' * 5000}L", f"Et*{'0' * 5000}9L",
+        "E" + "t*9999" * 9999 + "L", "E" + "t" * 10**6 + "L",
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_a_layout_that_grows(text: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse_layout(text) and ParallelConfig(pipeline_layout=text)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_layout_as_long_as_the_deepest_model_is_read() -> None:
+    assert [chunk.count("t") for chunk in parse_layout("Et*100|(t*100|)*38,t*100L")] == [100] * 40
+
+
+@pytest.mark.parametrize("text", ["|" * 10**6, "x" * 10**6, "M" * 10**6])
+def test_a_pattern_is_no_longer_than_a_model(text: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Pattern.of(text)
+    assert len(str(caught.value)) < 1000
+
+
+def test_more_ranks_than_the_files_have_bytes_for(tmp_path: Path) -> None:
+    """No number by itself is too large; a step with experts has random states of every rank, and a new one would be made for each."""
+    source = copied("ep2dp2_moe_seq_bf16_do", tmp_path)
+    edit_args(source, data_parallel_size=MOST_RANKS // 4)
+    refused(source, LayoutMismatch, "32,768 ranks", "all its files together have", "MB")
+
+
+@pytest.mark.parametrize(
+    "field", ["num_hidden_layers", "num_local_experts", "num_attention_heads", "num_key_value_heads"]
+)
+def test_a_config_that_no_model_has(tmp_path: Path, field: str) -> None:
+    source = config_of(tmp_path, **{field: 10**9})
+    refused(source, LayoutMismatch, "config.json", field)
+
+
+def config_of(folder: Path, **fields: object) -> Path:
+    """Hugging Face's golden with other fields in its ``config.json``."""
+    source = Path(shutil.copytree(HF, folder / "source"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | fields))
+    return source
