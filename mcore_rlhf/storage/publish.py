@@ -165,6 +165,9 @@ class LocalPublication(Publication):
     def _publish(self) -> None:
         self.check_target()
         if self.target.is_dir() and any(self.target.iterdir()):
+            if self.fsync and self._lock is not None:  # without it, nobody would know what lies aside
+                self._lock.sync()
+                sync_folder(self.target.parent)
             os.rename(self.target, self._places.old)
         os.rename(self.staging, self.target)
         if self.fsync:

@@ -2,7 +2,8 @@
 
 Replacing an existing folder takes two renames (the old one aside, the new one in place). A crash between the
 two leaves neither at the target; the next :class:`LocalPublication` or :func:`recover` of the same
-target puts the old one back.
+target puts the old one back, whatever became of the lock: that costs nothing, as a writer that lived after all could
+then only fail to publish.
 
 For a target ``out`` a transaction uses, all in the same parent, so that a rename suffices:
 
@@ -12,7 +13,8 @@ For a target ``out`` a transaction uses, all in the same parent, so that a renam
 * ``.out.old-<id>``      what was at ``out`` before, while it is being replaced
 * ``.out.parts-…/``      what it is joined of, where it is; a file in it names the transaction that joins
 
-The lock is made first and removed last. So after a crash every leftover has a lock file that nobody holds.
+The lock is made first and removed last. So after a crash every leftover has a lock file that nobody holds; after a power
+failure as well, from the first rename on. An old target is whole for as long as it is called ``.old-``.
 """
 
 from __future__ import annotations
@@ -126,6 +128,14 @@ class Lock:
         _try_lock(self._fd)  # without flock on this file system, nobody else will think that we are dead either
         _HELD.add(self)
 
+    def sync(self) -> None:
+        """Wait until what it says is on the disk; that it is there at all, is for its folder to say.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        os.fsync(self._fd)
+
     def release(self) -> None:
         """Remove the file and let go."""
         if self._fd >= 0:
@@ -159,7 +169,9 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def recover(target: Path, manifest_name: str = MANIFEST_NAME, *, resumable: bool = True) -> list[str]:
+def recover(
+    target: Path, manifest_name: str = MANIFEST_NAME, *, resumable: bool = True, alone: bool = False
+) -> list[str]:
     """Clean up what dead processes left beside a target. Safe at any time, in any number of processes.
 
     A half-written folder is removed. An old target that was moved aside is put back where nothing was
@@ -169,6 +181,7 @@ def recover(target: Path, manifest_name: str = MANIFEST_NAME, *, resumable: bool
         target: The target.
         manifest_name: Name of the manifest in it.
         resumable: Whether a half-written folder with a journal is removed as well.
+        alone: Whether nobody else can be replacing the target now: of a root's steps, for the holder of the root's lock.
 
     Returns:
         What was done, one line each.
@@ -178,10 +191,63 @@ def recover(target: Path, manifest_name: str = MANIFEST_NAME, *, resumable: bool
         if resumable or not places.resumable:
             done += removed(places, manifest_name)
         os.close(fd)
+    done += _put_back(target, manifest_name, alone)
     for folder in joined(target, manifest_name):
         remove_joined(folder)
         done.append(f"removed {folder}: {target} was published of it")
     return done
+
+
+def _put_back(target: Path, manifest_name: str, alone: bool) -> list[str]:
+    """Bring the replacements to an end that a dead process began, whose lock may be lost, empty, or another host's.
+
+    Between the two renames of a living process lie milliseconds, so what still lies there after some pauses was left behind.
+    """
+    done: list[str] = []
+    for places in sorted(_replacing(target), key=_transaction, reverse=True):  # the newest first
+        try:
+            if not _is_occupied(target) and (alone or _stays(places)):
+                os.rename(places.old, target)
+                done.append(f"put {target} back: its replacement was interrupted")
+            elif alone and places.is_published(manifest_name):
+                done += _settle(places, manifest_name)
+        except OSError as error:
+            done.append(f"could not put {target} back: {error}")
+    return done
+
+
+def _replacing(target: Path) -> list[Places]:
+    prefix = f".{target.name}.old-"
+    found = target.parent.glob(f"{_escaped(prefix)}*") if target.parent.is_dir() else ()
+    return [Places(target, path.name.removeprefix(prefix)) for path in found]
+
+
+def _transaction(places: Places) -> str:
+    return places.transaction
+
+
+def _stays(places: Places) -> bool:
+    """Whether an old target lies aside, and nobody goes on."""
+    for pause in (0.0, *_PAUSES):
+        time.sleep(pause)
+        if _is_held(places.lock) or _is_occupied(places.target) or not places.old.exists():
+            return False
+    return True
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process of this host holds a lock; of another one, no more is known than that its file is there."""
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(fd)
+    return False
 
 
 def note_joining(folder: Path, transaction: str) -> None:
@@ -246,7 +312,8 @@ def settle(places: Places, manifest_name: str = MANIFEST_NAME) -> Iterator[str]:
 def _settle(places: Places, manifest_name: str) -> Iterator[str]:
     if places.old.exists():
         if places.is_published(manifest_name):
-            shutil.rmtree(places.old)
+            os.rename(places.old, places.doomed)  # half of it may never be put back
+            _remove_tree(places.doomed)
             yield f"removed {places.old}: what {places.target} was before it was replaced"
         elif not _is_occupied(places.target):
             os.rename(places.old, places.target)

@@ -98,6 +98,29 @@ def test_a_step_that_replaces_another(roots: tuple[Path, Path, Path]) -> None:
         check_start(crash, {1: OLD, 2: NEW if number >= commit else OTHER}, 2)
 
 
+@pytest.mark.parametrize(
+    "text", [None, "", "\0" * 8, "another-host"], ids=["lost", "empty", "zeroed", "another host's"]
+)
+def test_a_replacement_whose_lock_is_of_no_use(roots: tuple[Path, Path, Path], text: str | None) -> None:
+    """A restart on another host, or after a power failure: the holder of the root's lock brings it to an end."""
+    base, live, crash = roots
+    OTHER.save(base, 2)
+    copied(base, live)
+    ops = recorded(live, base, lambda: NEW.save(live, 2))
+    commit = published_at(ops, 2)
+    for number in (commit - 1, commit):
+        copied(base, crash)
+        replayed(ops[:number], crash)
+        (lock,) = crash.glob(".global_step_2.lock-*")
+        lock.unlink() if text is None else lock.write_text(text)
+        with NEW.manager(crash):
+            pass
+        assert [name for name in leftovers(crash) if ".old-" in name] == []
+        lock.unlink(missing_ok=True)  # what remains of another host waits for a day
+        shutil.rmtree(next(crash.glob(".global_step_2.partial-*"), crash / "none"), ignore_errors=True)
+        check_start(crash, {1: OLD, 2: NEW if number == commit else OTHER}, 2)
+
+
 def test_with_the_deletion_of_old_steps(roots: tuple[Path, Path, Path]) -> None:
     base, live, crash = roots
     ops = recorded(live, base, lambda: NEW.save(live, 2, replace(QUIET, keep=Retention((KeepLast(1),)))))

@@ -110,7 +110,7 @@ class CheckpointManager:
             unguarded = (
                 [] if self.world.is_one_of_several else remove_unguarded(self.root)
             )  # another world's may be alive
-            for line in [*clean_up(self.root), *unguarded]:
+            for line in [*clean_up(self.root, alone=True), *unguarded]:
                 self.reporter.say("clean", None, line)
             if self._mirror is not None:
                 going_on = self.options.on_existing == "continue"

@@ -31,7 +31,7 @@ from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recov
 from mcore_rlhf.storage.urls import remove_stored
 
 from . import steps
-from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_lock
+from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_leftover
 
 _log = logging.getLogger(__name__)
 
@@ -290,10 +290,15 @@ def delete(folder: ReadablePath) -> bool:
     return _remove(folder)
 
 
-def clean_up(root: ReadablePath) -> list[str]:
+def clean_up(root: ReadablePath, *, alone: bool = False) -> list[str]:
     """Remove what dead processes left in a root: half-written and half-deleted steps, and their locks.
 
-    Safe at any time, in any number of processes; what may belong to a living one stays.
+    A step that lies aside, and whose replacement nobody goes on with, is put back. Safe at any time, in any number of
+    processes; what may belong to a living one stays.
+
+    Args:
+        root: The run's root.
+        alone: Whether the caller holds the :class:`~.root.RootLock`: then nobody else replaces steps.
 
     Returns:
         What was done, one line each.
@@ -302,10 +307,10 @@ def clean_up(root: ReadablePath) -> list[str]:
     if not isinstance(root, Path):
         return done  # a store has no locks: see `prune --dead`
     for folder in (root, root / EXPORTS):
-        locks = folder.iterdir() if folder.is_dir() else ()
-        targets = {target for lock in locks if (target := target_of_lock(lock)) is not None}
+        names = folder.iterdir() if folder.is_dir() else ()
+        targets = {target for path in names if (target := target_of_leftover(path)) is not None}
         for target in sorted(targets):
-            done += recover(target, MANIFEST)
+            done += recover(target, MANIFEST, alone=alone and folder == root)
     return done
 
 

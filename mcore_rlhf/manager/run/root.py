@@ -119,12 +119,13 @@ def remove_unguarded(root: Path) -> list[str]:
     """
     done = []
     small = [path for pattern in _OURS for path in root.glob(pattern)]
-    for path in sorted([*small, *_unguarded_steps(root), *_stillborn_locks(root)]):
-        try:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            done.append(f"removed {path}: it was left behind")
-        except OSError as error:
-            done.append(f"could not remove {path}: {error}")
+    for found in (sorted([*small, *_stillborn_locks(root)]), sorted(_unguarded_steps(root))):
+        for path in found:
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                done.append(f"removed {path}: it was left behind")
+            except OSError as error:
+                done.append(f"could not remove {path}: {error}")
     return done
 
 
@@ -143,12 +144,12 @@ def _owner(fd: int) -> str:
 
 
 def _stillborn_locks(root: Path) -> list[Path]:
-    """Locks of processes that died while they wrote the host's name into them; nothing was made yet."""
+    """Locks of processes that died while they wrote the host's name into them, or whose words a power failure took."""
     host = socket.gethostname().encode()
     found = []
     for path in root.glob(".global_step_*.lock-*"):
         with suppress(OSError):
-            text = reading.read_bytes(path, reading.MAX_LINE)
+            text = reading.read_bytes(path, reading.MAX_LINE).strip(b"\0")
             if text != host and host.startswith(text):
                 found.append(path)
     return found

@@ -37,7 +37,7 @@ RESERVED = ("data", "rlhf", "rng", "exports", MANIFEST)
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
-_LOCK = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.lock-.+")
+_LEFTOVER = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.(?:lock|old)-.+")
 
 NOTE = "quarantined.json"
 
@@ -86,9 +86,9 @@ def step_of_aside(path: ReadablePath) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def target_of_lock(path: Path) -> Path | None:
-    """The step's folder that this lock file guards; None where it is not such a lock."""
-    match = _LOCK.fullmatch(path.name)
+def target_of_leftover(path: Path) -> Path | None:
+    """The step's folder that this lock file guards, or that this folder was moved aside from; None where it is neither."""
+    match = _LEFTOVER.fullmatch(path.name)
     return path.with_name(match.group(1)) if match else None
 
 

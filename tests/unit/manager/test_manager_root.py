@@ -100,7 +100,7 @@ def test_a_refused_start_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "global_step_1").mkdir()
     kept = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mcore_rlhf.manager.run.manager.clean_up", lambda root: 1 / 0)
+        patch.setattr("mcore_rlhf.manager.run.manager.clean_up", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError) as failure:
             CheckpointManager(tmp_path, model(), options=QUIET)
         kept.append(failure)

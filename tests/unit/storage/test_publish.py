@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.storage import publish as publish_module
+from mcore_rlhf.storage import transactions
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication, check_space, replace_text
 from mcore_rlhf.storage.transactions import Lock, Places, recover
@@ -167,6 +169,77 @@ def test_a_kill_at_any_rename_is_recovered(tmp_path: Path, where: int, expected:
     assert (target / "sub" / "a").read_text() == expected
     assert names(tmp_path) == ["out"]
     assert recover(target) == []
+
+
+LOCKS = {"lost": None, "empty": "", "zeroed": "\0" * 12, "another host's": "another-host"}
+
+
+@pytest.mark.parametrize("text", LOCKS.values(), ids=LOCKS)
+def test_what_lies_aside_is_put_back_whatever_became_of_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.setattr(transactions, "_PAUSES", (0.001,))
+    for transaction in ("1", "2"):  # of two, the newest
+        places = Places(tmp_path / "o[u]t", transaction)
+        publish(places.old, transaction)
+    if text is not None:
+        places.lock.write_text(text)
+    done = recover(places.target)
+    assert done == [f"put {places.target} back: its replacement was interrupted"]
+    assert (places.target / "sub" / "a").read_text() == "2"
+    assert recover(places.target) == []
+    assert publish(places.target, "new", overwrite=True, replaceable=lambda _: True).recovered == []
+
+
+def test_what_a_living_process_moved_aside_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transactions, "_PAUSES", (0.001,))
+    places = Places(tmp_path / "out", "1")
+    publish(places.old, "old")
+    lock = Lock(places.lock)
+    assert recover(places.target) == []
+    lock.release()
+    publish(tmp_path / "its own", "new")
+    moves = [lambda: None, lambda: (tmp_path / "its own").rename(places.target)]  # it was about to
+    monkeypatch.setattr(time, "sleep", lambda _: moves.pop(0)())
+    assert recover(places.target) == []
+    assert (places.target / "sub" / "a").read_text() == "new"
+
+
+def test_what_was_replaced_is_removed_by_whoever_is_alone(tmp_path: Path) -> None:
+    published = publish(tmp_path / "out", "new")
+    places = Places(tmp_path / "out", published.transaction)
+    publish(places.old, "old")
+    places.lock.write_text("another-host")
+    assert recover(places.target) == []
+    assert recover(places.target, alone=True) == [
+        f"removed {places.old}: what {places.target} was before it was replaced"
+    ]
+    assert not places.old.exists()
+
+
+def test_the_lock_is_on_the_disk_before_anything_is_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, done = tmp_path / "out", list[str]()
+    publish(target, "old")
+    rename, fsync = os.rename, os.fsync
+
+    def renaming(source: Path, to: Path) -> None:
+        done.append(f"rename to {Path(to).name.partition('-')[0]}")
+        rename(source, to)
+
+    def syncing(fd: int) -> None:
+        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{fd}')).name.partition('-')[0]}")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(os, "fsync", syncing)
+    publish(target, "new", overwrite=True, replaceable=lambda _: True, fsync=True)
+    aside = done.index("rename to .out.old")
+    assert done[aside - 2 : aside + 3] == [
+        "fsync .out.lock", f"fsync {tmp_path.name.partition('-')[0]}", "rename to .out.old", "rename to out",
+        f"fsync {tmp_path.name.partition('-')[0]}",
+    ]  # fmt: skip
 
 
 def test_leftovers_of_the_living_are_left_alone(tmp_path: Path) -> None:
