@@ -7,6 +7,7 @@
     ├── Unsupported                    exit 2   a checkpoint, but something that cannot be done with it
     ├── UsageError                     exit 2   options that contradict each other or the files
     ├── StorageError                   exit 2   the file system said no: full disk, permissions, target exists
+    │   └── Unreadable                 exit 2   an I/O error, of which nothing follows for what could not be read
     ├── Untrusted                      exit 1   a pickle asks for a class or function that is not allowed
     ├── Incomplete                     exit 1   files, ranks or tensors are missing
     ├── Corrupt                        exit 1   bytes are not what their checksum, copy or master says
@@ -54,6 +55,10 @@ class StorageError(CheckpointError):
     """The file system refused: no space, no permission, the target exists."""
 
     exit_code = 2
+
+
+class Unreadable(StorageError):
+    """A disk or file system did not give what is there: whether that is sound, nobody knows. It is never called damaged."""
 
 
 class Untrusted(CheckpointError):
@@ -133,6 +138,15 @@ class Problems:
         """
         if self.found:
             raise self.found[0].kind(self.describe(limit))
+
+    def raise_if_unread(self) -> None:
+        """Raise where all that is wrong is that something could not be read: then nothing is known to be.
+
+        Raises:
+            Unreadable: So it is.
+        """
+        if all(problem.kind is Unreadable for problem in self.found):
+            self.raise_if_any()
 
     def describe(self, limit: int = 20) -> str:
         """The problems as lines of text, each piece of advice once, at the end."""

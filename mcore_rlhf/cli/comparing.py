@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +17,7 @@ from mcore_rlhf.families.crossing import alike
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.manager.subject import Subject, find
+from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
 
@@ -52,10 +53,13 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         click.exceptions.Exit: With code 1, where something differs.
         UsageError: Neither checkpoint has a state of that name.
     """
-    a, b = (find(path, options) for path in paths)
+
+    def compared(a: Subject, b: Subject) -> tuple[Subject, Subject, Facts]:
+        with shown_progress(1 if a.alone or b.alone else len(a.models.keys() & b.models.keys())) as progress:
+            return a, b, compare_subjects(a, b, tolerance, states, progress)
+
+    a, b, facts = look(paths[0], options, lambda a: look(paths[1], options, partial(compared, a), _differ), _differ)
     steps = states is None and not (a.alone or b.alone)
-    with shown_progress(1 if a.alone or b.alone else len(a.models.keys() & b.models.keys())) as progress:
-        facts = compare_subjects(a, b, tolerance, states, progress)
     if json:
         emit_json(facts)
     else:
@@ -64,6 +68,10 @@ def run(paths: tuple[Path, Path], options: ReadOptions, tolerance: Tolerance, st
         (_print_steps if steps else _print_models)(facts)
     if not facts["equal"]:
         raise click.exceptions.Exit(1)
+
+
+def _differ(found: tuple[Subject, Subject, Facts]) -> bool:
+    return not found[2]["equal"]
 
 
 def compare_subjects(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_without_manifest
-from mcore_rlhf.manager.subject import Subject, find
+from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import MANIFEST_NAME
@@ -45,10 +46,9 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
         CheckpointError: It cannot be opened.
         click.exceptions.Exit: With the code of the error of a step's model.
     """
-    subject = find(path, options)
-    if pattern is not None:
-        subject = subject.only("--tensors lists those of one model")
-    models = of_each(subject, lambda role: _look(subject, role, pattern))
+    subject, models = look(
+        path, options, partial(_models, pattern), lambda found: any("error" in one for one in found[1].values())
+    )
     facts = next(iter(models.values())) if subject.alone else {**step_facts(subject), "models": models}
     if json:
         emit_json(facts)
@@ -58,6 +58,12 @@ def run(path: Path, options: ReadOptions, pattern: str | None, json: bool) -> No
     codes = [model["error"]["exit_code"] for model in models.values() if "error" in model]
     if codes:
         raise click.exceptions.Exit(min(codes))
+
+
+def _models(pattern: str | None, subject: Subject) -> tuple[Subject, dict[str, Facts]]:
+    if pattern is not None:
+        subject = subject.only("--tensors lists those of one model")
+    return subject, of_each(subject, lambda role: _look(subject, role, pattern))
 
 
 def _look(subject: Subject, role: str, pattern: str | None) -> Facts:

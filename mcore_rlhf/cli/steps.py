@@ -259,12 +259,14 @@ def _verify_newest(root: ReadablePath) -> None:
 
     Raises:
         Corrupt: A byte of it is not what was written.
+        Unreadable: It cannot be read.
     """
     newest = steps.newest(root)
     if newest is None:
         return
     with shown_progress() as progress:
         found = check_manifest(newest.path, steps.read_manifest(newest.path), progress)
+    Problems(found).raise_if_unread()
     if found:
         raise Corrupt(
             f"{newest.path}: the newest step that stays is damaged; nothing was deleted\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 
 from mcore_rlhf.convert import Progress
-from mcore_rlhf.errors import Problem
+from mcore_rlhf.errors import Problem, Problems
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
-from mcore_rlhf.manager.subject import Subject, find
+from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.verify.checkpoint import Depth, verify
@@ -45,11 +45,8 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
     Raises:
         click.exceptions.Exit: With code 1, where something is wrong; with 2, where a model of a step cannot be read.
     """
-    subject = find(path, options)
+    subject, facts = look(path, options, partial(_shown, depth, workers), lambda found: not found[1]["intact"])
     newer = problem_facts(subject.chosen.damage()) if subject.chosen is not None else []
-    stages = (depth is not Depth.QUICK) * len(subject.models) + (subject.manifest is not None)
-    with shown_progress(stages) as progress:
-        facts = _verify(subject, depth, workers, progress)
     if json:
         # The root is as good as its newest step.
         problems, chosen = [*newer, *facts["problems"]], chosen_facts(subject.chosen)
@@ -60,6 +57,12 @@ def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool
         _print_newer(newer)
     if newer or not facts["intact"]:
         raise click.exceptions.Exit(1 if newer or _is_damaged(facts) else 2)
+
+
+def _shown(depth: Depth, workers: int, subject: Subject) -> tuple[Subject, Facts]:
+    stages = (depth is not Depth.QUICK) * len(subject.models) + (subject.manifest is not None)
+    with shown_progress(stages) as progress:
+        return subject, _verify(subject, depth, workers, progress)
 
 
 def _is_damaged(facts: Facts) -> bool:
@@ -75,9 +78,13 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     Keys of a lone checkpoint: see :func:`verify_facts`. Of a step those of :func:`~.describe.step_facts`; ``intact``; ``depth``;
     ``problems`` of the manifest's files and of those beside the models; ``models`` by role; ``intact`` is null of one that
     cannot be read.
+
+    Raises:
+        Unreadable: All that is wrong with files of the manifest, or beside the models, is that they cannot be read.
     """
     found = check_manifest(subject.folder, subject.manifest, progress, depth is Depth.QUICK) if subject.manifest else []
     found += _unfit_values(subject, depth, found)
+    Problems(found).raise_if_unread()
     problems = problem_facts(found)
     models = of_each(
         subject, lambda role: verify_facts(subject.models[role], subject.reading(role), depth, workers, progress)

@@ -5,16 +5,17 @@ In the root of a run, which step that is where none was named, and what that pas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unreadable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.patience import gone, identity, settled
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .run import steps
@@ -22,6 +23,8 @@ from .run.steps import RESERVED, TRACKER, Step, tracker_text
 
 if TYPE_CHECKING:
     from mcore_rlhf.execution.run import Progress
+
+T = TypeVar("T")
 
 _SHOWN = 10
 
@@ -100,6 +103,7 @@ def choose(
 
     Raises:
         NotACheckpoint: There is no such step, or none of them is committed and no tracker says which is meant.
+        Unreadable: A newer one cannot be read: it may be the one.
         Corrupt: None of them is committed, and some are damaged.
     """
     if step is not None:
@@ -109,6 +113,7 @@ def choose(
         return ChosenStep(root, folder, "named")
     passed_over: list[Step] = []
     for found in steps.newest_first(root):
+        found.require_read()
         if found.resumable and newest_intact:
             found = _checked(found, progress)
         if found.resumable:
@@ -125,8 +130,11 @@ def _checked(step: Step, progress: Progress | None) -> Step:
         if progress is not None:
             progress.stage(f"checking step {step.step}", sum(entry.nbytes for entry in manifest.files.values()))
         advance = (lambda nbytes: None) if progress is None else progress.advance
-        found = check(step.path, manifest, progress=lambda _, nbytes: advance(nbytes)).found
-        why = found[0].message.splitlines()[0] if found else ""
+        problems = check(step.path, manifest, progress=lambda _, nbytes: advance(nbytes))
+        problems.raise_if_unread()
+        why = problems.found[0].message.splitlines()[0] if problems else ""
+    except Unreadable:
+        raise
     except CheckpointError as error:
         why = str(error).splitlines()[0]
     return replace(step, state="damaged", why=why) if why else step
@@ -248,6 +256,30 @@ def find(path: ReadablePath, options: ReadOptions, chosen: ChosenStep | None = N
         why = f"; what an engine of {own!r} saves goes back to such an engine, and is not converted" if own else ""
         raise NotACheckpoint(f"{found.folder}: has no model of the role {options.role!r}; it has: {there}{why}")
     return found.of(options.role)
+
+
+def look(path: ReadablePath, options: ReadOptions, action: Callable[[Subject], T], doubted: Callable[[T], bool]) -> T:
+    """Find what a path means, and look at it; and do both again where it was saved again meanwhile.
+
+    Args:
+        path, options: See :func:`find`.
+        action: Looks.
+        doubted: Whether what it found may come of a folder that was replaced; what it raised, always.
+
+    Raises:
+        NotACheckpoint: It was deleted meanwhile.
+        CheckpointError: See :func:`find`; or the action's.
+    """
+    path = checkpoint_path(path)
+    chosen = chosen_step(path, options.step)
+    folder = path if chosen is None else chosen.folder
+    before = identity(folder)
+    found = settled(folder, lambda: action(find(path, options, chosen)), doubted)
+    if found is None:
+        if before is None:  # there was none
+            return action(find(path, options, chosen))
+        raise gone(folder)
+    return found
 
 
 def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from .. import __version__
@@ -18,6 +19,7 @@ from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Probl
 from . import reading
 from .checksum import crc32
 from .paths import ReadablePath, cannot_open, inside
+from .patience import patiently
 
 FORMAT = "mcore_rlhf"
 VERSION = 2
@@ -264,7 +266,7 @@ def _ignore(_file: str, _nbytes: int) -> None:
 def _check_file(root: ReadablePath, name: str, entry: FileEntry, sizes_only: bool, progress: Progress) -> None:
     path = inside(root, name, follow_links=False)
     try:
-        nbytes = path.stat().st_size
+        nbytes = patiently(path.stat).st_size if isinstance(path, Path) else path.stat().st_size
     except FileNotFoundError:
         raise Incomplete(f"{path}: is missing; the manifest lists it with {entry.nbytes} bytes") from None
     except OSError as error:

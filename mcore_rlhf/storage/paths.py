@@ -10,7 +10,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import unquote
 
-from ..errors import NotACheckpoint, StorageError, Untrusted, UsageError
+from ..errors import NotACheckpoint, StorageError, Unreadable, Untrusted, UsageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +25,13 @@ _ADVICE = {
     errno.EFBIG: "The file system or a limit (ulimit -f) does not allow files of this size.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ESTALE: "The network file system lost the file; mount it again.",
+    errno.ETIMEDOUT: "The network file system does not answer; try again when it does.",
 }
+
+_CONTRADICTING = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG}
+)
+"""What is there is something else than what should be there, or nothing: that is known."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 """A URL, also one that ``Path`` made ``s3:/bucket`` of; a scheme has two letters at least, so ``C:/`` is none."""
@@ -246,13 +252,19 @@ def storage_error(error: OSError, path: ReadablePath, doing: str, detail: str = 
     return StorageError(f"{text}\n{advice}" if advice else text)
 
 
+def says_nothing(error: BaseException) -> bool:
+    """Whether an error leaves it open what is there: a failing disk, another user's folder, a server that does not answer."""
+    return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in _CONTRADICTING)
+
+
 def cannot_open(error: OSError, path: ReadablePath) -> StorageError | NotACheckpoint:
     """The error for a file that should be read: missing is one thing, unreadable another."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return NotACheckpoint(f"{path}: there is no such file.")
     if isinstance(error, IsADirectoryError):
         return NotACheckpoint(f"{path}: is a folder, but a file was expected.")
-    return storage_error(error, path, "read")
+    refused = storage_error(error, path, "read")
+    return Unreadable(str(refused)) if says_nothing(error) else refused
 
 
 def human(nbytes: int) -> str:

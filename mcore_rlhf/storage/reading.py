@@ -17,11 +17,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
-from ..errors import Incomplete, StorageError
+from ..errors import Incomplete, StorageError, Unreadable
 from .paths import NotRegular, ReadablePath, cannot_open, inside, storage_error
+from .patience import patiently
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,12 +149,12 @@ class LocalFile(ByteSource):
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
-        self._fd = open_regular(path)
+        self._fd = patiently(lambda: open_regular(path))
         super().__init__(path, os.fstat(self._fd).st_size)
 
     def pread(self, nbytes: int, offset: int) -> bytes:
         """See :meth:`ByteSource.pread`."""
-        return os.pread(self._fd, nbytes, offset)
+        return patiently(lambda: os.pread(self._fd, nbytes, offset))
 
     def pieces(self, nbytes: int) -> Iterator[memoryview]:
         """See :meth:`ByteSource.pieces`; one buffer serves for all."""
@@ -160,7 +162,7 @@ class LocalFile(ByteSource):
         try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while count := os.preadv(self._fd, [piece], at):
+            while count := patiently(partial(os.preadv, self._fd, [piece], at)):
                 yield piece[:count]
                 at += count
         except OSError as error:
@@ -194,7 +196,7 @@ class MappedFile(ByteSource):
                 self._map = mmap.mmap(file._fd, self.nbytes, prot=mmap.PROT_READ) if self.nbytes else None
             except (OSError, ValueError) as error:
                 failed = error if isinstance(error, OSError) else OSError(error)
-                raise storage_error(failed, path, "map") from error
+                raise Unreadable(str(storage_error(failed, path, "map"))) from error
         self._view = memoryview(self._map) if self._map is not None else memoryview(b"")
         self._address = _address(self._view)
 
@@ -233,13 +235,20 @@ class MappedFile(ByteSource):
         if not nbytes or sys.platform != "linux":
             return
         start = byte_offset - byte_offset % _PAGE
-        if _libc.madvise(self._address + start, byte_offset + nbytes - start, advice) == 0:
-            return
-        number = ctypes.get_errno()
-        if number != errno.EINVAL and advice == _MADV_POPULATE_READ:  # EINVAL: an older kernel
-            number = errno.EIO if number in (errno.EFAULT, _EHWPOISON) else number
+
+        def advised() -> None:
+            if _libc.madvise(self._address + start, byte_offset + nbytes - start, advice) == 0:
+                return
+            number = ctypes.get_errno()
+            if number != errno.EINVAL and advice == _MADV_POPULATE_READ:  # EINVAL: an older kernel
+                number = errno.EIO if number in (errno.EFAULT, _EHWPOISON) else number
+                raise OSError(number, os.strerror(number))
+
+        try:
+            patiently(advised)
+        except OSError as error:
             detail = f"bytes {byte_offset} to {byte_offset + nbytes}"
-            raise storage_error(OSError(number, os.strerror(number)), self.path, "read", detail)
+            raise Unreadable(str(storage_error(error, self.path, "read", detail))) from error
 
 
 def _address(view: memoryview) -> int:

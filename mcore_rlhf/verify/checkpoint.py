@@ -16,6 +16,7 @@ from mcore_rlhf.families.source import Source, StoredFile, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.patience import gone, settled
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.storage.torchzip import read_directory
@@ -81,9 +82,28 @@ def verify(
         The verdict; problems are in it, not raised.
 
     Raises:
-        NotACheckpoint: There is nothing to verify.
+        NotACheckpoint: There is nothing to verify, or no more: it was deleted while it was read.
+        Unreadable: A disk or file system failed, and nothing else is known to be wrong.
     """
-    path, verdict = checkpoint_path(path), Verdict()
+    path = checkpoint_path(path)
+    verdict = settled(
+        path, lambda: _verified(path, options, depth, workers, progress, begin), lambda found: not found.intact
+    )
+    if verdict is None:
+        raise gone(path)
+    verdict.problems.raise_if_unread()
+    return verdict
+
+
+def _verified(
+    path: ReadablePath,
+    options: ReadOptions,
+    depth: Depth,
+    workers: int,
+    progress: Callable[[int], None] | None,
+    begin: Callable[[int], None] | None,
+) -> Verdict:
+    verdict = Verdict()
     manifest = path / MANIFEST_NAME
     if manifest.is_file():
         verdict.manifest = True

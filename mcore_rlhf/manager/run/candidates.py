@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, StorageError, Unsupported
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.paths import ReadablePath, local_path
+from mcore_rlhf.storage.patience import identity, names_in
 from mcore_rlhf.storage.store import StorePath
 
 from . import steps
 from .mirror_status import MirrorStatus, resumable
 from .options import ManagerOptions, Mirror, Reporter
 from .steps import Step
+
+_PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +58,14 @@ class StepToTry:
     Args:
         where: The folder; empty where it is that of the step in the mirror.
         step: Its number.
+        seen: What tells the folder from one that takes its place.
+        unread: It, where it cannot be read; as it may be sound, no other is taken instead.
     """
 
     where: str
     step: int
+    seen: tuple[int, int] | None = None
+    unread: Step | None = None
 
 
 @dataclass(slots=True)
@@ -87,18 +96,37 @@ class Candidates:
             return [_named(folder, self.root)]
         if resume.kind == "path":
             return [_named(resume.path, self.root)]
+        aside = _lying_aside(self.root)
         visible = [step for step in steps.listed(self.root) if not steps.is_hidden(step.path)]
         near = list(self._newest_first(visible))
         there = self._of_mirror(visible, bool(near))
         far = [StepToTry("", step.step) for step, why in there if not why]
         found = sorted([*near, *far], key=_newest_and_near_first)
         newest = found[0].step if found else -1
+        self._refuse_replaced(aside, newest)
         for step in [*visible, *(step for step, _ in there)]:
             if step.step > newest and step.state == "damaged" and not step.quarantined:
                 _refuse_newer_release(step)
         if not found and any(step.state != "committed" and step.nbytes and not step.quarantined for step in visible):
             raise self.nothing_intact()  # beginning anew would overwrite what can perhaps be mended
         return found
+
+    def _refuse_replaced(self, aside: Sequence[int], newest: int) -> None:
+        """A run that writes has put back what lay aside. One that only reads must not take an older step instead.
+
+        Raises:
+            StorageError: One that is newer than all others lies aside.
+        """
+        for step in aside:
+            if step > newest:
+                raise StorageError(
+                    f"{steps.step_folder(self.root, step)}: lies aside, as .global_step_{step}.old-…: its replacement was interrupted\n"
+                    "The next start of the run that saves here puts it back, and so does mcore-rlhf prune. Then try again."
+                )
+
+    def is_still(self, candidate: StepToTry) -> bool:
+        """Whether what was to be tried is still there, and no other in its place."""
+        return not candidate.where or identity(Path(candidate.where)) == candidate.seen
 
     def folder(self, candidate: StepToTry) -> ReadablePath:
         """Where one lies."""
@@ -115,7 +143,9 @@ class Candidates:
     def _newest_first(self, visible: Sequence[Step]) -> Iterator[StepToTry]:
         for step in reversed(visible):
             if step.resumable:
-                yield StepToTry(str(step.path), step.step)
+                yield StepToTry(str(step.path), step.step, identity(step.path))
+            elif step.undecided:
+                yield StepToTry(str(step.path), step.step, unread=step)
             else:
                 why = f"in quarantine: {step.quarantined}" if step.quarantined else f"{step.state}: {step.why}"
                 self.reporter.say("skip", step.step, f"{step.path.name} is not resumed from: {why}")
@@ -143,6 +173,8 @@ class Candidates:
             return []
         try:
             there = resumable(steps.listed(self._mirror()), local, MirrorStatus.read(self.root))
+            for step, _ in takewhile(lambda found: found[1], there):  # the newest first
+                step.require_read()
         except (CheckpointError, OSError) as error:
             if not has_others:
                 raise StorageError(
@@ -155,6 +187,18 @@ class Candidates:
             if why and step.state != "partial":  # on its way there
                 self.reporter.say("skip", step.step, f"{step.path} is not resumed from: {why}")
         return there
+
+
+def _lying_aside(root: Path) -> list[int]:
+    """Steps that lie aside with nothing in their place, for longer than replacing them takes."""
+    for pause in (*_PAUSES, 0.0):
+        names = names_in(root) if root.is_dir() else []
+        found = [(steps.step_of_aside(Path(name)), name) for name in names if ".old-" in name]
+        aside = [step for step, _ in found if step is not None and steps.step_folder(root, step).name not in names]
+        if not aside:
+            break
+        time.sleep(pause)
+    return aside
 
 
 def _newest_and_near_first(found: StepToTry) -> tuple[int, bool]:

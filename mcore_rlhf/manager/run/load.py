@@ -16,10 +16,11 @@ from typing import TypeVar
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
 from mcore_rlhf.engines.stateful import Undo, torch_values
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problem, Problems, StorageError, Unreadable
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open
+from mcore_rlhf.storage.patience import patiently
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.store import StorePath
 
@@ -37,6 +38,12 @@ T = TypeVar("T")
 
 _HALF_FILLED = (
     "It was being copied: live tensors hold something of both. Load again, this step or another, before training on."
+)
+
+
+_MAY_BE_SOUND = (
+    "The step may be sound, so no older one is taken for it. Try again; or name another step, or put this one in quarantine: "
+    "mcore-rlhf steps {root} --quarantine {step}"
 )
 
 
@@ -74,7 +81,9 @@ class StepLoad:
 
         Raises:
             CheckpointError: All that does not fit, in one error.
+            OSError: Something cannot be looked at.
         """
+        self.report, self._models, self._files = Report(), {}, []
         if (self.folder / MANIFEST).is_file():
             self.manifest = _consistent(Manifest.read(self.folder / MANIFEST), self.parts.roles, self.folder / MANIFEST)
         problems = Problems()
@@ -200,6 +209,7 @@ class StepLoad:
         problems = Problems()
         for path in wanted[share::shares]:
             self._collect(problems, partial(check_file, self._file(path), self.folder, self.manifest))
+        problems.found.sort(key=_is_unread)  # what is known to be damaged comes first
         problems.raise_if_any()
 
     def _file(self, text: str) -> ReadablePath:
@@ -240,6 +250,10 @@ class StepLoad:
         if self._state is not None and self.parts.state is not None:
             self.parts.state.load_from(*self._state, str(self.folder / STATE_FILE))
         self._keeper().restore(self._rng)
+
+
+def _is_unread(problem: Problem) -> bool:
+    return problem.kind is Unreadable
 
 
 @contextmanager
@@ -321,8 +335,8 @@ class Resumer:
             if prepared is not None:
                 self._apply(prepared, started)
                 return prepared
-            if len(todo) == 1 and resume.kind == "auto":  # another run may meanwhile have replaced what was listed
-                candidates = self._agreed(resume)
+            if resume.kind == "auto" and (len(todo) == 1 or not self._is_still(todo[0])):
+                candidates = self._agreed(resume)  # another run may meanwhile have replaced what was listed
         if must_exist or tried:
             raise self._candidates.nothing_intact()
         if self.world.rank == 0:
@@ -331,32 +345,48 @@ class Resumer:
 
     def _agreed(self, resume: Resume) -> list[StepToTry]:
         """What to try, in order, as rank 0 sees it."""
-        found = self.world.on_all_ranks("resuming", lambda: self._candidates.of(resume) if self.world.is_rank0 else [])
+        look = partial(_read, self.root, partial(self._candidates.of, resume))
+        found = self.world.on_all_ranks("resuming", lambda: look() if self.world.is_rank0 else [])
         return self.world.broadcast(found)
+
+    def _is_still(self, candidate: StepToTry) -> bool:
+        """Whether a step was not deleted, or saved again, meanwhile: as rank 0 sees it."""
+        return self.world.broadcast(self._candidates.is_still(candidate))
 
     def _prepared(self, candidate: StepToTry, skip: bool) -> StepLoad | None:
         folder, mirrored = self._candidates.folder(candidate), not candidate.where
         load = StepLoad(folder, candidate.step, self.parts, self.world, self.options.rng, self.optimizer, mirrored)
+        if candidate.unread is not None:
+            candidate.unread.require_read()
         try:
             self._prepare(load)
-        except _Damaged as damaged:
-            error = damaged.error
+        except (_Damaged, Unreadable) as failure:
+            error = failure.error if isinstance(failure, _Damaged) else failure
+            gone = skip and not self._is_still(candidate)
+            if not gone and skip and error is failure:
+                raise Unreadable(f"{error}\n{_MAY_BE_SOUND.format(root=self.root, step=candidate.step)}") from None
             if not skip:
                 raise error from None
-            self.reporter.say("skip", candidate.step, f"{_called(load)} is not resumed from: {error}")
+            why = "it was deleted, or saved again, while it was read" if gone else str(error)
+            self.reporter.say("skip", candidate.step, f"{_called(load)} is not resumed from: {why}")
             return None
         return load
 
     def _prepare(self, load: StepLoad) -> None:
-        """Whether a step that cannot be loaded is damaged, or does not fit, its checksums say: its text may say anything."""
-        what = load.folder.name
+        """Whether a step that cannot be loaded is damaged, or does not fit, its checksums say: its text may say anything.
+
+        Raises:
+            _Damaged: It is damaged; on all ranks.
+            Unreadable: On some rank it cannot be read; on all ranks.
+            CheckpointError: It does not fit.
+        """
+        what = f"loading {load.folder.name}"
         try:
-            self.world.on_all_ranks(f"loading {what}", load.prepare)
+            self.world.on_all_ranks(what, partial(_read, load.folder, partial(patiently, load.prepare)))
         except Exception as error:
+            self._stop_if_unread(error, what)
             self._check(load, whole=True)
-            unread = (
-                isinstance(error, StorageError) or load.manifest is None
-            )  # on any one rank, and now perhaps it can be
+            unread = isinstance(error, StorageError) or load.manifest is None  # on any one rank; now perhaps it can be
             if self.world.any_rank([unread])[0]:
                 raise _Damaged(error) from error
             raise
@@ -366,20 +396,27 @@ class Resumer:
             )  # worlds load one by one, and must come to the same step
 
     def _check(self, load: StepLoad, whole: bool) -> None:
-        world = self.world
+        world, what = self.world, f"checking {load.folder.name}"
+        check = partial(load.check_bytes, world.rank, world.size, whole)
         try:
-            self.world.on_all_ranks(
-                f"checking {load.folder.name}", partial(load.check_bytes, world.rank, world.size, whole)
-            )
+            world.on_all_ranks(what, partial(_read, load.folder, check))
         except Exception as error:
+            self._stop_if_unread(error, what)
             raise _Damaged(error) from error
+
+    def _stop_if_unread(self, error: Exception, what: str) -> None:
+        """An I/O error, on whichever rank, says nothing of the step: the next older one must not be taken for it."""
+        self.world.raise_on_all(error if isinstance(error, Unreadable) else None, what)
 
     def _apply(self, load: StepLoad, started: float) -> None:
         """All ranks install, or none has; only then the first tensor is overwritten."""
         with Undo() as undo:
             self.world.on_all_ranks(f"restoring {load.folder.name}", partial(load.install, undo))
         self.world.on_all_ranks(f"copying {load.folder.name}", load.fill)
-        self._tell(load, time.monotonic() - started)
+        try:
+            self._tell(load, time.monotonic() - started)
+        except (CheckpointError, OSError) as error:  # the state is live: whatever fails from here on is no failed load
+            LOG.warning("rank=0 step=%d: after the load: %s", load.step, error)
 
     def _tell(self, load: StepLoad, seconds: float) -> None:
         if self.world.rank != 0:
@@ -399,6 +436,18 @@ class Resumer:
                 load.step,
                 ", ".join(map(str, newer)),
             )
+
+
+def _read(folder: ReadablePath, action: Callable[[], T]) -> T:
+    """Read.
+
+    Raises:
+        CheckpointError: What the action raised, or what the file system refused.
+    """
+    try:
+        return action()
+    except OSError as error:
+        raise cannot_open(error, Path(error.filename) if error.filename else folder) from error
 
 
 def _called(load: StepLoad) -> str:

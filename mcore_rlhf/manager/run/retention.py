@@ -392,10 +392,12 @@ def refuse_others(root: Path) -> None:
 
     Raises:
         UsageError: There are committed steps, and this run has neither loaded nor written any of them.
+        Unreadable: There may be.
     """
     if is_of_this_run(root):
         return
-    found = [step.step for step in steps.committed(root)]
+    there = steps.listed(root)
+    found = [step.step for step in there if step.resumable]
     if found:
         listed = ", ".join(map(str, found[-_SHOWN:]))
         raise UsageError(
@@ -404,6 +406,9 @@ def refuse_others(root: Path) -> None:
             "it goes on among them: ManagerOptions(on_existing='continue'), in YAML checkpoint.on_existing: continue; newer steps than "
             "it saves are then put in quarantine, and older ones are counted, and deleted, by the rules on what to keep."
         )
+    for step in there:
+        if not is_hidden(step.path):
+            step.require_read()
 
 
 def left_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
@@ -414,7 +419,13 @@ def left_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
         step: The newest step of this run.
         own: All steps that this run has saved.
     """
-    return [found.step for found in steps.committed(root) if found.step > step and found.step not in own]
+    return [
+        found.step
+        for found in steps.listed(root)
+        if (found.resumable or (found.undecided and not is_hidden(found.path)))
+        and found.step > step
+        and found.step not in own
+    ]
 
 
 def leave_behind(root: Path, step: int, own: Collection[int]) -> list[int]:

@@ -13,14 +13,16 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from mcore_rlhf.errors import CheckpointError, NotACheckpoint
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
-from mcore_rlhf.storage.paths import ReadablePath, storage_error, walk
+from mcore_rlhf.storage.paths import ReadablePath, says_nothing, storage_error, walk
+from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settled
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
 
 MANIFEST = "manifest.json"
@@ -41,14 +43,16 @@ _LEFTOVER = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.(?:lock|old)-.+
 
 NOTE = "quarantined.json"
 
+_LOOKS = 10
+
 _NO_REASON = "no reason given"
 
 _Path = TypeVar("_Path", bound=ReadablePath)
 
-State = Literal["committed", "damaged", "partial", "foreign"]
+State = Literal["committed", "damaged", "partial", "foreign", "unreadable"]
 """``committed``: the manifest parses, names this step, and every listed file has its listed size. ``damaged``: there is
-a manifest, but that is not so, or the folder cannot be read. ``foreign``: no manifest, but files as other trainers write
-them. ``partial``: being written or deleted, or left behind, or nothing that is known."""
+a manifest, but that is not so. ``foreign``: no manifest, but files as other trainers write them. ``partial``: being written or
+deleted, or left behind, or nothing that is known. ``unreadable``: an I/O error, or another user's folder: any of these."""
 
 _NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
 
@@ -135,7 +139,7 @@ def release(folder: ReadablePath) -> bool:
 def reason_of(folder: ReadablePath) -> str:
     """Why a step is in quarantine; empty where it is not. A note that cannot be read still counts."""
     note = folder / NOTE
-    if not (os.path.lexists(note) if isinstance(note, Path) else note.is_file()):
+    if not is_there(note):
         return ""
     try:
         return str(reading.read_json(note)["reason"]) or _NO_REASON
@@ -187,6 +191,24 @@ class Step:
         """Whether it is committed and nobody said to leave it alone."""
         return self.state == "committed" and not self.quarantined
 
+    @property
+    def undecided(self) -> bool:
+        """Whether it cannot be read, and nobody said to leave it alone: it may be the one to resume from."""
+        return self.state == "unreadable" and not self.quarantined
+
+    def require_read(self) -> None:
+        """Stop where nobody can say what it is worth.
+
+        Raises:
+            Unreadable: So it is.
+        """
+        if self.undecided:
+            raise Unreadable(
+                f"{self.path}: cannot be read, and may be sound: {self.why}\n"
+                "Try again when it can be; or name another step, or put this one in quarantine: "
+                f"mcore-rlhf steps {self.path.parent} --quarantine {self.step}"
+            )
+
     def describe(self) -> str:
         """``global_step_50 is damaged (manifest.json is missing)``."""
         why = f"in quarantine: {self.quarantined}" if self.quarantined else self.why
@@ -196,7 +218,8 @@ class Step:
 def listed(root: ReadablePath) -> list[Step]:
     """Every step in a root, oldest first, hidden ones after the visible one of the same number.
 
-    One bad folder never hides the others: what is wrong with it stands in its :attr:`Step.why`.
+    One bad folder never hides the others: what is wrong with it stands in its :attr:`Step.why`. A step that vanishes meanwhile is
+    none; the others are looked for again then, as a newer one may have taken its place.
 
     Args:
         root: The run's root. Where there is none, there are no steps.
@@ -205,8 +228,11 @@ def listed(root: ReadablePath) -> list[Step]:
         NotACheckpoint: It is a file.
         StorageError: It cannot be listed.
     """
-    found = [described for number, path in _folders(root) if (described := _describe(number, path)) is not None]
-    return sorted(found, key=_age)
+    for _ in range(_LOOKS):
+        found = [_describe(number, path) for number, path in _folders(root)]
+        if None not in found:
+            break
+    return sorted((step for step in found if step is not None), key=_age)
 
 
 def found_at(folder: ReadablePath) -> Step | None:
@@ -238,9 +264,14 @@ def newest(root: ReadablePath) -> Step | None:
     """The newest step that is committed and not in quarantine; None where there is none.
 
     Raises:
+        Unreadable: A newer one cannot be read.
         CheckpointError: See :func:`listed`.
     """
-    return next((step for step in newest_first(root) if step.resumable), None)
+    for step in newest_first(root):
+        step.require_read()
+        if step.resumable:
+            return step
+    return None
 
 
 def newest_first(root: ReadablePath) -> Iterator[Step]:
@@ -249,22 +280,34 @@ def newest_first(root: ReadablePath) -> Iterator[Step]:
     Raises:
         CheckpointError: See :func:`listed`.
     """
-    visible = [(number, path) for number, path in _folders(root) if not is_hidden(path)]
-    for number, path in sorted(visible, key=_number, reverse=True):
-        step = _describe(number, path)
-        if step is not None:
+    seen = set[int]()
+    for _ in range(_LOOKS):
+        visible = [(number, path) for number, path in _folders(root) if not is_hidden(path) and number not in seen]
+        for number, path in sorted(visible, key=_number, reverse=True):
+            step = _describe(number, path)
+            if step is None:  # deleted meanwhile, as there are newer ones
+                break
+            seen.add(number)
             yield step
+        else:
+            return
 
 
 def is_committed(folder: ReadablePath) -> bool:
-    """Whether a step is all there: its manifest parses, names this step, and every listed file has its listed size."""
+    """Whether a step is all there: its manifest parses, names this step, and every listed file has its listed size.
+
+    Raises:
+        Unreadable: Nobody can say.
+    """
     number = step_of(folder)
     if number is None:
         return False
     try:
         return not _problem(folder, read_manifest(folder), number)
-    except Exception:  # whatever is wrong with it, it is not committed
-        return False
+    except Exception as error:
+        if says_nothing(error):
+            raise Unreadable(_one_line(folder, error)) from error
+        return False  # whatever is wrong with it, it is not committed
 
 
 def is_replaceable(folder: ReadablePath) -> bool:
@@ -319,27 +362,37 @@ def _folders(root: ReadablePath) -> Iterator[tuple[int, ReadablePath]]:
     """Numbers and folders of all steps, in no order."""
     root = checkpoint_path(root)
     try:
-        names = os.listdir(root) if isinstance(root, Path) else [child.name for child in root.iterdir()]
+        for name in names_in(root):
+            path = root / name
+            number = step_of_aside(path) if is_hidden(path) else step_of(path)
+            if number is not None and may_be_folder(path):
+                yield number, path
     except FileNotFoundError:
         return
     except NotADirectoryError:
         raise NotACheckpoint(f"{root}: is a file; expected the root of a run, with global_step_N folders") from None
     except OSError as error:
-        raise storage_error(error, root, "list") from error
-    for name in names:
-        path = root / name
-        number = step_of_aside(path) if is_hidden(path) else step_of(path)
-        if number is not None and path.is_dir():
-            yield number, path
+        raise Unreadable(str(storage_error(error, root, "list"))) from error
 
 
 def _describe(number: int, path: ReadablePath) -> Step | None:
     """What a folder is; None where it has vanished meanwhile."""
+    return settled(path, lambda: _looked_at(number, path), lambda step: step.state != "committed")
+
+
+def _looked_at(number: int, path: ReadablePath) -> Step:
     try:
-        step = _hidden(number, path) if is_hidden(path) else _visible(number, path)
+        return _hidden(number, path) if is_hidden(path) else _visible(number, path)
     except Exception as error:  # whatever is wrong with one folder may not hide the others
-        step = Step(number, path, "damaged", why=_one_line(path, error))
-    return step if path.is_dir() else None
+        state: State = "unreadable" if says_nothing(error) else "damaged"
+        return Step(number, path, state, size_of(path), why=_one_line(path, error), quarantined=_noted(path))
+
+
+def _noted(path: ReadablePath) -> str:
+    """See :func:`reason_of`; of a folder that may be closed to us."""
+    with suppress(OSError, CheckpointError):
+        return reason_of(path)
+    return ""
 
 
 def _hidden(number: int, path: ReadablePath) -> Step:
@@ -349,14 +402,14 @@ def _hidden(number: int, path: ReadablePath) -> Step:
 
 
 def _visible(number: int, path: ReadablePath) -> Step:
-    try:
-        os.lstat(path / MANIFEST) if isinstance(path, Path) else (path / MANIFEST).stat()
-    except FileNotFoundError:  # any other error means that the folder cannot be read, not that it is empty
+    if not is_there(path / MANIFEST):
         return _without_manifest(number, path)
     nbytes, quarantined = size_of(path), reason_of(path)
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
+        if says_nothing(error):
+            raise
         why, roles = _one_line(path, error), _role_folders(path)
         return Step(number, path, "damaged", nbytes, roles, _changed(path), why, quarantined=quarantined)
     why = _problem(path, manifest, number)
@@ -372,16 +425,22 @@ def _without_manifest(number: int, path: ReadablePath) -> Step:
     if any(looks_foreign(folder) for folder in (path, *(path / role for role in roles))):
         why = f"has no {MANIFEST}: another trainer's step"
         return Step(number, path, "foreign", nbytes, roles, changed, why, quarantined=quarantined)
-    what = "holds nothing that is known" if any(path.iterdir()) else "is empty"
+    what = "holds nothing that is known" if names_in(path) else "is empty"
     why = f"has no {MANIFEST} and {what}"
     return Step(number, path, "partial", nbytes, roles, changed, why, quarantined=quarantined)
 
 
 def _problem(folder: ReadablePath, manifest: Manifest, number: int) -> str:
-    """What keeps a step with a manifest from being committed, one line; empty where nothing does."""
+    """What keeps a step with a manifest from being committed, one line; empty where nothing does.
+
+    Raises:
+        Unreadable: Nothing is known to, and something cannot be looked at.
+    """
     if manifest.step != number:
         return f"{folder / MANIFEST}: is of step {manifest.step}, but the folder is {folder.name}"
-    problems = check(folder, manifest, sizes_only=True).found
+    found = check(folder, manifest, sizes_only=True)
+    found.raise_if_unread()
+    problems = found.found
     if not problems:
         return ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -417,7 +476,7 @@ def _is_number(value: object) -> bool:
 
 
 def _role_folders(path: ReadablePath) -> tuple[str, ...]:
-    return tuple(sorted(child.name for child in path.iterdir() if child.is_dir() and _may_be_role(child.name)))
+    return tuple(sorted(name for name in names_in(path) if _may_be_role(name) and may_be_folder(path / name)))
 
 
 def _may_be_role(name: str) -> bool:

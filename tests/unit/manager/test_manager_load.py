@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import logging
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from mcore_rlhf.engines.plain import TorchEngine
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, NotACheckpoint
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, NotACheckpoint, StorageError
 from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 from mcore_rlhf.manager.rlhf.state import RlhfState
+from mcore_rlhf.manager.run import candidates
+from mcore_rlhf.manager.run.load import StepLoad
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.steps import quarantine, release
+from mcore_rlhf.storage import patience
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -264,24 +270,114 @@ def test_a_copy_under_another_name_that_is_damaged(root: Path, tmp_path: Path) -
     assert "state.pt: has 50 bytes" in refused(Run(7), root, Incomplete, str(moved))
 
 
-def test_a_step_that_cannot_be_read_is_skipped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fails under one file of the newest step."""
+class Failing:
+    """A disk that fails under one file, or folder, some times, then no more."""
 
-    def failing(real: Callable[..., object]) -> Callable[..., object]:
-        def fail(path: object, *args: object, **kwargs: object) -> object:
-            if str(path).endswith("global_step_2/critic/state.pt"):
-                raise OSError(5, os.strerror(5))
+    def __init__(self, patch: pytest.MonkeyPatch, under: Path, number: int, times: int = 10**9) -> None:
+        self._under, self._number, self._left = str(under), number, times
+        for module, name in ((os, "open"), (io, "open"), (os, "stat"), (os, "lstat"), (os, "listdir"), (os, "scandir")):
+            patch.setattr(module, name, self._instead(getattr(module, name)))
+        patch.setattr(patience, "_PAUSES", (0.0, 0.0, 0.0))
+
+    def _instead(self, real: Callable[..., object]) -> Callable[..., object]:
+        def call(path: object = ".", *args: object, **kwargs: object) -> object:
+            if f"{path}/".startswith(f"{self._under}/") and self._left:
+                self._left -= 1
+                raise OSError(self._number, os.strerror(self._number), str(path))
             return real(path, *args, **kwargs)
 
-        return fail
+        return call
 
+
+UNDER = ["", "manifest.json", "critic", "critic/state.pt", "quarantined.json"]
+
+
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+def test_a_step_that_cannot_be_read_is_not_passed_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, under: str
+) -> None:
+    """It may be sound: going on from the one before would overwrite it later."""
     run = Run(7)
+    before = run.everything()
     with monkeypatch.context() as patch, run.manager(root) as manager:
-        patch.setattr(os, "open", failing(os.open))
-        patch.setattr(io, "open", failing(io.open))
+        Failing(patch, root / "global_step_2" / under if under else root / "global_step_2", number)
+        with pytest.raises(StorageError, match=rf"global_step_2.*: {os.strerror(number)}(?s:.*)--quarantine 2"):
+            manager.load()
+    assert run.everything() == before
+    with run.manager(root) as manager:
         found = manager.load()
     assert found is not None
-    assert found.step == 1
+    assert found.step == 2
+
+
+@pytest.mark.parametrize("under", UNDER)
+def test_an_error_that_passes_is_asked_again(root: Path, monkeypatch: pytest.MonkeyPatch, under: str) -> None:
+    run = Run(7)
+    with monkeypatch.context() as patch, run.manager(root) as manager:
+        Failing(patch, root / "global_step_2" / under if under else root / "global_step_2", errno.EIO, times=2)
+        found = manager.load()
+    assert found is not None
+    assert found.step == 2
+    assert run.everything() == Run(2).everything()
+
+
+def test_a_root_that_cannot_be_listed_is_not_an_empty_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(7)
+    with monkeypatch.context() as patch, run.manager(root) as manager:
+        Failing(patch, root, errno.ESTALE)
+        with pytest.raises(StorageError, match=f"{root}: cannot read: {os.strerror(errno.ESTALE)}"):
+            manager.load()
+
+
+def test_a_step_that_cannot_be_read_and_is_older_hinders_nobody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, Run(7).manager(root) as manager:
+        Failing(patch, root / "global_step_1", errno.EACCES)
+        found = manager.load()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_an_error_after_the_state_is_live_is_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(7)
+    with monkeypatch.context() as patch, run.manager(root) as manager:
+        patch.setattr("mcore_rlhf.manager.run.load.left_behind", lambda *_: os.open("/nowhere/at/all", os.O_RDONLY))
+        found = manager.load()
+    assert found is not None
+    assert run.everything() == Run(2).everything()
+
+
+def test_one_that_reads_while_the_step_it_reads_is_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that writes has saved a newer one meanwhile: that is taken, and nothing is called damaged."""
+    run, said = Run(7), list[str]()
+    newer = (root / "global_step_2").rename(root / "not yet")
+    prepare = StepLoad.prepare
+
+    def pruned(self: StepLoad) -> None:
+        if newer.is_dir():
+            newer.rename(root / "global_step_2")
+            shutil.rmtree(root / "global_step_1")
+        prepare(self)
+
+    monkeypatch.setattr(StepLoad, "prepare", pruned)
+    with run.manager(root, replace(QUIET, on_event=lambda event: said.append(event.text), read_only=True)) as manager:
+        found = manager.load()
+    assert found is not None
+    assert found.step == 2
+    assert "it was deleted, or saved again, while it was read" in said[0]
+
+
+def test_one_that_reads_does_not_pass_over_a_step_that_lies_aside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "_PAUSES", (0.0,))
+    aside = (root / "global_step_2").rename(root / ".global_step_2.old-1")
+    run = Run(7)
+    with run.manager(root, replace(QUIET, read_only=True)) as manager:
+        with pytest.raises(StorageError, match="its replacement was interrupted"):
+            manager.load()
+        monkeypatch.setattr(time, "sleep", lambda _: aside.rename(root / "global_step_2"))  # it was going on
+        found = manager.load()
+    assert found is not None
+    assert found.step == 2
 
 
 def test_a_tensor_of_the_state(tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ def test_a_flipped_bit_does_not_change_that_it_was_committed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("call", ["lstat", "listdir", "scandir"])
-def test_a_folder_that_may_not_be_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_folder_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     make_step(tmp_path, 6)
     closed = tmp_path / "global_step_7"
     closed.mkdir()
@@ -179,7 +181,7 @@ def test_a_folder_that_may_not_be_read_is_damaged(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, call, refuse)
     (seven,) = [step for step in steps.listed(tmp_path) if step.step == 7]
     if call == "lstat":
-        assert (seven.state, seven.why) == ("damaged", f"{closed}: cannot read: Permission denied")
+        assert (seven.state, seven.why) == ("unreadable", f"{closed}: cannot read: Permission denied")
     assert seven.state != "committed"
     assert states(tmp_path)[6] == "committed"
 

@@ -1,0 +1,116 @@
+"""What an I/O error says of what could not be read: nothing. So it is asked again, and never taken for damage."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import NotACheckpoint
+from .paths import ReadablePath, says_nothing
+
+T = TypeVar("T")
+
+_PAUSES = (0.05, 0.2, 0.5)
+_PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO})
+_LOOKS = 10
+
+
+def patiently(action: Callable[[], T]) -> T:
+    """Do something that only reads, and do it again, after short pauses, where the disk or the network file system failed.
+
+    Raises:
+        OSError: It fails for good.
+    """
+    for pause in _PAUSES:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause)
+    return action()
+
+
+def is_there(path: ReadablePath) -> bool:
+    """Whether something lies there, be it a link that leads nowhere.
+
+    Raises:
+        OSError: Nobody can say.
+    """
+    if not isinstance(path, Path):
+        return path.is_file()
+    try:
+        patiently(lambda: os.lstat(path))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def may_be_folder(path: ReadablePath) -> bool:
+    """Whether a folder lies there, or what nobody can look at, which does not hide what lies beside it."""
+    try:
+        return patiently(path.is_dir) if isinstance(path, Path) else path.is_dir()
+    except OSError:
+        return True
+
+
+def names_in(folder: ReadablePath) -> list[str]:
+    """What lies in a folder, in any order.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    return (
+        patiently(lambda: os.listdir(folder)) if isinstance(folder, Path) else [path.name for path in folder.iterdir()]
+    )
+
+
+def identity(path: ReadablePath) -> tuple[int, int] | None:
+    """What tells a folder from another that has its name later; None where there is none.
+
+    Of a store's folder, and of one that cannot be asked, no more is known than that nothing says it is another.
+    """
+    if not isinstance(path, Path):
+        return 0, 0
+    try:
+        found = patiently(lambda: os.stat(path))
+    except OSError as error:
+        return (0, 0) if says_nothing(error) else None
+    return found.st_dev, found.st_ino
+
+
+def settled(path: ReadablePath, action: Callable[[], T], doubted: Callable[[T], bool]) -> T | None:
+    """Look at a folder, and look again where it was removed, or put in place of another, meanwhile.
+
+    Args:
+        path: The folder.
+        action: Looks.
+        doubted: Whether what it found may come of that; what it raised, always.
+
+    Returns:
+        What was found; None where the folder is gone.
+    """
+    for left in reversed(range(_LOOKS)):
+        before = identity(path)
+        if before is None:
+            return None
+        try:
+            found = action()
+            if not left or not doubted(found) or identity(path) == before:
+                return found
+        except Exception:
+            if not left or identity(path) == before:
+                raise
+    return None
+
+
+def gone(path: ReadablePath) -> NotACheckpoint:
+    """What is to be said of a folder that somebody removed while it was read."""
+    return NotACheckpoint(
+        f"{path}: was deleted while it was read\n"
+        "Nothing is known to have been wrong with it: a run deletes old steps by its rules on what to keep."
+    )
