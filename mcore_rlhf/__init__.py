@@ -29,5 +29,7 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
+        from .installation import to_install
+
         needs = f"{__name__}.{name} needs torch, which is not installed here"
-        raise ImportError(f"{needs}; install it with: pip install 'mcore_rlhf[torch]'", name="torch") from error
+        raise ImportError(f"{needs}; install it with: {to_install('torch')}", name="torch") from error

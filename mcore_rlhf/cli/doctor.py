@@ -6,16 +6,20 @@ import fcntl
 import os
 import platform
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import click
 
 from mcore_rlhf import __version__
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import UsageError, clean
+from mcore_rlhf.installation import to_install
 from mcore_rlhf.storage.checksum import IMPLEMENTATION, crc32
 from mcore_rlhf.storage.paths import local_path
 
@@ -38,13 +42,40 @@ _NETWORK = {
     "9p",
     "virtiofs",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A package that is not needed, but brings something.
+
+    Args:
+        package: Its name.
+        extra: The extra that installs it.
+        brings: What it brings.
+        imports: The statement with which what it brings begins.
+    """
+
+    package: str
+    extra: str
+    brings: str
+    imports: str
+
+
 _EXTRAS = (
-    ("torch", "torch", "the manager and the engines: saving and resuming runs; --merge-adapter"),
-    ("megatron-core", "megatron", "MegatronEngine, the drop-in for Megatron-LM's scripts, mcore-rlhf demo"),
-    ("deepspeed", "deepspeed", "DeepSpeedEngine"),
-    ("obstore", "object", "checkpoints at s3://, gs:// and az://"),
-    ("huggingface_hub", "object", "checkpoints at hf://ORG/MODEL"),
-)
+    Extra(
+        "torch", "torch", "the manager and the engines: saving and resuming runs; --merge-adapter",
+        "from mcore_rlhf import CheckpointManager, FsdpEngine, TorchEngine",
+    ),
+    Extra(
+        "megatron-core", "megatron", "MegatronEngine, the drop-in for Megatron-LM's scripts, mcore-rlhf demo",
+        "from mcore_rlhf import MegatronEngine",
+    ),
+    Extra("deepspeed", "deepspeed", "DeepSpeedEngine", "from mcore_rlhf import DeepSpeedEngine"),
+    Extra("obstore", "object", "checkpoints at s3://, gs:// and az://", "import obstore.store"),
+    Extra("huggingface_hub", "object", "checkpoints at hf://ORG/MODEL", "import huggingface_hub"),
+)  # fmt: skip
+_IMPORTED_WITHIN = 120.0
+"""Seconds for all imports; Megatron's takes six."""
 
 
 def run(path: Path, json: bool) -> None:
@@ -69,14 +100,22 @@ def run(path: Path, json: bool) -> None:
 def _facts(folder: Path) -> Facts:
     """Keys: ``versions`` by package (null: missing), ``crc32`` (``implementation``, ``bytes_per_second``), ``workers``,
     ``folder`` (``path``, ``kind``, ``mount``, ``options``, ``network``, ``writable``, ``locks``, ``free``, ``total``),
-    ``extras`` (``package``, ``extra``, ``version`` or null, ``brings``), ``problems`` and ``advice`` (texts).
+    ``extras`` (``package``, ``extra``, ``version`` or null, ``brings``, ``fails``: why it cannot be imported, or null),
+    ``problems`` and ``advice`` (texts).
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is no folder\nGive the one in which checkpoints are to lie.")
     needed = {name: _version(name) for name in _needed()}
     place, speed = _place(folder), _crc_speed()
     problems = [
-        f"{name} is not installed, and is needed: pip install mcore_rlhf" for name, found in needed.items() if not found
+        f"{name} is not installed, and is needed: pip install {name}" for name, found in needed.items() if not found
+    ]
+    extras = _extras()
+    problems += [
+        f"{one['package']} {one['version']} is installed and cannot be imported: {one['fails']}\n"
+        f"  Without it there is not: {one['brings']}. Install a release that fits the others here: {to_install(one['extra'])}"
+        for one in extras
+        if one["fails"]
     ]
     problems += [] if place["writable"] else [f"{folder}: nothing can be written there: {place['why']}"]
     return {
@@ -84,7 +123,7 @@ def _facts(folder: Path) -> Facts:
         "crc32": {"implementation": IMPLEMENTATION, "bytes_per_second": round(speed)},
         "workers": default_workers(),
         "folder": place,
-        "extras": [{"package": name, "extra": extra, "version": _version(name), "brings": what} for name, extra, what in _EXTRAS],
+        "extras": extras,
         "problems": problems,
         "advice": list(_advice(place, speed)),
     }  # fmt: skip
@@ -106,6 +145,40 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _extras() -> list[Facts]:
+    """Every extra; those that are installed are imported as the engines import them, each in a process of its own, all at once."""
+    found = [(one, _version(one.package)) for one in _EXTRAS]
+    started = {one.package: _importing(one.imports) for one, release in found if release}
+    deadline = time.monotonic() + _IMPORTED_WITHIN
+    why = {package: _outcome(process, deadline) for package, process in started.items()}
+    return [
+        {"package": one.package, "extra": one.extra, "version": release, "brings": one.brings, "fails": why.get(one.package)}
+        for one, release in found
+    ]  # fmt: skip
+
+
+def _importing(statement: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(
+        [sys.executable, "-c", statement], env=environment, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True, errors="replace"
+    )  # fmt: skip
+
+
+def _outcome(process: subprocess.Popen[str], deadline: float) -> str | None:
+    """Why an import failed, in the last words that it left; None where it did not."""
+    try:
+        _, said = process.communicate(timeout=max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"not done within {_IMPORTED_WITHIN:.0f} s"
+    if process.returncode == 0:
+        return None
+    lines = [line for line in said.splitlines() if line.strip()]
+    return clean(lines[-1].strip()) if lines else f"its process ended with {process.returncode}"
 
 
 def _crc_speed() -> float:
@@ -176,6 +249,12 @@ def _advice(place: Facts, speed: float) -> Iterator[str]:
         yield "locks hold on this host; whether other hosts see them is the server's business"
 
 
+def _state(extra: Facts) -> str:
+    if extra["version"] is None:
+        return f"missing: {to_install(extra['extra'])}"
+    return f"{extra['version']}, cannot be imported" if extra["fails"] else str(extra["version"])
+
+
 def _print(facts: Facts) -> None:
     place, speed = facts["folder"], facts["crc32"]
     versions = facts["versions"]
@@ -191,10 +270,7 @@ def _print(facts: Facts) -> None:
         ]
     )  # fmt: skip
     say("\nextras")
-    rows = [
-        (one["package"], one["version"] or f"missing: pip install 'mcore_rlhf[{one['extra']}]'", one["brings"])
-        for one in facts["extras"]
-    ]
+    rows = [(one["package"], _state(one), one["brings"]) for one in facts["extras"]]
     print_table([Column("package"), Column("version"), Column("brings")], rows)
     for text in facts["problems"]:
         say(f"problem: {text}")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.installation import to_install
 
 from .cast import Words, convert
 from .catalog import FLOAT32, Box, DType, Record, Shape, TensorEntry
@@ -120,7 +121,7 @@ def _torch() -> Any:
     except ImportError as error:
         raise Unsupported(
             "--merge-adapter multiplies matrices with torch, which is not installed here\n"
-            "Install it with: pip install 'mcore_rlhf[torch]'"
+            f"Install it with: {to_install('torch')}"
         ) from error
     return torch
 

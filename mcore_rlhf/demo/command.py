@@ -26,6 +26,7 @@ from mcore_rlhf.demo.rl.options import Options
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.errors import StorageError, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.installation import to_install
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.paths import local_path
 
@@ -273,7 +274,7 @@ def require_megatron() -> None:
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise Unsupported(
             "the demonstration trains with real megatron-core, which is not installed\n"
-            "Install it (Python 3.10 to 3.13): pip install 'mcore_rlhf[megatron]'   In the project's checkout: make demo"
+            f"Install it (Python 3.10 to 3.13): {to_install('megatron')}   In the project's checkout: make demo"
         )
 
 

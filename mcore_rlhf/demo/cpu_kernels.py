@@ -1,22 +1,18 @@
-"""Stand-ins for compiled kernels: torch.compile, Triton, Transformer Engine's, grouped GEMMs, and fused Adam.
+"""Stand-ins for compiled kernels: torch.compile, Transformer Engine's, grouped GEMMs, and fused Adam.
 
 Adam is as apex and Transformer Engine define it, without their kernels.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import sys
 import types
-import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import typing_extensions
 
 from mcore_rlhf.demo import versions
+from mcore_rlhf.engines.megatron.importing import make_importable
 
 
 def stand_in_for_compiling() -> None:
@@ -26,30 +22,6 @@ def stand_in_for_compiling() -> None:
         return function if function is not None else lambda decorated: decorated
 
     setattr(torch, "compile", compile)  # noqa: B010 - its type is an overload that nobody calls here
-
-
-def stand_in_for_triton() -> None:
-    """Answer "no" in the place of modules that import Triton at once: it is a gigabyte, and nobody here wants their kernels."""
-    if importlib.util.find_spec("triton") is not None:
-        return
-    for name in versions.NEED_TRITON:
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.__getattr__ = _no  # type: ignore[method-assign]
-        sys.modules[name] = module
-
-
-def _no(name: str) -> Any:
-    """What a module without kernels has under a public name: a function whose answer is no, or a flag that says no."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return False if name.isupper() else lambda *_, **__: False
-
-
-def stand_in_for_override() -> None:
-    """Offer ``typing.override`` on Python 3.11, too: emerging_optimizers imports it, and runs there otherwise."""
-    if not hasattr(typing, "override"):
-        setattr(typing, "override", typing_extensions.override)  # noqa: B010 - mypy knows that 3.10 has none
 
 
 def stand_in_for_router_gemm() -> None:
@@ -122,8 +94,7 @@ def stand_in_for_sharded_norms() -> None:
 def install() -> None:
     """Everything that has to be in place before megatron is imported."""
     stand_in_for_compiling()
-    stand_in_for_triton()
-    stand_in_for_override()
+    make_importable()
 
 
 class FusedAdam(torch.optim.Optimizer):

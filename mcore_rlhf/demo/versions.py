@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-
-def _installed() -> tuple[int, int]:
-    """The first two numbers of the installed release; of the newest that is known where none is installed."""
-    try:
-        major, minor = version("megatron-core").split(".")[:2]
-        return int(major), int(minor)
-    except PackageNotFoundError:
-        return (0, 19)
-
-
-MEGATRON = _installed()
+from mcore_rlhf.engines.megatron.importing import MEGATRON as MEGATRON
 
 HAS_GROUPED_MLP = MEGATRON < (0, 17)
 """Whether experts can be packed in two tensors without Transformer Engine (core/transformer/moe/experts.py, GroupedMLP)."""
-
-NEED_TRITON = (
-    "emerging_optimizers.triton_kernels",
-    *{
-        (0, 16): ["megatron.core.transformer.custom_layers.batch_invariant_kernels"],
-        (0, 18): ["megatron.core.transformer.moe.paged_stash"],
-        (0, 19): ["megatron.core.transformer.moe.ops.paged_stash"],
-    }.get(MEGATRON, []),
-)
-"""Modules that cannot be imported without Triton, though they are."""
 
 _WITHDRAWN = ("cuda_graph_scope", "moe_use_legacy_grouped_gemm")
 """Fields of TransformerConfig that 0.16.1 needs to be set, and that later releases do not have."""

@@ -25,6 +25,7 @@ from mcore_rlhf.execution.saved import SavedPlan, write_plan
 from mcore_rlhf.execution.store_parts import finish_store_parts, run_store_part
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
+from mcore_rlhf.installation import to_install
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath
@@ -448,7 +449,7 @@ def _cluster(address: str | None) -> Iterator[Any]:
         import ray
     except ImportError:
         raise UsageError(
-            '--executor ray: Ray is not installed\nInstall it: pip install "mcore_rlhf[ray]"; or use --part and --finish.'
+            f"--executor ray: Ray is not installed\nInstall it: {to_install('ray')}; or use --part and --finish."
         ) from None
     if ray.is_initialized():
         yield ray

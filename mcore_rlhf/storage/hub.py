@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import NotACheckpoint, StorageError, UsageError
+from ..installation import to_install
 from .fetched import FetchingStore
 from .store import StorePath
 
@@ -114,7 +115,7 @@ def open_hub(url: str) -> StorePath:
     except ImportError:
         raise UsageError(
             f"{url}: is on the Hugging Face Hub, and huggingface_hub, which reads it, is not installed.\n"
-            'Install it: pip install "mcore_rlhf[object]". Or download the model: hf download ' + named[1]
+            f"Install it: {to_install('object')}; or download the model: hf download {named[1]}"
         ) from None
     repo, revision, path = named.groups()
     return StorePath(HubStore(repo, unquote(revision) if revision else None), PurePosixPath(path or ""))

@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from ..installation import to_upgrade
 from . import reading
 from .checksum import crc32
 from .paths import ReadablePath, cannot_open, inside
@@ -188,7 +189,7 @@ def _check_fields(content: Any, where: str) -> None:
     if type(version) is not int or version > VERSION:
         raise Unsupported(
             f"{where}: version {version!r} of the manifest; this release reads up to {VERSION}.\n"
-            f"Upgrade: pip install --upgrade {FORMAT}"
+            f"Upgrade: {to_upgrade()}"
         )
     known = {"format", "version", CHECKSUM, *(item.name for item in fields(Manifest))}
     unknown, missing = sorted(content.keys() - known), sorted(known - {CHECKSUM, "report", "prefix"} - content.keys())

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import NotACheckpoint, StorageError, UsageError
+from ..installation import to_install
 from .fetched import FetchingStore
 from .manifest import PREFIX, Manifest
 from .publish import MANIFEST_NAME
@@ -363,7 +364,7 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
     except ImportError:
         raise UsageError(
             f"{url}: is a URL, and obstore, which reads object stores, is not installed.\n"
-            'Install it: pip install "mcore_rlhf[object]". Or copy the checkpoint to a local folder.'
+            f"Install it: {to_install('object')}; or copy the checkpoint to a local folder."
         ) from None
     top = f"{parts.scheme}://{parts.netloc}/"
     settings: Any = {**SETTINGS.get().options, **(options or {})}

@@ -20,15 +20,16 @@ PACKAGE = "mcore_rlhf"
 MAX_LINES = 500
 
 # The rooms, lowest first, each with the rooms that it may import. Nowhere else is this written.
-_PURE = {"errors", "core", "models", "layouts"}
+_PURE = {"errors", "installation", "core", "models", "layouts"}
 _BELOW = _PURE | {"storage", "families"}
 _OFFLINE = _BELOW | {"formats", "verify", "execution", "convert"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
-    "core": {"errors"},
+    "installation": set(),
+    "core": {"errors", "installation"},
     "models": {"errors", "core"},
     "layouts": {"errors", "core", "models"},
-    "storage": {"errors", "core"},
+    "storage": {"errors", "installation", "core"},
     "families": _PURE | {"storage"},
     "formats": _BELOW,
     "verify": _BELOW | {"formats"},

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from mcore_rlhf.installation import to_install
 from tests.helpers.without_torch import commands
 
 if sys.version_info >= (3, 11):
@@ -29,7 +30,7 @@ def test_all_pairs_of_formats_where_torch_cannot_be_imported(tmp_path: Path) -> 
     merging = [line for line in failed if line.startswith("merging exits with 2: ")]
     assert merging, done.stdout[-3000:] + done.stderr[-3000:]
     assert "torch, which is not installed here" in done.stdout
-    assert "pip install 'mcore_rlhf[torch]'" in done.stdout
+    assert f"Install it with: {to_install('torch')}" in done.stdout
     assert not [line for line in failed if line.startswith("exits with")], done.stdout[-3000:]
     assert last == f"{len(list(commands(tmp_path)))} commands; torch: False"
 
@@ -82,5 +83,5 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
     assert done.stdout == (
-        "mcore_rlhf.CheckpointManager needs torch, which is not installed here; install it with: pip install 'mcore_rlhf[torch]'\n"
+        f"mcore_rlhf.CheckpointManager needs torch, which is not installed here; install it with: {to_install('torch')}\n"
     ), done.stderr

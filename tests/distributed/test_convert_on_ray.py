@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.killed import PROJECT, content, run
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'mcore_rlhf[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 SOURCE = GOLDENS / "tp2pp2dp2_bf16_do"
 TO = ("--tp", 4, "--pp", 1, "--no-fsync", "--workers", 1)

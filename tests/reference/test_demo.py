@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from mcore_rlhf.demo.command import DemoReport, ProofRow, count_equal, render, t
 from mcore_rlhf.demo.placed_state import PlacedPiece, assembled
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.installation import to_install
 from tests.reference.lab import Lab
 from tests.reference.tampering import change_one_moment
 
@@ -108,7 +110,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
 
 def test_without_megatron_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match=r"mcore_rlhf\[megatron\]"):
+    with pytest.raises(Unsupported, match=re.escape(to_install("megatron"))):
         command.run_demo()
 
 

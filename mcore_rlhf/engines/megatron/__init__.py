@@ -1,6 +1,7 @@
 """A live Megatron-core trainer: its model chunks, optimizer and scheduler as Megatron's own checkpoint files.
 
-:class:`MegatronEngine` is imported when first used, since it imports Megatron; the modules that only compute do not.
+:class:`MegatronEngine` is imported when first used, since it imports Megatron; the modules that only compute do not. Whatever
+imports one of them has what Megatron's own import may lack (:mod:`.importing`).
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .importing import make_importable
+
 if TYPE_CHECKING:
     from .engine import MegatronEngine as MegatronEngine
 
 __all__ = ["MegatronEngine"]
+
+make_importable()
 
 
 def __getattr__(name: str) -> object:

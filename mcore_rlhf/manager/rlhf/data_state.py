@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from ...errors import Corrupt, Incomplete, LayoutMismatch, Problems, StorageError, Unsupported, UsageError
+from ...installation import to_upgrade
 from ...storage.paths import storage_error
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _check_version(version: object) -> None:
     if type(version) is not int or not 1 <= version <= VERSION:
         raise Unsupported(
             f"{WHERE}: version {version!r} of the data state; this release reads up to {VERSION}\n"
-            "Upgrade: pip install --upgrade mcore_rlhf"
+            f"Upgrade: {to_upgrade()}"
         )
 
 
@@ -245,7 +246,7 @@ def check_fields(found: Mapping[Any, Any], expected: Collection[str], where: str
     unknown = sorted(str(name) for name in found if name not in expected)
     missing = [name for name in expected if name not in found]
     if unknown:
-        advice = "A newer release may have written it: pip install --upgrade mcore_rlhf"
+        advice = f"A newer release may have written it: {to_upgrade()}"
         problems.add(Unsupported, f"{where}: unknown fields: {', '.join(unknown)}", advice)
     if missing:
         advice = "Use an older step: this one's data state is not whole."

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported, UsageError
+from ...installation import to_upgrade
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _KEPT = "numbers, strings, booleans, None, lists, tuples, dicts"
@@ -206,7 +207,7 @@ def members(
     unknown = sorted(map(str, content.keys() - set(names)))
     missing = [name for name in names if name not in content]
     if unknown:
-        advice = "A newer release may have written it: pip install --upgrade mcore_rlhf"
+        advice = f"A newer release may have written it: {to_upgrade()}"
         problems.add(Unsupported, f"{place.removesuffix(': ')}: unknown fields: {', '.join(unknown)}", advice)
     if missing:
         problems.add(Incomplete, f"{place.removesuffix(': ')}: missing fields: {', '.join(missing)}")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported, UsageError
+from ...installation import to_upgrade
 from .controls import KL_CONTROLLERS, SCHEDULES, Kinds
 from .json_values import (
     convert,
@@ -99,7 +100,7 @@ def up_to_date(document: object, where: str) -> Document:
     if version > VERSION:
         raise Unsupported(
             f"{where}: version {version} of the RLHF state; this release reads up to {VERSION}.\n"
-            "Upgrade: pip install --upgrade mcore_rlhf"
+            f"Upgrade: {to_upgrade()}"
         )
     for older in range(version, VERSION):
         document = UPGRADES[older](document) | {"version": older + 1}
