@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ class Unknown:
         self.state = state
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), self.args, self.state) if hasattr(self, "state") else (type(self), self.args)
+        made = (type(self), self.args) if "args" in vars(self) else (copyreg.__newobj__, (type(self),))  # type: ignore[attr-defined]
+        return (*made, self.state) if hasattr(self, "state") else made
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Unknown) and (self.full_name, vars(self)) == (other.full_name, vars(other))
