@@ -7,7 +7,7 @@ computes with; integer buffers keep their type. No optimizer state is read, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -47,7 +47,7 @@ from mcore_rlhf.formats.hf.files import (
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.destination import Destination
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
-from mcore_rlhf.storage.paths import inside, local_path
+from mcore_rlhf.storage.paths import beneath, local_path
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.record_file import Layout, Raw, RecordFile
@@ -84,7 +84,7 @@ def open_tag(path: Path, tag: str | None, stubs: tuple[str, ...]) -> Source:
     path = local_path(path)
     if tag is None:
         return open_checkpoint(path, ReadOptions(stubs=stubs))
-    if not inside(path, tag).is_dir():
+    if not beneath(path, tag).is_dir():
         raise NotACheckpoint(f"{path}: there is no checkpoint with the tag {tag!r} in it")
     return open_checkpoint(path / tag, ReadOptions(stubs=stubs))
 
@@ -206,7 +206,7 @@ class _MemoryFile(RecordFile):
         """Nothing more to do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Memory(Destination):
     """Files in memory.
 
@@ -216,8 +216,13 @@ class _Memory(Destination):
 
     files: dict[str, _MemoryFile] = field(default_factory=dict)
 
-    def writer(self, file: str, layout: Layout) -> RecordFile:
-        """See :meth:`Destination.writer`."""
+    def _taken(self, file: str) -> str:
+        return file  # a tensor's name, which becomes no path
+
+    def _place(self) -> tuple[object, Collection[str]]:
+        return "memory", ()
+
+    def _writer(self, file: str, layout: Layout) -> RecordFile:
         self.files[file] = made = _MemoryFile(file, layout)
         return made
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from .core.account import Account, Report
+from .core.account import Account, Fate, Report
 from .core.catalog import Traced
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file, seldom_collecting
-from .errors import Lossy, Problems, UsageError
+from .errors import Lossy, Problems, Untrusted, UsageError
 from .execution.fingerprint import Binding, Digests, identity, of_options
 from .execution.parts import Coverage, with_readings
 from .execution.run import Execution, publish
@@ -29,14 +30,16 @@ from .families.source import Source, bytes_of
 from .formats.accounting import account_of
 from .formats.base import Format, Target, TargetFile
 from .formats.carried import bring_along
+from .formats.deepspeed.files import LATEST
 from .formats.hf import FORMAT as HF
 from .formats.merging import merged
 from .formats.peft import FORMAT as PEFT
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
-from .storage.destination import Destination, Publication
+from .storage.destination import Destination, Names, Publication
+from .storage.links import enclose, followed
 from .storage.manifest import FileEntry, Manifest, provenance
-from .storage.paths import ReadablePath, real_path
+from .storage.paths import ReadablePath, beneath, canonical, real_path, url_in
 from .storage.publish import MANIFEST_NAME
 from .storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from .verify.audit import pairs
@@ -181,6 +184,9 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     """
     wanted = format_named(options.to)
     refuse(wanted.name, read=options.read, write=options.write, run=options)
+    for given in (options.write.tokenizer, options.write.reference_config, options.write.base_model):
+        if given is not None and url_in(given) is None:
+            enclose(Path(given).expanduser(), follow=options.read.follow_links or None)
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
         raise opened.refused(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
@@ -191,6 +197,9 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     job.coverage = Coverage() if by_parts else None
     bring_along(seen, job.target)
     problems, digests = Problems(), Digests()
+    _check_names(job.target, whole.root, problems)
+    for path, real in followed(whole.root).items():
+        job.report.add(Fate.NOTE, f"{path}: a link that leads out of the checkpoint, to {real}; it was followed")
     for file in job.target.files:
         with traced:
             layout = file.layout()
@@ -215,6 +224,20 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
             "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.account.lost)
         )
     return job
+
+
+def _check_names(target: Target, root: ReadablePath, problems: Problems) -> None:
+    """What every file of the target will be called, and its tag, before anything is written."""
+    names = Names(root, (MANIFEST_NAME,))
+    for name in chain((file.path for file in target.files), target.texts, target.carried, target.sums):
+        try:
+            names.add(name)
+        except Untrusted as error:
+            problems.add_error(error)
+    for tracker in (LATEST, LATEST_UNIVERSAL):
+        if tracker in target.texts:
+            canonical(str(target.texts[tracker]), root, "tag", parts=1)
+    problems.raise_if_any()
 
 
 def _binding(job: Job, options: ConvertOptions, digests: Digests) -> Binding:
@@ -316,7 +339,7 @@ def add_to_run(
         CheckpointError: Something is wrong; nothing was published.
     """
     job = prepare(source, options)
-    folder = root / str(job.target.texts[LATEST_UNIVERSAL])
+    folder = beneath(root, str(job.target.texts[LATEST_UNIVERSAL]), "tag", parts=1)
     read = {job.source.root / file.path.partition("/")[0] for file in job.source.files}
     if any(real_path(path) == real_path(folder) for path in read):
         raise UsageError(f"{folder}: source and target are the same folder.\nChoose another target.")

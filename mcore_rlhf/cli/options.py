@@ -17,7 +17,9 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families import option_types
 from mcore_rlhf.families.option_types import GROUPS, STORES
 from mcore_rlhf.families.options import ReadOptions, StoreOptions, of_command, placed, read_values
+from mcore_rlhf.storage.beneath import make_folder
 from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.settings import stores_with
 
 from .guard import DEBUG, JSON, PROGRESS
@@ -125,8 +127,8 @@ def install_completion(ctx: click.Context, param: click.Parameter, shell: str | 
     place = Path(_PLACES[name]).expanduser()
     text = maker(ctx.command, {}, "mcore-rlhf", "_MCORE_RLHF_COMPLETE").source()
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text, encoding="utf-8")
+        make_folder(place.parent)
+        replace_text(place, text)
     except OSError as error:
         raise storage_error(error, place, "write") from error
     click.echo(f"{place} is written. {_THEN[name]}")

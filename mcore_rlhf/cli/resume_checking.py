@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
@@ -29,6 +28,7 @@ from mcore_rlhf.manager.prove.compare import Finding, Tally
 from mcore_rlhf.manager.prove.control import make_control
 from mcore_rlhf.manager.prove.killing import Kill, Moment, root_of
 from mcore_rlhf.manager.run import steps as steps_of
+from mcore_rlhf.storage.beneath import remove, scratch_folder
 from mcore_rlhf.storage.paths import local_path
 
 from . import guard
@@ -151,7 +151,7 @@ def run(template: Template, folder: Path | None, options: CheckOptions, keep: bo
         CheckpointError: See :meth:`~.ResumeCheck.run`.
     """
     template.check()
-    place = local_path(folder).absolute() if folder is not None else Path(tempfile.mkdtemp(prefix="resume-check-"))
+    place = local_path(folder).absolute() if folder is not None else scratch_folder("resume-check-")
     try:
         outcome = ResumeCheck(template, place, options, _say).run()
     except KeyboardInterrupt as stop:
@@ -170,7 +170,8 @@ def _say(line: str) -> None:
 def _clear(place: Path, everything: bool) -> None:
     """Remove the checkpoints; logs and metrics stay in a folder that the user named."""
     for path in [place] if everything else [path for path in place.iterdir() if path.is_dir()]:
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            remove(path)
 
 
 def compare(a: Path, b: Path, control: Path | None, options: CheckOptions, json: bool) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, clean
+from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove
 from mcore_rlhf.storage.manifest import JOB, Manifest
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 
@@ -76,19 +77,19 @@ def _files(source: Path, targets: Sequence[Path]) -> Iterator[str]:
 @contextmanager
 def _turn(target: Path) -> Iterator[None]:
     """Wait until no other process of the job has its turn; the lock is gone in the end."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     path = target.parent / f".{target.name}.turn"
     fd = _locked(path)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: who waits for this one finds that it is gone
+        remove(path)  # while it is held: who waits for this one finds that it is gone
         os.close(fd)
 
 
 def _locked(path: Path) -> int:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = open_to_lock(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError:

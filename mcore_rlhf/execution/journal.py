@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.beneath import open_to_lock
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import PREFIX, FileEntry
@@ -129,7 +130,7 @@ class Journal(_Finished):
                 self.durable = self.durable or bool(line.get("durable"))
                 self.done |= {str(name): Done.of_plain(told) for name, told in line.get("done", {}).items()}
                 good = end
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._fd = open_to_lock(path)
             os.ftruncate(self._fd, good)
             os.lseek(self._fd, 0, os.SEEK_END)
             if not good:

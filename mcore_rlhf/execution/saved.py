@@ -30,11 +30,12 @@ from mcore_rlhf.core.plan import Copy, FilePlan
 from mcore_rlhf.errors import Corrupt, Problems, StorageError, Unsupported, UsageError
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import open_bytes
+from mcore_rlhf.storage.beneath import move, open_new, remove
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.containers import CONTAINERS
 from mcore_rlhf.storage.dcp.writer import ObjectItem, TensorItem
 from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.paths import ReadablePath, inside, real_path, storage_error
+from mcore_rlhf.storage.paths import ReadablePath, canonical, real_path, storage_error
 from mcore_rlhf.storage.pickling import PickledTree
 from mcore_rlhf.storage.pt import Pickled
 from mcore_rlhf.storage.reading import opened, parse_json
@@ -93,7 +94,7 @@ def write_plan(
         )
     aside = path.with_name(f".{path.name}.tmp-{new_transaction()}")
     try:
-        with aside.open("xb") as out:
+        with open_new(aside) as out:
             lines = _Lines(out)
             tasks = [task for number, work in enumerate(conversion.works) for task in _saved(lines, number, work)]
             works = [_work_told(work, bindings[work.name]) for work in conversion.works]
@@ -104,11 +105,11 @@ def write_plan(
             lines.add_text(_TAIL.format(*lines.add(head)))
             out.flush()
             os.fsync(out.fileno())
-        os.replace(aside, path)
+        move(aside, path)
     except OSError as error:
         raise storage_error(error, path, "write") from error
     finally:
-        aside.unlink(missing_ok=True)
+        remove(aside)
     return lines.at
 
 
@@ -258,7 +259,7 @@ class SavedPlan:
         for kind, name, nbytes, _ in tasks:
             _expect((type(name), type(nbytes)) == (str, int) and kind in ("write", "compare", "read") and nbytes >= 0)
             if kind == "write":
-                inside(Path(), name)
+                canonical(name, self.path)
         lines = frozenset(told["lines"])
         files = [
             FileTask(name, nbytes, partial(self._file, name, lines, place))

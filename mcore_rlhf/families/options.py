@@ -106,6 +106,14 @@ class ReadOptions:
         name="stub",
         commands=(*READING, "adopt", "resume-check"),
     )
+    follow_links: bool = flag(
+        "Follow links that lead out of the checkpoint.",
+        "--no-follow-links",
+        group=SAFETY,
+        more="Without it they are refused by name: they could bring in any file of the reader's. Those inside it, and a hub cache's "
+        "into its blobs, need no word.",
+        commands=READING,
+    )
     optimizer: bool = True
 
 

@@ -22,7 +22,7 @@ from mcore_rlhf.core.catalog import DType, dtype_of
 from mcore_rlhf.errors import Corrupt, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
+from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
 
 from .module import ModuleState
 from .source import ParamGroup, Source, StoredFile, TrainingState
@@ -159,7 +159,7 @@ class Sidecar:
             stored = arrays.tensors[name].record if arrays is not None else None
             if stored is None:
                 raise KeyError(name)
-            with reading.opened(inside(folder, ARRAYS)) as data:
+            with reading.opened(beneath(folder, ARRAYS)) as data:
                 return data.read(stored.byte_offset, stored.nbytes)
 
         found = decode(content, str(path), stubs, array)

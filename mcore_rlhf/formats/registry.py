@@ -10,6 +10,7 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, NotACheckp
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
+from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, human
 from mcore_rlhf.storage.urls import checkpoint_path
 
@@ -129,6 +130,7 @@ def _with_ranks_that_can_be(source: Source) -> Source:
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:
     """The folder that a path means, and the options with the role in it."""
     path = checkpoint_path(path)
+    enclose(path, follow=options.follow_links or None)
     if not path.exists():
         raise NotACheckpoint(f"{path}: no such file or folder")
     if not path.is_dir():

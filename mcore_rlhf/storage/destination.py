@@ -6,17 +6,19 @@ Who makes a checkpoint asks a :class:`Publication` for writers and commits a man
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from ..core.catalog import UINT8, Record
-from ..errors import Corrupt, StorageError, Unsupported
+from ..errors import Corrupt, StorageError, Unsupported, Untrusted, shown
+from .beneath import Beneath
 from .checksum import crc32
 from .manifest import FileEntry, Manifest
-from .paths import ReadablePath, storage_error
+from .paths import ReadablePath, canonical, storage_error
 from .reading import open_bytes
 from .record_file import Layout, Raw, RecordFile
 
@@ -38,10 +40,82 @@ def _check(what: str | ReadablePath, found: FileEntry, expected: FileEntry | Non
     raise Corrupt(f"{what!s}: is damaged: CRC-32 {found.crc32:08x}, the manifest says {expected.crc32:08x}")
 
 
+class Names:
+    """The files of one folder, by path: each a canonical one, and none in the way of another. For several threads.
+
+    Args:
+        where: The folder, for messages.
+        reserved: First parts that are not a checkpoint's to use, such as the manifest's name; all that begin with one that ends in ``-``.
+    """
+
+    def __init__(self, where: object, reserved: Collection[str] = ()) -> None:
+        self._where, self._reserved = where, reserved
+        self._files: dict[str, None] = {}
+        self._folders: dict[str, str] = {}
+
+    def add(self, name: str) -> None:
+        """Take a name.
+
+        Raises:
+            Untrusted: It is no canonical path, is reserved, is taken, is a folder of one that is taken, or lies in one as if that were a
+                folder.
+        """
+        canonical(name, self._where)
+        first, *_ = parts = name.split("/")
+        above = ["/".join(parts[:count]) for count in range(1, len(parts))]
+        other = next((folder for folder in above if folder in self._files), self._folders.get(name))
+        if any(first == word or (word.endswith("-") and first.startswith(word)) for word in self._reserved):
+            raise Untrusted(
+                f"{self._where}: a file would be called {shown(name)}, a name that is kept for what publishes the folder"
+            )
+        if name in self._files:
+            raise Untrusted(f"{self._where}: two files would be called {shown(name)}{_RENAME}")
+        if other is not None:
+            raise Untrusted(
+                f"{self._where}: {shown(name)} and {shown(other)} would be a file and a folder of one name{_RENAME}"
+            )
+        self._files[name] = None
+        self._folders.update(dict.fromkeys(above, name))
+
+    def give_back(self, name: str) -> None:
+        """Let a name be taken anew: its file was given up."""
+        self._files.pop(name, None)
+
+
+_TAKING = Lock()
+_RENAME = "\nRename what the checkpoint has two of, or choose a format whose files are not called after it."
+
+
 class Destination(ABC):
-    """Takes files, each under its path. For several threads."""
+    """Takes files, each under its path. For several threads.
+
+    Whatever a file is called, and whoever asks: its name goes through :func:`~.paths.canonical` here, and is taken once.
+    """
+
+    _names: Names | None = None
+
+    def _place(self) -> tuple[object, Collection[str]]:
+        """The folder, for messages, and what is reserved in it: see :class:`Names`."""
+        return self, ()
 
     @abstractmethod
+    def _writer(self, file: str, layout: Layout) -> RecordFile:
+        """Begin a file of a clean name."""
+
+    def _again(self, file: str) -> Iterator[memoryview]:
+        """The bytes of a file of a clean name."""
+        raise Unsupported(
+            f"{file}: cannot be read again where it is written\nLeave out --integrity, or write to a local folder."
+        )
+
+    def _taken(self, file: str) -> str:
+        with _TAKING:
+            if self._names is None:
+                self._names = Names(*self._place())
+            self._names.add(file)
+        return file
+
+    @final
     def writer(self, file: str, layout: Layout) -> RecordFile:
         """Begin a file, with the folders above it.
 
@@ -50,9 +124,12 @@ class Destination(ABC):
             layout: What will lie where.
 
         Raises:
+            Untrusted: It has no canonical name, or one that is taken: see :class:`Names`.
             StorageError: It cannot be created.
         """
+        return self._writer(self._taken(file), layout)
 
+    @final
     def put(
         self,
         file: str,
@@ -75,6 +152,16 @@ class Destination(ABC):
             Corrupt: It is not what was expected.
             StorageError: It cannot be written; or the other one cannot be read, or is no regular file any more.
         """
+        try:
+            return self._put(file, content, expected, tick)
+        except BaseException:
+            if self._names is not None:
+                self._names.give_back(file)
+            raise
+
+    def _put(
+        self, file: str, content: str | bytes | ReadablePath, expected: FileEntry | None, tick: Callable[[int], None]
+    ) -> FileEntry:
         if isinstance(content, str | bytes):
             head = content.encode() if isinstance(content, str) else content
             _check(file, FileEntry(len(head), crc32(head)), expected)
@@ -102,6 +189,7 @@ class Destination(ABC):
         except OSError as error:
             raise storage_error(error, content, "copy") from error
 
+    @final
     def again(self, file: str) -> Iterator[memoryview]:
         """The bytes of a file that is complete, read again.
 
@@ -112,34 +200,47 @@ class Destination(ABC):
             Unsupported: What was written here cannot be read yet.
             StorageError: It cannot be read.
         """
-        raise Unsupported(
-            f"{file}: cannot be read again where it is written\nLeave out --integrity, or write to a local folder."
-        )
+        return self._again(canonical(file, self._place()[0]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalFolder(Destination):
     """A folder of the file system.
 
     Args:
         root: It; there already.
+        reserved: See :class:`Names`.
+        own: Whether it is a hidden one of this user's, where others may write beside it.
     """
 
     root: Path
+    reserved: Collection[str] = ()
+    own: bool = False
+    _beneath: Beneath | None = field(default=None, init=False, repr=False, compare=False)
 
-    def writer(self, file: str, layout: Layout) -> RecordFile:
-        """See :meth:`Destination.writer`."""
-        path = self.root / file
-        above = [parent for parent in path.parents if parent.is_relative_to(self.root) and parent != self.root]
+    def _place(self) -> tuple[object, Collection[str]]:
+        return self.root, self.reserved
+
+    def _folder(self) -> Beneath:
+        if self._beneath is None:
+            try:
+                self._beneath = Beneath(self.root, self.own)
+            except OSError as error:
+                raise storage_error(error, self.root, "write into") from error
+        return self._beneath
+
+    def _writer(self, file: str, layout: Layout) -> RecordFile:
+        return RecordFile(self.root / file, layout, self._folder())
+
+    def linked(self, file: Path, name: str) -> bool:
+        """Give a file a second name here, where the file system has such links; whether it has."""
         try:
-            for parent in reversed(above):  # not the root: if that was given up and removed, it stays so
-                parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise storage_error(error, path.parent, "create") from error
-        return RecordFile(path, layout)
+            self._folder().link(file, name)
+        except OSError:
+            return False
+        return True
 
-    def again(self, file: str) -> Iterator[memoryview]:
-        """See :meth:`Destination.again`."""
+    def _again(self, file: str) -> Iterator[memoryview]:
         try:
             with open_bytes(self.root / file) as there:
                 yield from there.pieces(_PIECE_NBYTES)
@@ -195,17 +296,27 @@ class Publication(Destination):
         del files
         return set()
 
+    @final
     def take(self, file: Path, name: str) -> None:
-        """Take over a file that was written elsewhere.
+        """Take over a file that this user has written elsewhere.
 
         Args:
             file: The file, which stays where it is.
             name: Its path here; it must not be there.
 
         Raises:
+            Untrusted: See :meth:`writer`.
             StorageError: It cannot be taken over.
         """
-        self.put(name, file)
+        if self._linked(file, canonical(name, self._place()[0])):
+            self._taken(name)
+        else:
+            self.put(name, file)
+
+    def _linked(self, file: Path, name: str) -> bool:
+        """Give a file a second name here, where that can be; whether it could."""
+        del file, name
+        return False
 
     def leave(self) -> None:
         """Leave what is half-written to whoever goes on with it."""

@@ -14,6 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Reason
 
+from ..errors import Problems, Untrusted
+from .links import enclose, require_inside
 from .paths import ReadablePath
 from .publish import MANIFEST_NAME
 
@@ -86,19 +88,36 @@ def leftovers(folder: ReadablePath, opened: Collection[str]) -> tuple[Leftover, 
     Our own manifest counts as opened: it is about the folder, and is written anew.
 
     Args:
-        folder: The checkpoint's folder, with all that lies below it. Links to files are followed, those to folders are not.
+        folder: The checkpoint's folder, with all that lies below it. Links to files are followed where :mod:`.links` lets them lead,
+            those to folders are not.
         opened: Paths of the files that were opened, relative to the folder, with ``/``.
+
+    Raises:
+        Untrusted: Files that would go along are links that lead out of the folder; all of them.
     """
     known, found, carried = {*opened, MANIFEST_NAME}, list[Leftover](), 0
+    enclose(folder)
+    problems = Problems()
     for path in sorted(_paths(folder, PurePosixPath())):
         if path in known:
             continue
         reason, nbytes = _judged(folder / path, path)
         if reason is None and carried == MAX_FILES:
             reason = Reason.TOO_MANY
-        carried += reason is None
+        if reason is None:
+            carried += 1
+            _look_where_it_leads(folder / path, problems)
         found.append(Leftover(path, nbytes, reason))
+    problems.raise_if_any()
     return tuple(found)
+
+
+def _look_where_it_leads(file: ReadablePath, problems: Problems) -> None:
+    try:
+        if isinstance(file, Path):
+            require_inside(file)
+    except Untrusted as error:
+        problems.add_error(error)
 
 
 def reason_of_name(path: str) -> Reason | None:

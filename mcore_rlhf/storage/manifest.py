@@ -19,7 +19,8 @@ from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Probl
 from ..installation import to_upgrade
 from . import reading
 from .checksum import crc32
-from .paths import ReadablePath, cannot_open, inside
+from .links import enclose, require_inside
+from .paths import ReadablePath, beneath, cannot_open, canonical
 from .patience import patiently
 
 FORMAT = "mcore_rlhf"
@@ -110,6 +111,7 @@ class Manifest:
             NotACheckpoint: It is JSON, but not a manifest of ours.
             Unsupported: A newer version wrote it, or it has fields that are not known; they are named.
             Incomplete: Fields are missing; they are named.
+            Untrusted: A file in it has a name that is no canonical path.
             Corrupt: It is not JSON, it is not what its own checksum says, or it has none and a field has the wrong type.
         """
         try:
@@ -119,7 +121,7 @@ class Manifest:
             raise Corrupt(f"{where}: the manifest is not valid JSON: {error}.\nUse an older step.") from error
         _check_fields(content, where)
         try:
-            files = {str(path): _entry(entry) for path, entry in content["files"].items()}
+            files = {canonical(str(path), where): _entry(entry) for path, entry in content["files"].items()}
             parts = tuple({**part} for part in content["parts"])
             kept = {name: content[name] for name in ("step", "transaction", "lossless")}
             report = {**content.get("report", {})}
@@ -252,6 +254,7 @@ def check(
         Every file that is missing, too short, too long or damaged; nothing where the folder is intact.
     """
     problems = Problems()
+    enclose(root)
     for name, entry in sorted(manifest.files.items()):
         try:
             _check_file(root, name, entry, sizes_only, progress or _ignore)
@@ -265,8 +268,10 @@ def _ignore(_file: str, _nbytes: int) -> None:
 
 
 def _check_file(root: ReadablePath, name: str, entry: FileEntry, sizes_only: bool, progress: Progress) -> None:
-    path = inside(root, name, follow_links=False)
+    path = beneath(root, name)
     try:
+        if isinstance(path, Path):
+            require_inside(path)
         nbytes = patiently(path.stat).st_size if isinstance(path, Path) else path.stat().st_size
     except FileNotFoundError:
         raise Incomplete(f"{path}: is missing; the manifest lists it with {entry.nbytes} bytes") from None

@@ -6,11 +6,11 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import unquote
 
-from ..errors import NotACheckpoint, StorageError, Unreadable, Untrusted, UsageError
+from ..errors import NotACheckpoint, StorageError, Unreadable, Untrusted, UsageError, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,6 +26,7 @@ _ADVICE = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ESTALE: "The network file system lost the file; mount it again.",
     errno.ETIMEDOUT: "The network file system does not answer; try again when it does.",
+    errno.ELOOP: "A symbolic link stands there; none is followed where something is written or removed.",
 }
 
 _CONTRADICTING = frozenset(
@@ -202,38 +203,66 @@ def walk(folder: _Path) -> Iterator[tuple[_Path, list[str]]]:
         yield from walk(child)
 
 
-def inside(root: _Path, name: str, *, follow_links: bool = True) -> _Path:
-    """The path of a file that a checkpoint names, which may not lie outside the checkpoint.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+MAX_PART, MAX_PARTS = 255, 64
+"""Bytes of one part of a path, which is what file systems take, and parts."""
 
-    Symbolic links are followed by default: whoever can place one in the folder has the file system's rights,
-    and rank folders on other disks are common. A name that comes out of a manifest gets no such trust.
+
+def canonical(name: str, where: object, what: str = "file", *, parts: int = MAX_PARTS) -> str:
+    """A text that comes out of a checkpoint, where it is a canonical relative path: no such text becomes a path otherwise.
+
+    Canonical, so that two names are two files, and what is written under a name is found under it.
+
+    Args:
+        name: The text: a file of a manifest or an index, a tensor's name that becomes a folder's, a tag.
+        where: The folder or file that has it, for the message.
+        what: What it is the name of, for the message.
+        parts: How many parts it may have.
+
+    Raises:
+        Untrusted: It is empty or absolute; has an empty part, ``.``, ``..``, a backslash, a control character, or half a character; or
+            has a part of more than 255 bytes, or too many parts.
+    """
+    why = _not_canonical(name, parts)
+    if why:
+        raise Untrusted(
+            f"{where}: the checkpoint names the {what} {shown(name)}, which is not a plain path inside its folder: {why}\n"
+            "Such a name can reach foreign files, or become another one: nothing is read or written under it."
+        )
+    return name
+
+
+def _not_canonical(name: str, most: int) -> str:
+    """Why a text is not a canonical path; nothing where it is."""
+    parts = name.split("/")
+    if not name or "" in parts:
+        return "it begins or ends with a slash" if name.strip("/") and "//" not in name else "a part of it is empty"
+    if "." in parts or ".." in parts:
+        return "it has a part that is . or .."
+    if "\\" in name or _CONTROL.search(name):
+        return "it has a backslash or a control character"
+    if _SURROGATE.search(name):
+        return "it has half a character, which no file system takes"
+    if len(parts) > most:
+        return f"it has {len(parts)} parts, and at most {most} are taken"
+    if max(len(part.encode()) for part in parts) > MAX_PART:
+        return f"a part of it has more than {MAX_PART} bytes"
+    return ""
+
+
+def beneath(root: _Path, name: str, what: str = "file", *, parts: int = MAX_PARTS) -> _Path:
+    """The path of what a checkpoint names, inside its folder; where links lead is asked when it is opened (:mod:`.links`).
 
     Args:
         root: The checkpoint's folder.
-        name: Path relative to it, with ``/``.
-        follow_links: Whether symbolic links below the root may lead out of it.
+        name: Path relative to it.
+        what, parts: See :func:`canonical`.
 
     Raises:
-        Untrusted: The name is absolute, has ``..`` or a NUL in it, is empty, or leaves the root by a link.
+        Untrusted: See :func:`canonical`.
     """
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name:
-        raise Untrusted(
-            f"{root}: the checkpoint names the file {name!r}, which is not a plain path inside its folder.\n"
-            "Such a name can reach foreign files; do not use this checkpoint unless you trust its source."
-        )
-    path = root / "/".join(parts)
-    if (
-        not follow_links
-        and isinstance(path, Path)
-        and isinstance(root, Path)
-        and not real_path(path).is_relative_to(real_path(root))
-    ):
-        raise Untrusted(
-            f"{root}: {name!r} is a symbolic link that leads out of the checkpoint, to {real_path(path)}.\n"
-            "Replace the link by the file itself if you trust it."
-        )
-    return path
+    return root / canonical(name, root, what, parts=parts)
 
 
 def storage_error(error: OSError, path: ReadablePath, doing: str, detail: str = "") -> StorageError:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ..errors import Unsupported
 from .checksum import crc32
-from .paths import ReadablePath, inside
+from .paths import ReadablePath, beneath
 from .pickling import PickledTree, pickle_tree
 from .reading import opened
 from .record_file import Container, Layout, OpenedFile, Piece, joined
@@ -114,7 +114,7 @@ def read_pt(root: ReadablePath, file: str, *, stubs: Collection[str] = ()) -> Pt
             numbers.
         StorageError: It cannot be read.
     """
-    path = inside(root, file)
+    path = beneath(root, file)
     directory = read_directory(path)
     return PtFile(root, file, read_tree(directory.read("data.pkl"), file, directory, stubs), directory)
 

@@ -6,13 +6,14 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 from ..errors import StorageError
+from .beneath import make_folder, new_folder, remove_beneath, write_new
 from .destination import LocalFolder, Publication
 from .manifest import Manifest
 from .paths import human, local_path, real_path, storage_error
@@ -50,6 +51,7 @@ class LocalPublication(Publication):
     _noted_ns: int = 0
     _lock: Lock | None = None
     _made: tuple[Path, ...] = ()
+    _into: LocalFolder | None = None
 
     def __post_init__(self) -> None:
         self.target = Path(os.path.abspath(local_path(self.target)))
@@ -67,11 +69,11 @@ class LocalPublication(Publication):
         """See :meth:`Publication.__enter__`; makes the staging folder."""
         try:
             self._made = tuple(path for path in self.target.parents if not path.exists())
-            self.target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.target.parent)
             self.recovered = recover(self.target, self.manifest_name, resumable=not self.resumable)
             self.check_target()
             self._lock = Lock(self._places.lock)
-            self.staging.mkdir()
+            new_folder(self.staging)
         except BaseException as error:
             self._clean_up()
             if isinstance(error, OSError):
@@ -84,13 +86,22 @@ class LocalPublication(Publication):
     ) -> None:
         self._clean_up()
 
-    def writer(self, file: str, layout: Layout) -> RecordFile:
-        """See :meth:`.destination.Destination.writer`."""
-        return LocalFolder(self.staging).writer(file, layout)
+    def _place(self) -> tuple[object, Collection[str]]:
+        return self.target, (self.manifest_name,)
 
-    def again(self, file: str) -> Iterator[memoryview]:
-        """See :meth:`.destination.Destination.again`."""
-        return LocalFolder(self.staging).again(file)
+    def _folder(self) -> LocalFolder:
+        if self._into is None or self._into.root != self.staging:
+            self._into = LocalFolder(self.staging, own=True)
+        return self._into
+
+    def _writer(self, file: str, layout: Layout) -> RecordFile:
+        return self._folder()._writer(file, layout)
+
+    def _again(self, file: str) -> Iterator[memoryview]:
+        return self._folder()._again(file)
+
+    def _linked(self, file: Path, name: str) -> bool:
+        return self._folder().linked(file, name)
 
     def resume(self, why_not: Callable[[Path], str]) -> Path | None:
         """See :meth:`Publication.resume`."""
@@ -120,20 +131,8 @@ class LocalPublication(Publication):
                 if untouched and files.get(name) == facts.st_size:
                     kept.add(name)
                 else:
-                    path.unlink()
+                    remove_beneath(self.staging, name)
         return kept
-
-    def take(self, file: Path, name: str) -> None:
-        """See :meth:`Publication.take`; the bytes are not copied where the file system has hard links."""
-        path = self.staging / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(file, path)
-            except OSError:
-                shutil.copyfile(file, path)
-        except OSError as error:
-            raise storage_error(error, path, f"take over {file} as it") from error
 
     def leave(self) -> None:
         """See :meth:`Publication.leave`."""
@@ -149,7 +148,7 @@ class LocalPublication(Publication):
         """See :meth:`Publication.commit`."""
         try:
             text = replace(manifest, transaction=self.transaction).to_json()
-            (self.staging / self.manifest_name).write_text(text, encoding="utf-8")
+            write_new(self.staging / self.manifest_name, text.encode())
             if self.fsync:
                 sync_tree(self.staging)
             self._publish()
@@ -184,6 +183,11 @@ class LocalPublication(Publication):
             raise StorageError(f"{target}: is a symbolic link.\nGive the folder it points to: {real_path(target)}")
         if target.exists() and not target.is_dir():
             raise StorageError(f"{target}: is a file; a folder is to be written there.\nChoose another name.")
+        if os.path.ismount(target):  # nothing is renamed over it, and what lies beside it is on another disk
+            raise StorageError(
+                f"{target}: is a mount point, and a folder appears by one rename, which cannot take its place\n"
+                f"Choose a folder in it, such as {target / 'checkpoint'}."
+            )
         if not target.is_dir() or not any(target.iterdir()):
             return
         if not self.overwrite:
@@ -206,17 +210,6 @@ class LocalPublication(Publication):
         for folder in self._made:  # made for the target, and empty where that is not there
             with suppress(OSError):
                 folder.rmdir()
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Write a small file that is not there yet; a link in its place could lead to any file of the user's.
-
-    Raises:
-        FileExistsError: Something is, be it a link that leads nowhere.
-        OSError: It cannot be written.
-    """
-    with path.open("xb") as file:
-        file.write(data)
 
 
 def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Reading bytes, wherever a checkpoint lies: a :class:`ByteSource` for each file, of the file system or of a :class:`~.store.Store`.
 
 On a file system only regular files are read, without waiting: a named pipe in place of a file would let the reader wait for ever, and
-``/dev/zero`` would fill the memory. Links to regular files are followed: Hugging Face's cache consists of them.
+``/dev/zero`` would fill the memory. Links to regular files are followed as far as :mod:`.links` lets them lead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from ..errors import Incomplete, StorageError, Unreadable
-from .paths import NotRegular, ReadablePath, cannot_open, inside, storage_error
+from .links import require_inside
+from .paths import NotRegular, ReadablePath, beneath, cannot_open, storage_error
 from .patience import patiently
 
 if TYPE_CHECKING:
@@ -265,13 +266,15 @@ def open_regular(path: Path) -> int:
 
     Raises:
         NotRegular: It is a pipe, a socket or a device.
+        Untrusted: A link out of the folder that the user named led to it.
         OSError: It is a folder, is missing, or cannot be opened.
     """
     _require_regular(path, os.stat(path).st_mode)  # opening some devices does something
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _require_regular(path, os.fstat(fd).st_mode)
-    except OSError:
+        require_inside(path, fd)
+    except BaseException:
         os.close(fd)
         raise
     return fd
@@ -359,7 +362,7 @@ class OpenFiles:
 
     def _take(self, file: str) -> _Use:
         with self._lock:
-            use = self._open.pop(file, None) or _Use(opened(inside(self.root, file), MappedFile))
+            use = self._open.pop(file, None) or _Use(opened(beneath(self.root, file), MappedFile))
             self._open[file] = use  # at the end: used last
             use.views += 1
             self._close_idle()

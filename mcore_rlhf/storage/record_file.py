@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ..core.catalog import Record
 from ..errors import StorageError, Unsupported
+from .beneath import Beneath
 from .checksum import combine, crc32
 from .manifest import FileEntry
-from .paths import ReadablePath, human, inside, pwrite_all, storage_error
+from .paths import ReadablePath, beneath, human, pwrite_all, storage_error
 from .stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Container(ABC):
         Raises:
             CheckpointError: It is missing, damaged, or its tensors have no names of their own.
         """
-        raise Unsupported(f"{inside(root, file)}: a {cls.name} file does not say by itself what lies in it")
+        raise Unsupported(f"{beneath(root, file)}: a {cls.name} file does not say by itself what lies in it")
 
     def settled(self, file: str) -> Container:
         """The same as plain data, of which nothing is made any more when the file is laid out; see :meth:`layout`."""
@@ -143,13 +144,15 @@ class RecordFile:
     Args:
         path: Where to write; must not exist.
         layout: What lies where.
+        folder: What it lies beneath, at any depth; None for its own folder, which is there.
 
     Raises:
         StorageError: It cannot be created.
     """
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: Layout, folder: Beneath | None = None) -> None:
         self.path, self.layout = path, layout
+        self._folder = folder
         self._crcs: dict[str, int] = {}
         self._extents: list[tuple[int, int, int]] = []
         self._fd = -1
@@ -221,7 +224,8 @@ class RecordFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            self.path.unlink(missing_ok=True)
+            folder = self._beneath()
+            folder.remove(self.path.relative_to(folder.root).as_posix())
 
     def __enter__(self) -> RecordFile:
         return self
@@ -233,9 +237,13 @@ class RecordFile:
 
     def _create(self) -> None:
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            folder = self._beneath()
+            self._fd = folder.create(self.path.relative_to(folder.root).as_posix())
         except OSError as error:
             raise storage_error(error, self.path, "create") from error
+
+    def _beneath(self) -> Beneath:
+        return self._folder or Beneath(self.path.parent)
 
     def _reserve(self) -> None:
         try:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from ..core.catalog import DType, Record, Shape, dtype_of
 from ..errors import Corrupt, Incomplete, Problems, Unsupported
-from .paths import ReadablePath, human, inside
+from .paths import ReadablePath, beneath, human
 from .reading import opened, parse_json
 from .record_file import Container, Layout, OpenedFile, Piece, end_to_end
 from .stored import StoredTensor
@@ -117,7 +117,7 @@ def read_safetensors(root: ReadablePath, file: str) -> SafetensorsFile:
         Unsupported: It holds elements of a type that is not known.
         StorageError: It cannot be read.
     """
-    path = inside(root, file)
+    path = beneath(root, file)
     header, nbytes = _header(path)
     entries = _parsed(header, path)
     metadata = entries.pop(_METADATA, {})

@@ -19,22 +19,25 @@ failure as well, from the first rename on. An old target is whole for as long as
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import shutil
+import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .beneath import is_own, remove, write_new
 from .manifest import Manifest
 from .paths import storage_error
 
 MANIFEST_NAME = "mcore_rlhf.json"
 _JOINED = "joined"
+_NOTE_NBYTES = 256
 _PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 _FOREIGN_PATIENCE_S = 24 * 3600
 """A lock of another host may be held although it seems free: some network file systems lock per host only."""
@@ -77,8 +80,8 @@ class Places:
 
     @property
     def resumable(self) -> bool:
-        """Whether there is something that could be gone on with."""
-        return self.journal.is_file() and self.staging.is_dir() and not self.old.exists()
+        """Whether there is something that could be gone on with, and that this user has begun: another's may be a trap."""
+        return _is_own(self.journal, stat.S_ISREG) and _is_own(self.staging, stat.S_ISDIR) and not _is_there(self.old)
 
     @property
     def old(self) -> Path:
@@ -257,7 +260,8 @@ def note_joining(folder: Path, transaction: str) -> None:
         StorageError: It cannot be written.
     """
     try:
-        (folder / _JOINED).write_text(transaction)
+        remove(folder / _JOINED)
+        write_new(folder / _JOINED, transaction.encode())
     except OSError as error:
         raise storage_error(error, folder / _JOINED, "write") from error
 
@@ -267,18 +271,23 @@ def joined(target: Path, manifest_name: str = MANIFEST_NAME) -> list[Path]:
     folders = target.parent.glob(f"{_escaped(f'.{target.name}.parts-')}*") if target.parent.is_dir() else ()
     found: list[Path] = []
     for folder in sorted(folders):
-        with suppress(OSError, UnicodeDecodeError):
-            if Places(target, (folder / _JOINED).read_text()).is_published(manifest_name):
-                found.append(folder)
+        note = folder / _JOINED
+        with suppress(OSError):
+            if _is_own(folder, stat.S_ISDIR) and _is_own(note, stat.S_ISREG) and note.lstat().st_size <= _NOTE_NBYTES:
+                transaction = note.read_bytes().decode(errors="replace")
+                if Places(target, transaction).is_published(manifest_name):
+                    found.append(folder)
     return found
 
 
 def remove_joined(folder: Path) -> None:
     """Remove parts that were published; what says so goes last, so that whoever comes after a kill goes on."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):
+                remove(path)
+    with suppress(OSError):
+        remove(folder)
 
 
 def dead(target: Path) -> Iterator[tuple[Places, int]]:
@@ -320,7 +329,7 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
             yield f"put {places.target} back: its replacement was interrupted"
         else:  # somebody made a new target meanwhile: both are kept
             yield f"kept {places.old}: {places.target} was made anew by someone else"
-    if places.staging.exists() or places.doomed.exists():
+    if _is_there(places.staging) or _is_there(places.doomed):
         _remove_staging(places)
         yield f"removed {places.staging}: it was left half-written"
     places.journal.unlink(missing_ok=True)
@@ -339,15 +348,26 @@ def _remove_tree(folder: Path) -> None:
     """On a network file system, what others have open goes when they close it."""
     for pause in (*_PAUSES, None):
         try:
-            shutil.rmtree(folder)
+            remove(folder)
             return
-        except FileNotFoundError:
-            if not folder.exists():
-                return
         except OSError:
             if pause is None:
                 raise
         time.sleep(pause or 0)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether anything has that name, be it a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
+def _is_own(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether there is something of that kind, no link to it, which this user has made."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return False
+    return kind(facts.st_mode) and is_own(path.parent, facts.st_uid)
 
 
 def _is_occupied(target: Path) -> bool:
@@ -362,6 +382,8 @@ def _lock_of_the_dead(path: Path) -> int | None:
         return None
     try:
         owner = os.read(fd, 256).decode(errors="replace")
+        if not is_own(path.parent, os.fstat(fd).st_uid):
+            raise PermissionError(errno.EPERM, "is another user's", str(path))
         foreign = not _is_ours(owner) and time.time() - path.stat().st_mtime < _FOREIGN_PATIENCE_S
         if not foreign and _try_lock(fd) and os.fstat(fd).st_ino == path.stat().st_ino:
             return fd

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,8 +42,7 @@ from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes
 
 _PAUSES = (0.1, 0.5, 2.0)
 _PIECE_NBYTES = 1 << 20
-_REMOVED = b"removed"
-"""What stands in place of a writer's name once its files go: nobody may count on them."""
+_REMOVED = b"removed"  # in place of a writer's name once its files go: nobody may count on them
 DEAD_AFTER = timedelta(hours=24)
 """A prefix that no manifest names, and to which nothing was added for so long, is nobody's."""
 
@@ -255,8 +254,10 @@ class StorePublication(Publication):
     def check_space(self, nbytes: int) -> None:
         """A store has no end."""
 
-    def writer(self, file: str, layout: Layout) -> RecordFile:
-        """See :meth:`.destination.Destination.writer`."""
+    def _place(self) -> tuple[object, Collection[str]]:
+        return self.target, (self.manifest_name, PREFIX)
+
+    def _writer(self, file: str, layout: Layout) -> RecordFile:
         key = self._key(f"{self.prefix}/{file}")
         if layout.in_order:
             return UploadedFile(self._store, key, layout, self.memory)
@@ -272,8 +273,9 @@ class StorePublication(Publication):
             raise storage_error(error, folder, "create") from error
         return StagedFile(self._store, key, layout, self.memory, folder)
 
-    def again(self, file: str) -> Iterator[memoryview]:
-        """See :meth:`.destination.Destination.again`; asked of the store, so that what it has is what is vouched for."""
+    def _again(
+        self, file: str
+    ) -> Iterator[memoryview]:  # asked of the store, so that what it has is what is vouched for
         with opened(StorePath(self._store, PurePosixPath(self._key(f"{self.prefix}/{file}")))) as data:
             yield from data.pieces(_PIECE_NBYTES)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..errors import UsageError
 from .destination import Publication
+from .links import enclose
 from .paths import ReadablePath, local_path, real_path, storage_error, url_in
 from .publish import MANIFEST_NAME, LocalPublication, replace_text
 from .settings import SCHEMES
@@ -60,7 +61,7 @@ BACKENDS: dict[str, Backend] = {**dict.fromkeys(SCHEMES, Backend(_open_objects))
 
 
 def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePath:
-    """A path to read from. The one place that knows which there are.
+    """A path to read from, out of which links of what lies there may not lead. The one place that knows which there are.
 
     Args:
         given: What a user named, or what a store gave.
@@ -72,7 +73,8 @@ def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePat
         return given
     url = url_in(given)
     if url is None or url.lower().startswith("file:"):
-        return local_path(given)
+        enclose(path := local_path(given))
+        return path
     backend = BACKENDS.get(url.partition(":")[0])
     if backend is not None:
         return backend.open(url)

@@ -99,9 +99,10 @@ class Recorder:
     def _moved(self, name: str) -> Callable[..., Any]:
         real = self._real[name]
 
-        def call(source: Any, target: Any) -> Any:
-            first, second = self._relative(source), self._relative(target)
-            return self._do(Op("rename", first, to=second) if first and second else None, lambda: real(source, target))
+        def call(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> Any:
+            first, second = self._relative(source, src_dir_fd), self._relative(target, dst_dir_fd)
+            op = Op("rename", first, to=second) if first and second else None
+            return self._do(op, lambda: real(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd))
 
         return call
 

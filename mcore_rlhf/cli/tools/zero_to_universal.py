@@ -22,7 +22,7 @@ from mcore_rlhf.convert import ConvertOptions, Job, add_to_run, name_latest, pre
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.universal.files import LATEST, SUFFIX
-from mcore_rlhf.storage.paths import inside
+from mcore_rlhf.storage.paths import beneath
 
 ROLES = ("_actor", "_critic")
 IGNORED = {
@@ -131,7 +131,7 @@ def tag_folder(folder: Path) -> Path:
         )
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     try:
-        found = inside(folder, tag)
+        found = beneath(folder, tag)
     except Untrusted as error:
         raise Incomplete(f"{latest}: {error}") from None
     if not found.is_dir():

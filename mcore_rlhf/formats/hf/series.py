@@ -12,7 +12,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoi
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
+from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import BIN, MODEL_STEM, file_name, index_name, shard_count
@@ -75,9 +75,9 @@ def read_series(root: ReadablePath, stem: str, ending: str, stubs: tuple[str, ..
     """
     reading = _SeriesReader(root, ending, stubs)
     whole, index = file_name(stem, ending), index_name(stem, ending)
-    if inside(root, whole).is_file():
+    if beneath(root, whole).is_file():
         reading.read([whole])
-    elif inside(root, index).is_file():
+    elif beneath(root, index).is_file():
         reading.read_indexed(index)
     else:
         reading.read(_complete(root, stem, ending))
@@ -94,7 +94,7 @@ def read_json(root: ReadablePath, file: str) -> dict[str, object]:
         Corrupt: It is no JSON, or no object.
         StorageError: It cannot be read.
     """
-    path = inside(root, file)
+    path = beneath(root, file)
     try:
         found = reading.read_json(path)
     except OSError as error:
@@ -162,7 +162,7 @@ class _SeriesReader:
         folder = PurePosixPath(index).parent
         named = {name: (folder / file).as_posix() for name, file in weights.items()}
         files = list(dict.fromkeys(named.values()))
-        missing = [file for file in files if not inside(self.root, file).is_file()]
+        missing = [file for file in files if not beneath(self.root, file).is_file()]
         for file in missing:
             count = sum(other == file for other in named.values())
             self.problems.add(
@@ -201,4 +201,4 @@ class _SeriesReader:
             self.series.shared[name] = owner
 
     def _note_file(self, file: str) -> None:
-        self.series.files.append(StoredFile(file, inside(self.root, file).stat().st_size, ()))
+        self.series.files.append(StoredFile(file, beneath(self.root, file).stat().st_size, ()))

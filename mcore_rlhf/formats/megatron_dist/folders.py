@@ -22,7 +22,7 @@ from mcore_rlhf.families.megatron.folders import Located, locate
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
-from mcore_rlhf.storage.paths import ReadablePath, inside
+from mcore_rlhf.storage.paths import ReadablePath, beneath
 
 if TYPE_CHECKING:
     from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
@@ -145,7 +145,7 @@ def digests_in(located: Located) -> dict[str, str]:
         )
     problems = Problems()
     for name in sums:
-        if not inside(folder, name).is_file():
+        if not beneath(folder, name).is_file():
             problems.add(Incomplete, f"{folder / name}: missing; {INTEGRITY} lists it", "Copy the folder again.")
     problems.raise_if_any()
     return {(folder / name).relative_to(located.root).as_posix(): value.lower() for name, value in sums.items()}

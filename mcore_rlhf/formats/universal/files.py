@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, UsageError
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath, absolute, inside
+from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath
 
 LATEST = "latest_universal"
 SUFFIX = "_uni"
@@ -106,7 +106,7 @@ def locate(path: ReadablePath, step: int | None) -> UniversalFolder:
     if not tracker.is_file():
         raise NotACheckpoint(f"{path}: expected a folder with zero/ in it, or {LATEST}, found neither")
     name = reading.read_line(tracker)
-    if not name or not is_universal_folder(inside(path, name)):
+    if not name or not is_universal_folder(beneath(path, name)):
         raise Incomplete(
             f"{tracker}: names {name!r}, but {path / name if name else path} is not a universal checkpoint{_others(path)}\n"
             "A conversion was interrupted, or the folder was deleted: convert again, or give the folder of another one."

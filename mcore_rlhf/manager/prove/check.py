@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Literal
 
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.manager.run.steps import is_committed, step_folder
+from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.paths import storage_error
 
 from .command import Command, RunPlaces, Template, metrics_of
@@ -358,7 +358,7 @@ class ResumeCheck:
 
 def _make_empty(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         occupied = any(folder.iterdir())
     except OSError as error:
         raise storage_error(error, folder, "create") from error
@@ -368,7 +368,5 @@ def _make_empty(folder: Path) -> None:
 
 def _remove(places: RunPlaces) -> None:
     """Begin a run anew."""
-    if places.output.exists():
-        shutil.rmtree(places.output)
-    places.metrics.unlink(missing_ok=True)
-    places.log("killed").unlink(missing_ok=True)
+    for path in (places.output, places.metrics, places.log("killed")):
+        remove(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.storage.beneath import open_to_append
 from mcore_rlhf.storage.paths import storage_error
 
 REQUIRED, OPTIONAL = ("dir", "steps"), ("resume", "metrics")
@@ -163,7 +164,7 @@ class Command:
         """Whether :meth:`kill` was called; the exit code says nothing of the command itself then."""
         self._mark, self._known = secrets.token_hex(16), list[_Process]()
         try:
-            output = log.open("ab")
+            output = os.fdopen(open_to_append(log), "ab")
         except OSError as error:
             raise storage_error(error, log, "write") from error
         with output:

@@ -6,8 +6,6 @@ the uninterrupted run, the check cannot see a wrong resume: the trainer does not
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 from mcore_rlhf.core.catalog import FLOATING, Record
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager.run.steps import MANIFEST, is_hidden, read_manifest, step_folder, step_of
+from mcore_rlhf.storage.beneath import Beneath, copy_file, copy_tree, new_folder, remove
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import storage_error
@@ -69,9 +68,9 @@ def make_control(source: Path, target: Path, step: int, stubs: tuple[str, ...] =
     root = root_of(source)
     require_committed(root, step, str(source))
     try:
-        shutil.copytree(source, target, symlinks=True, ignore=_OtherSteps(root, step))
+        copy_tree(source, target, _other_steps(root, step), frozenset({step_folder(root, step)}))
         if metrics_of(source).is_file():  # without the lines until the kill, the control would differ by itself
-            shutil.copyfile(metrics_of(source), metrics_of(target))
+            copy_file(metrics_of(source), metrics_of(target))
     except OSError as error:
         raise storage_error(error, target, "copy to") from error
     folder = step_folder(target / root.relative_to(source), step)
@@ -80,15 +79,8 @@ def make_control(source: Path, target: Path, step: int, stubs: tuple[str, ...] =
     return broken
 
 
-@dataclass(frozen=True, slots=True)
-class _OtherSteps:
-    root: Path
-    step: int
-
-    def __call__(self, folder: str, names: list[str]) -> list[str]:
-        if Path(folder) != self.root:
-            return []
-        return [name for name in names if is_hidden(Path(name)) or step_of(Path(name)) not in (None, self.step)]
+def _other_steps(root: Path, step: int) -> frozenset[Path]:
+    return frozenset(path for path in root.iterdir() if is_hidden(path) or step_of(path) not in (None, step))
 
 
 def chosen(folder: Path, stubs: tuple[str, ...] = ()) -> Broken:
@@ -136,13 +128,14 @@ def _walk(value: object, at: str) -> Iterator[tuple[str, StoredTensor]]:
 def _rewrite(folder: Path, broken: Broken, stubs: tuple[str, ...]) -> None:
     path = folder / broken.file
     aside = path.with_name(".control")  # the archive's own root folder is named after the file, so that keeps its name
-    aside.mkdir()
+    new_folder(aside)
     pt = read_pt(folder, broken.file, stubs=stubs)
     with Pt.of(pt.tree).create(aside / path.name, broken.file) as writer:
         crcs = {key: _copy(pt, writer, key, broken.record) for key in writer.open_records}
         written = writer.finish(crcs)
-    os.replace(aside / path.name, path)
-    aside.rmdir()
+    with Beneath(folder) as root:
+        root.move((aside / path.name).relative_to(folder).as_posix(), broken.file)
+    remove(aside)
     _update_manifest(folder, broken.file, written)
 
 

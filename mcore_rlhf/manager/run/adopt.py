@@ -26,8 +26,9 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
+from mcore_rlhf.storage.links import require_inside
 from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, crc_of_file, provenance
-from mcore_rlhf.storage.paths import ReadablePath, cannot_open, inside
+from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
 from mcore_rlhf.storage.publish import replace_text, sync_tree
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.transactions import new_transaction
@@ -181,7 +182,8 @@ def _signature(folder: ReadablePath) -> _Signature:
             for name in (*folders, *names):
                 path = Path(parent, name)
                 relative = path.relative_to(folder).as_posix()
-                stat = inside(folder, relative, follow_links=False).stat()
+                require_inside(beneath(folder, relative))
+                stat = path.stat()
                 if name in names and relative not in (MANIFEST, NOTE) and ".tmp-" not in name:
                     found[relative] = (stat.st_size, stat.st_mtime_ns)
     except OSError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,9 +21,10 @@ from typing import Any
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.beneath import move, new_folder, remove, remove_beneath, write_new
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import LocalPublication, replace_text, write_new
+from mcore_rlhf.storage.publish import LocalPublication, replace_text
 from mcore_rlhf.storage.transactions import Places, new_transaction
 
 from .steps import MANIFEST, step_folder
@@ -68,7 +68,7 @@ class FolderStore:
         path, aside = self.folder / name, self.folder / f".{name}.{os.getpid()}-{new_transaction()}"
         try:
             write_new(aside, data)
-            os.rename(aside, path)
+            move(aside, path)
         except OSError as error:
             raise storage_error(error, path, "write") from error
 
@@ -82,7 +82,7 @@ class FolderStore:
             self.set(_FAILED + who, f"{type(error).__name__}: {error}".encode())
         except CheckpointError:
             with suppress(OSError):  # a full disk mostly has room for an empty file; else the others time out
-                (self.folder / f"{_FAILED}{who}").touch()
+                write_new(self.folder / f"{_FAILED}{who}", b"")
 
     def get(self, name: str, sender: str) -> bytes:
         """Wait for a message.
@@ -291,12 +291,12 @@ class Transaction:
             StorageError: It cannot be made.
         """
         for old in self.root.glob(f"{_WORD}*"):
-            old.unlink(missing_ok=True)
+            remove(old)
         publication = LocalPublication(self.target, True, self.fsync, replaceable, MANIFEST, self.id)
         publication.__enter__()
         self._publication = publication
         try:
-            (self.folder / PARTS).mkdir()
+            new_folder(self.folder / PARTS)
         except OSError as error:
             self.abort()
             raise StorageError(f"{self.folder}: cannot be made: {error}") from error
@@ -342,7 +342,7 @@ class Transaction:
         """
         assert self._publication is not None, "only the rank that opened the transaction commits it"
         self._check(manifest)
-        shutil.rmtree(self.folder / PARTS)
+        remove_beneath(self.folder, PARTS)
         path = self._publication.commit(manifest)
         self._publication = None
         return Committed(path, manifest)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_rlhf.storage.beneath import append, make_folder
+
 if TYPE_CHECKING:
     from .options import Event
 
@@ -26,13 +28,16 @@ class EventLog:
     path: Path
 
     def __call__(self, event: Event) -> None:
-        """Append an event, with the time."""
+        """Append an event, with the time.
+
+        Raises:
+            OSError: It cannot be written, or is a link.
+        """
         if event.rank != 0:
             return
         line = {
             "time": time.time(), "kind": event.kind, "step": event.step, "rank": event.rank,
             "values": dict(event.values), "text": event.text,
         }  # fmt: skip
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        make_folder(self.path.parent)
+        append(self.path, f"{json.dumps(line)}\n".encode())

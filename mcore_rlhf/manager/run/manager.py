@@ -11,6 +11,7 @@ from types import TracebackType
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
 from ..rlhf.state import RlhfState
@@ -73,6 +74,7 @@ class CheckpointManager:
         options: ManagerOptions | None = None,
     ) -> None:
         self.root = local_path(root).absolute()
+        enclose(self.root)
         self.options = options or ManagerOptions()
         self._mirror = self.options.mirror if isinstance(self.options.mirror, Mirror) else None
         if self._mirror is not None:

@@ -15,7 +15,6 @@ import atexit
 import json
 import logging
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
-from mcore_rlhf.storage.paths import inside
+from mcore_rlhf.storage.paths import beneath
 from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.transactions import new_transaction
@@ -159,7 +159,7 @@ def send(publication: StorePublication, folder: Path, jobs: Sequence[Job], look:
             raise Ended
 
     def one(job: Job) -> None:
-        publication.put(job[0], inside(folder, job[0], follow_links=False), job[1], tick)
+        publication.put(job[0], beneath(folder, job[0]), job[1], tick)
 
     threads = [
         threading.Thread(target=_work, args=(todo, one, errors), daemon=True)
@@ -201,7 +201,8 @@ class Helpers:
         self._folder, self._ranks = root / TALK, ranks
         self.hosts = [host, *ranks.values()]
         self._asked = Asked()
-        shutil.rmtree(self._folder, ignore_errors=True)  # what an earlier run said
+        with suppress(OSError):
+            remove(self._folder)  # what an earlier run said
 
     def ask(self, step: int, transaction: str) -> None:
         """Ask them to send their share of a step."""
@@ -371,5 +372,5 @@ def _read(kind: type[Any], path: Path) -> Any:
 def _write(path: Path, message: Asked | Told) -> None:
     """Say something; where the root takes nothing now, it is as if this process were not there."""
     with suppress(OSError, CheckpointError):
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         replace_text(path, json.dumps(asdict(message)), fsync=False)

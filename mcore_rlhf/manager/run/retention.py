@@ -18,13 +18,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError
+from mcore_rlhf.storage.beneath import move, remove
 from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
 from mcore_rlhf.storage.publish import sync_folder
 from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recover
@@ -286,7 +286,13 @@ def delete(folder: ReadablePath) -> bool:
     """
     if step_of(folder) is None:
         raise NotACheckpoint(f"{folder}: is not the folder of a step (global_step_N), so it is not deleted")
-    _remove(exports_of(folder))  # first: exports without their step would never be found again
+    exports = exports_of(folder)
+    if isinstance(exports, Path) and exports.parent.is_symlink():
+        raise StorageError(
+            f"{exports.parent}: is a symbolic link, and nothing is deleted through one\n"
+            "Remove the link, and step and exports by hand; or make it a folder of this root."
+        )
+    _remove(exports)  # first: exports without their step would never be found again
     return _remove(folder)
 
 
@@ -307,7 +313,7 @@ def clean_up(root: ReadablePath, *, alone: bool = False) -> list[str]:
     if not isinstance(root, Path):
         return done  # a store has no locks: see `prune --dead`
     for folder in (root, root / EXPORTS):
-        names = folder.iterdir() if folder.is_dir() else ()
+        names = folder.iterdir() if folder.is_dir() and not (folder != root and folder.is_symlink()) else ()
         targets = {target for path in names if (target := target_of_leftover(path)) is not None}
         for target in sorted(targets):
             done += recover(target, MANIFEST, alone=alone and folder == root)
@@ -323,7 +329,7 @@ def _remove(folder: ReadablePath) -> bool:
     places = Places(folder, new_transaction())
     lock = _lock(places)
     try:
-        os.rename(folder, places.staging)
+        move(folder, places.staging)
     except FileNotFoundError:  # another process was quicker
         _let_go(lock, places)
         return False
@@ -332,7 +338,7 @@ def _remove(folder: ReadablePath) -> bool:
         raise storage_error(error, folder, "delete") from error
     try:
         sync_folder(folder.parent)
-        _remove_tree(places.staging)
+        remove(places.staging)  # a step that is a link goes, what it leads to is not ours
     except OSError as error:  # the lock file stays, so that a later start removes the rest
         raise storage_error(error, places.staging, "delete") from error
     _let_go(lock, places)
@@ -355,18 +361,7 @@ def _lock(places: Places) -> Lock | None:
 def _let_go(lock: Lock | None, places: Places) -> None:
     if lock is not None:
         lock.release()
-    places.lock.unlink(missing_ok=True)
-
-
-def _remove_tree(folder: Path) -> None:
-    if folder.is_symlink():  # what it points to is not ours
-        folder.unlink()
-        return
-    while folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:  # somebody else removes the same files: begin again with what is left
-            continue
+    remove(places.lock)
 
 
 def remember(folder: ReadablePath) -> None:
@@ -462,5 +457,5 @@ def move_aside(folder: Path, name: str) -> Path | None:
     if found.state in ("committed", "damaged") and not steps.is_of_newer_release(folder):
         return None
     aside = folder.with_name(f"{folder.name}.found-{name}")
-    folder.rename(aside)
+    move(folder, aside)
     return aside

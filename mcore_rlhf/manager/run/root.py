@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 import weakref
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove, write_new
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import write_new
 from mcore_rlhf.storage.transactions import new_transaction
 
 from .world import World
@@ -58,7 +57,7 @@ class RootLock:
                 return
         self.release()
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            make_folder(self._root)
         except OSError as error:
             raise storage_error(error, self._root, "create") from error
         self._take()
@@ -66,7 +65,7 @@ class RootLock:
     def _take(self) -> None:
         root, path = self._root, self._root / LOCK
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            self._fd = open_to_lock(path)
         except OSError as error:
             detail = "a symbolic link, which is not followed: remove it" if error.errno == errno.ELOOP else ""
             raise storage_error(error, path, "open", detail) from error
@@ -122,7 +121,7 @@ def remove_unguarded(root: Path) -> list[str]:
     for found in (sorted([*small, *_stillborn_locks(root)]), sorted(_unguarded_steps(root))):
         for path in found:
             try:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                remove(path)
                 done.append(f"removed {path}: it was left behind")
             except OSError as error:
                 done.append(f"could not remove {path}: {error}")
@@ -174,7 +173,7 @@ def open_root(root: Path, world: World) -> list[str]:
     answers = world.all_gather((seen, world.host))
     for path in [root / f"{name}-{world.rank}", *([root / name] if world.is_rank0 else [])]:
         with suppress(OSError):  # it may not be there, or on another disk
-            path.unlink(missing_ok=True)
+            remove(path)
     world.raise_on_all(error, f"writing into {root}")
     blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(answers) if not sees]
     if blind:
@@ -187,7 +186,7 @@ def open_root(root: Path, world: World) -> list[str]:
 
 def _touch(root: Path, name: str) -> None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         write_new(root / name, b"")
     except OSError as error:
         raise storage_error(error, root / name, "write") from error

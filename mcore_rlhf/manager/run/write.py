@@ -17,6 +17,7 @@ import torch
 
 from mcore_rlhf.engines.base import LiveFile, Segment, Text
 from mcore_rlhf.errors import CoverageError
+from mcore_rlhf.storage.beneath import Beneath, write_new
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
@@ -108,12 +109,8 @@ class RankWriter:
         content = text() if callable(text) else text
         data, target = content.encode() if isinstance(content, str) else content, self.folder / path
         try:
-            self._make_folders(target.parent)
-            with target.open("xb") as file:
-                file.write(data)
-                file.flush()
-                if self.fsync:
-                    os.fsync(file.fileno())
+            self._make_folders(path)
+            write_new(target, data, fsync=self.fsync)
         except OSError as error:
             raise storage_error(error, target, "write") from error
         self.written[path] = FileEntry(len(data), crc32(data))
@@ -125,17 +122,17 @@ class RankWriter:
     def _target(self, path: str) -> Path:
         target = self.folder / path
         try:
-            self._make_folders(target.parent)
+            self._make_folders(path)
         except OSError as error:
             raise storage_error(error, target.parent, "create") from error
         return target
 
-    def _make_folders(self, folder: Path) -> None:
+    def _make_folders(self, path: str) -> None:
         """Below the step's own folder only, which is not made anew where the save was given up and it is gone."""
-        below = folder.relative_to(self.folder)
-        for path in [*reversed(below.parents), below]:
-            if path != Path():
-                (self.folder / path).mkdir(exist_ok=True)
+        above, _, _ = path.rpartition("/")
+        with Beneath(self.folder) as folder:
+            if above:
+                folder.make(above)
 
     def _laid_out(self, file: StepFile) -> RecordFile:
         live = file.live
@@ -157,7 +154,8 @@ class RankWriter:
         offsets = self.store.get_json(f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
         path = self.folder / file.path
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with Beneath(self.folder) as folder:
+                fd = folder.fill(file.path)
         except OSError as error:
             raise storage_error(error, path, "open") from error
         try:

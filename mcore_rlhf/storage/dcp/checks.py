@@ -8,7 +8,7 @@ from math import prod
 from mcore_rlhf.core.catalog import Box, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
 
-from ..paths import ReadablePath, cannot_open, inside
+from ..paths import ReadablePath, beneath, cannot_open
 from . import METADATA_FILE
 from .metadata import RESTORE, DcpMetadata, Place, TensorMeta
 
@@ -55,7 +55,7 @@ def _sizes(folder: ReadablePath, metadata: DcpMetadata, problems: Problems) -> d
     sizes: dict[str, int] = {}
     for name in sorted({place.file for place in metadata.places.values()}):
         try:
-            sizes[name] = inside(folder, name).stat().st_size
+            sizes[name] = beneath(folder, name).stat().st_size
         except Untrusted as error:
             problems.add_error(error)
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import Corrupt, Unsupported, shown
 
 from ..meanings import Resolver, Unfit, shape_of
-from ..paths import ReadablePath, inside
+from ..paths import ReadablePath, beneath
 from ..resolve import read_tree
 from ..stored import StoredTensor, Stub
 from ..torchzip import Directory, read_directory
@@ -67,7 +67,7 @@ def read_rank_file(root: ReadablePath, file: str, stubs: Collection[str] = ()) -
     Raises:
         CheckpointError: It is missing, damaged, or has something in it that is not supported.
     """
-    directory = read_directory(inside(root, file))
+    directory = read_directory(beneath(root, file))
     data = directory.read("data.pkl")
     return RankFile(file, read_tree(data, file, directory, stubs, _VOCABULARY, _local), directory)
 

@@ -15,6 +15,7 @@ import pytest
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
 from mcore_rlhf.manager.run import commit, steps
 from mcore_rlhf.manager.run.commit import FolderStore, RankPart, Stopped, Transaction
+from mcore_rlhf.storage import publish
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 
 
@@ -235,14 +236,14 @@ def test_a_commit_that_fails_puts_the_old_step_back(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(source, target)
 
-    def write_text(path: Path, *args: object, **kwargs: object) -> int:
+    def write_new(path: Path, *args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         if failing == "rename":
             patch.setattr(os, "rename", rename)
         else:
-            patch.setattr(Path, "write_text", write_text)
+            patch.setattr(publish, "write_new", write_new)
         with pytest.raises(StorageError, match="cannot publish"):
             new.commit(Manifest(files, step=3))
         new.abort()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.manager.run import retention, steps
-from mcore_rlhf.manager.run import retention as deletion
 from mcore_rlhf.manager.run.retention import (
     KeepBest,
     KeepEvery,
@@ -257,7 +255,7 @@ def test_a_crash_leaves_no_half_step(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", remember)
-        patch.setattr(shutil if call == "rmtree" else os, call, die)
+        patch.setattr(retention, {"rename": "move", "rmtree": "remove"}[call], die)
         with pytest.raises(Killed):
             delete(folder)
     assert states(tmp_path)[2] == "committed"
@@ -272,16 +270,16 @@ def test_a_crash_leaves_no_half_step(
 
 
 _KILLED_WHILE_DELETING = """
-import os, shutil, signal, sys
+import os, signal, sys
 from pathlib import Path
-from mcore_rlhf.manager.run.retention import delete
+from mcore_rlhf.manager.run import retention
 
 def die(folder):
     (folder / "actor" / "weights.bin").unlink()
     os.kill(os.getpid(), signal.SIGKILL)
 
-shutil.rmtree = die
-delete(Path(sys.argv[1]))
+retention.remove = die
+retention.delete(Path(sys.argv[1]))
 """
 
 
@@ -339,17 +337,29 @@ def test_many_threads_delete_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_what_another_removes_meanwhile_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, genuine, calls = make_step(tmp_path, 1), shutil.rmtree, []
+    folder, genuine, calls = make_step(tmp_path, 1), os.unlink, []
 
-    def late(path: Path) -> None:
+    def late(path: str, **options: int) -> None:
         calls.append(path)
+        genuine(path, **options)
         if len(calls) == 1:
             raise FileNotFoundError(path)
-        genuine(path)
 
-    monkeypatch.setattr(deletion.shutil, "rmtree", late)
+    monkeypatch.setattr(os, "unlink", late)
     assert delete(folder) is True
-    assert (len(calls), os.listdir(tmp_path)) == (2, [])
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for root in (mine, other):
+        make_step(root, 1)
+        make_step(root, 2)
+    (mine / "exports").symlink_to(other)
+    with pytest.raises(StorageError, match="symbolic link"):
+        delete(mine / "global_step_1")
+    assert clean_up(mine) == []
+    assert states(other) == {1: "committed", 2: "committed"}
 
 
 def test_each_deletion_is_a_line_and_one_failure_stops_no_other(

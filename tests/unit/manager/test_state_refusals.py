@@ -102,7 +102,7 @@ BAD_JSON = {
         "buffers/../a/replay: a buffer's name must be a plain file name",
     ),
     "file not named": (_set("tensors", to=["extra", "in_flight"]), Unsupported, "/run/rlhf/replay.pt: is not named"),
-    "newer": (_set("version", to=2), Unsupported, "version 2 of the RLHF state; this release reads up to 1.\nUpgrade: pip"),
+    "newer": (_set("version", to=2), Unsupported, "version 2 of the RLHF state; this release reads up to 1.\nUpgrade: "),
     "version is a string": (_set("version", to="1"), Corrupt, "version: expected a whole number from 1, found '1'"),
     "version 0": (_set("version", to=0), Corrupt, "version: expected a whole number from 1, found 0"),
     "another format": (_set("format", to="x"), NotACheckpoint, "not an RLHF state"),

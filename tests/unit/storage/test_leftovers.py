@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.errors import Corrupt, StorageError
+from mcore_rlhf.errors import Corrupt, StorageError, Untrusted
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import LocalFolder
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, Reason, leftovers
@@ -79,9 +79,8 @@ def test_a_large_file_stays_behind(folder: Path) -> None:
 
 
 def test_links_to_files_are_followed_and_nothing_else_is(folder: Path, tmp_path: Path) -> None:
-    """Hugging Face's cache is all links: ``snapshots/<revision>/config.json`` to ``blobs/<hash>``."""
-    (tmp_path / "blob").write_text("content")
-    (folder / "linked.json").symlink_to(tmp_path / "blob")
+    (folder / "blob").write_text("content")
+    (folder / "linked.json").symlink_to(folder / "blob")
     (folder / "dangling.json").symlink_to(tmp_path / "nothing")
     (folder / "up").symlink_to(tmp_path)
     (folder / "zero").symlink_to("/dev/zero")
@@ -92,6 +91,14 @@ def test_links_to_files_are_followed_and_nothing_else_is(folder: Path, tmp_path:
     assert found["dangling.json"] == Reason.DANGLING
     assert found["up"] == Reason.LINKED_FOLDER
     assert found["zero"] == found["pipe.json"] == Reason.NOT_REGULAR
+
+
+def test_links_that_lead_out_are_refused_together(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    for name in ("merges.txt", "vocab.json"):
+        (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(Untrusted, match=r"(?s)2 problems.*merges\.txt.*vocab\.json.*--follow-links"):
+        leftovers(folder, ())
 
 
 def test_a_name_that_is_no_text(folder: Path) -> None:

@@ -16,7 +16,7 @@ from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, crc_of_file,
 ENTRIES = st.builds(FileEntry, st.integers(0, 2**60), st.integers(0, 2**32 - 1))
 MANIFESTS = st.builds(
     Manifest,
-    st.dictionaries(st.text(), ENTRIES),
+    st.dictionaries(st.text("ab.-é", min_size=3), ENTRIES),
     step=st.none() | st.integers(0),
     transaction=st.text(),
     parts=st.lists(st.dictionaries(st.text(), st.text())).map(tuple),
