@@ -204,7 +204,7 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
         with traced:
             layout = file.layout()
             plan = plan_file(file.path, layout.holds, job.target.source)
-        traced.plan(layout.holds)
+        traced.plan(layout.holds, plan.casts)
         if options.resume and not plan.problems:
             digests.add(layout.container.layout(file.path), plan)
         problems.extend(plan.problems.found)

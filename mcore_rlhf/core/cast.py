@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .catalog import BFLOAT16, FLOAT16, FLOAT32, DType
+from .catalog import BFLOAT16, FLOAT16, FLOAT32, DType, dtype_of
 
 Words = NDArray[Any]
 """Elements as unsigned words that hold their bits; numpy cannot say which width at type-checking time."""
@@ -55,6 +55,7 @@ class _Float8:
         return found
 
 
+_DOUBLE = dtype_of("float64")
 _SIGN = 0x80
 _FLOAT8 = {
     "float8_e4m3fn": _Float8(3, 7, last=0x7E, beyond=0x7E, nan=0x7F),
@@ -64,6 +65,66 @@ _FLOAT8 = {
 }
 _SCALE = "float8_e8m0fnu"
 """An exponent alone: what blocks of smaller types are scaled by."""
+
+
+class _Values(NamedTuple):
+    """The numbers that a type has.
+
+    Args:
+        precision: Most binary digits of a number, from its first to its last.
+        smallest: Power of two of the last digit of the smallest number.
+        largest: Power of two of the first digit of the largest one.
+        signed: Whether there are negative ones.
+        special: What else there is: a negative zero ("-"), infinity ("i"), NaN ("n"); "0" for a zero.
+    """
+
+    precision: int
+    smallest: int
+    largest: int
+    signed: bool
+    special: str
+
+
+_VALUES = {
+    "float64": _Values(53, -1074, 1023, True, "0-in"), "float32": _Values(24, -149, 127, True, "0-in"),
+    "bfloat16": _Values(8, -133, 127, True, "0-in"), "float16": _Values(11, -24, 15, True, "0-in"),
+    "float8_e5m2": _Values(3, -16, 15, True, "0-in"), "float8_e4m3fn": _Values(4, -9, 8, True, "0-n"),
+    "float8_e5m2fnuz": _Values(3, -17, 15, True, "0n"), "float8_e4m3fnuz": _Values(4, -10, 7, True, "0n"),
+    "float8_e8m0fnu": _Values(1, -127, 127, False, "n"), "bool": _Values(1, 0, 0, False, "0"),
+    **{f"{sign}int{bits}": _Values(bits - (not sign), 0, bits - 1 - (not sign), not sign, "0")
+       for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""Of every type but the complex ones. Of the signed integers the least (a power of two) has a digit of its own, see below."""
+
+
+def is_exact(source: DType, target: DType) -> bool:
+    """Whether every value of a type is one of another, so that nothing is lost by a conversion, and it can be undone.
+
+    Args:
+        source: What values are.
+        target: What they become.
+    """
+    if source == target:
+        return True
+    if "complex" in target.name:
+        part = FLOAT32 if target.itemsize == 8 else _DOUBLE
+        own = {8: FLOAT32, 16: _DOUBLE}[source.itemsize] if "complex" in source.name else source
+        return is_exact(own, part)
+    if "complex" in source.name:
+        return False
+    have, hold = _VALUES[source.name], _VALUES[target.name]
+    return (
+        have.precision <= hold.precision
+        and have.smallest >= hold.smallest
+        and have.largest + _least(source) <= hold.largest + _least(target)
+        and have.signed <= hold.signed
+        and set(have.special) <= set(hold.special)
+    )
+
+
+def _least(dtype: DType) -> int:
+    """1 for signed integers: -128 needs the power of two that 127 does not."""
+    return int(dtype.name.startswith("int"))
 
 
 def convert(words: Words, source: DType, target: DType) -> Words:

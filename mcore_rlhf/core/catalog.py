@@ -373,6 +373,8 @@ class Traced:
     _planned: dict[str, int] = field(default_factory=dict)
     _states: dict[str, int] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
+    _masters: set[str] = field(default_factory=set)
+    _casts: dict[tuple[str, DType, DType], set[str]] = field(default_factory=dict)
     _missing: int = 0
     _planning: bool = False
     _recent: dict[TensorName, TensorEntry] = field(default_factory=dict)
@@ -404,9 +406,13 @@ class Traced:
             self._chunks += len(found.chunks)
         return found
 
-    def plan(self, holds: Iterable[TensorEntry]) -> None:
-        """Note the tensors that a target file holds parts of, under the target's names."""
+    def plan(self, holds: Iterable[TensorEntry], casts: Mapping[TensorName, tuple[DType, DType]]) -> None:
+        """Note the tensors that a target file holds parts of, under the target's names, and those that are converted for it."""
+        for name, (source, target) in casts.items():
+            self._casts.setdefault((name.state, source, target), set()).add(name.param)
         for want in holds:
+            if want.name.state == MASTER and want.name not in casts:
+                self._masters.add(want.name.param)
             if want.name.param not in self._wanted:
                 self._wanted.add(want.name.param)
                 self._missing -= prod(want.global_shape)
@@ -424,6 +430,10 @@ class Traced:
 
     def __exit__(self, *_: object) -> None:
         self._planning = False
+
+    def casts(self) -> list[tuple[str, DType, DType]]:
+        """The conversions of the target's states, but for those of parameters whose masters are in the target as they are."""
+        return [cast for cast, params in self._casts.items() if cast[0] != PARAM or params - self._masters]
 
     def unplanned(self) -> dict[str, list[str]]:
         """By state the parameters of which no plan was made; every state is there."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mcore_rlhf.errors import CoverageError, Incomplete, Problems
 
-from .catalog import Box, Catalog, Chunk, DType, Record, Shape, TensorEntry
+from .catalog import Box, Catalog, Chunk, DType, Record, Shape, TensorEntry, TensorName
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,8 @@ class FilePlan:
     file: str
     copies: list[Copy] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)
+    casts: dict[TensorName, tuple[DType, DType]] = field(default_factory=dict)
+    """What of the target is converted on the way, from which type to which; what is computed is not told here."""
 
     @property
     def lossless(self) -> bool:
@@ -113,6 +115,8 @@ def plan_file(file: str, holds: Iterable[TensorEntry], source: Catalog) -> FileP
             )
         else:
             plan.copies.extend(_plan_entry(have, want, known, plan.problems))
+            if have.dtype != want.dtype and not any(chunk.record.computed for chunk in have.chunks[:1]):
+                plan.casts[want.name] = have.dtype, want.dtype
     _check_disjoint(plan)
     return plan
 

@@ -6,8 +6,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Said, Stage
-from mcore_rlhf.core.catalog import MASTER, PARAM, Traced
+from mcore_rlhf.core.account import ANY, Account, Fate, Item, Kind, Reason, Report, Said, Stage
+from mcore_rlhf.core.cast import is_exact
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Traced
 from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import CONFIG
 from mcore_rlhf.families.source import Source
@@ -41,6 +42,7 @@ def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, 
         traced: The opened source's catalogue, after everything was planned.
         without_optimizer: Whether the user asked for that.
     """
+    casts = _casts(opened, traced, target.report, Said(Fate.LOST, LEFT_OUT) if without_optimizer else None)
     final = dict(target.report.said)
     if without_optimizer:
         final = {**{item: Said(Fate.LOST, LEFT_OUT) for item in OF_OPTIMIZER}, **final}
@@ -51,6 +53,7 @@ def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, 
     told = tensors_of(traced, {**_unused(opened), **seen.notes.said, **final}, empty) | dict(
         _files(opened, target, without_optimizer)
     )
+    told |= casts
     forgotten = tuple(item for item, said in told.items() if said is None)
     entries = {item: said for item, said in told.items() if said is not None} | dict(_unplaced(opened))
     return replace(account, entries={**account.entries, **entries}, unaccounted=(*account.unaccounted, *forgotten))
@@ -95,6 +98,38 @@ def tensors_of(traced: Traced, said: Mapping[Item, Said], empty: Collection[str]
             found[whole] = why
         else:
             found.update((Item(Kind.TENSOR, f"{param} ({state})"), fate) for param, fate in alone.items())
+    return found
+
+
+def _casts(opened: Source, traced: Traced, report: Report, left_out: Said | None) -> dict[Item, Said]:
+    """What the conversions of element types make of the source's states: each is told in a line, and the verdict follows from it.
+
+    Args:
+        opened: The source as it was read.
+        traced: Its catalogue, after everything was planned.
+        report: The target's.
+        left_out: What is said of the masters where the user leaves the optimizer out.
+    """
+    found: dict[Item, Said] = {}
+    unplanned, own = traced.unplanned(), {spec.dtype for spec in opened.model.params if spec.trainable}
+    for state, source, wanted in traced.casts():
+        what, item = "parameters" if state == PARAM else state, Item(Kind.TENSOR, state)
+        rounded = Said(Fate.LOST, f"{what}: converted to {wanted}, and rounded")
+        if is_exact(source, wanted):
+            of_params = state == MASTER and source in own
+            if unplanned.get(state) == [] and not of_params:  # otherwise it is made of another state
+                found[item] = Said(Fate.CHANGED, f"{what}: converted to {wanted}, which has all values of {source}")
+            continue
+        if state == PARAM and source == FLOAT32 and MASTER in unplanned:
+            told = (left_out, *(report.said.get(Item(Kind.TENSOR, name)) for name in (MASTER, ANY)))
+            found[Item(Kind.TENSOR, MASTER)] = next((s for s in told if s is not None and s.fate is Fate.LOST), rounded)
+        if state == PARAM and own == {wanted}:  # what a run would have made of its masters
+            rounded = Said(Fate.DERIVED, "as their fp32 masters are when they are rounded")
+        if state in unplanned:
+            found[item] = rounded
+    for item, said in found.items():
+        if said.fate is not Fate.DERIVED:
+            report.add(said.fate, said.text, item)
     return found
 
 

@@ -204,13 +204,9 @@ class NewRun:
         ):
             text = "fp32 parameters are their own masters, and are kept"
             self.report.settle(Fate.DERIVED, text, Item(Kind.TENSOR, MASTER))
-        if self.choices.dtype is not None:
-            kept = MASTER in self.source.states and self.choices.optimizer is not None
-            self.report.add(
-                Fate.DERIVED if kept else Fate.LOST,
-                f"parameters: converted to {self.choices.dtype}"
-                + (" from their fp32 masters, which are kept" if kept else ""),
-            )
+        if self.choices.dtype is not None and MASTER in self.source.states and self.choices.optimizer is not None:
+            text = f"parameters: converted to {self.choices.dtype} from their fp32 masters, which are kept"
+            self.report.add(Fate.DERIVED, text)
         if any(key in shard.top for shard in self.family.shards for key in PER_RANK_KEYS) and not self.same_world:
             self.report.add(
                 Fate.LOST,

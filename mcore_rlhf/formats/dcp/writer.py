@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from mcore_rlhf.core import account
 from mcore_rlhf.core.account import Fate, Inventory, Kind, Report
 from mcore_rlhf.core.catalog import (
     FLOAT32,
@@ -196,7 +197,9 @@ def _report(source: Source, choices: Choices, options: WriteOptions, report: Rep
     halves = [spec for spec in trained if spec.dtype in FLOATING and spec.dtype.itemsize == 2]
     if choices.dtype is not None and choices.optimizer and choices.dtype != FLOAT32:
         report.add(
-            Fate.LOST, f"fp32 masters: the parameters become {choices.dtype}, and FSDP has no other place for them"
+            Fate.LOST,
+            f"fp32 masters: the parameters become {choices.dtype}, and FSDP has no other place for them",
+            account.Item(Kind.TENSOR, MASTER),
         )
     elif choices.masters and halves and MASTER in source.states:
         report.add(

@@ -180,9 +180,8 @@ def _note(tag: TagLayout, report: Report) -> None:
 def _note_parameters(tag: TagLayout, report: Report) -> None:
     dtype, masters = tag.zero.dtype, MASTER in tag.source.states
     if dtype is not None and any(s.dtype != dtype for s in tag.source.model.params if s.trainable):
-        kept = masters and tag.zero.optimizer
-        text = f"parameters: converted to {dtype}" + (" from their fp32 masters, which are kept" if kept else "")
-        report.add(Fate.DERIVED if kept else Fate.LOST, text)
+        if masters and tag.zero.optimizer:
+            report.add(Fate.DERIVED, f"parameters: converted to {dtype} from their fp32 masters, which are kept")
     elif tag.source.optimizer == "zero3" and tag.zero.stage < 3:
         report.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
 

@@ -281,17 +281,6 @@ class _FolderTarget:
         if from_masters:
             kinds = ", ".join(dict.fromkeys(str(part.dtype) for part in from_masters))
             report.add(Fate.DERIVED, f"weights: {kinds}, from their fp32 masters")
-        for part in changed:
-            self._report_cast(part, report)
-
-    def _report_cast(self, part: WrittenTensor, report: Report) -> None:
-        """Said of a value that is converted and has no master: exact to a wider type, rounded otherwise."""
-        entry = self._stored(part, PARAM)
-        if entry is None or self._stored(part, MASTER) is not None:
-            return
-        wider = part.dtype.name in _HOLDS.get(entry.dtype.name, ())
-        text = f"weights: converted to {part.dtype}" + ("" if wider else ", and rounded")
-        report.add(Fate.CHANGED if wider else Fate.LOST, text)
 
     def _stored(self, part: WrittenTensor, state: str) -> TensorEntry | None:
         return self.source.catalog.get(part.source._replace(state=state))
@@ -305,10 +294,6 @@ def _has_run(state: TrainingState) -> bool:
         if key != "ds_version" and not (value is None or (type(value) is int and not value))
     )
     return state.scheduler is not None or state.iteration > 0 or next(said, None) is not None
-
-
-_HOLDS = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",)}
-"""For a type, those that hold all of its values."""
 
 
 def _item_of(where: str) -> Item:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rlhf.core.cast import Words, as_floats, convert, differing_after_rounding
+from mcore_rlhf.core.cast import Words, as_floats, convert, differing_after_rounding, is_exact
 from mcore_rlhf.core.catalog import FLOATING, DType, dtype_of
 
 FLOATS = sorted(FLOATING, key=str)
@@ -99,3 +99,37 @@ def test_masters_that_are_rounded() -> None:
         differing_after_rounding(masters, np.array([0x3F80, 0x3F81, 0x3F82, 0x7FC0], np.uint16), fp32, bf16) == 0
     )  # up
     assert differing_after_rounding(masters, np.array([0x3F80, 0x3F82, 0x3F82, 0x7FC0], np.uint16), fp32, bf16) == 1
+
+
+@pytest.mark.parametrize("target", [*FLOATS, *INTEGERS], ids=str)
+@pytest.mark.parametrize("source", [*FLOATS, *INTEGERS], ids=str)
+def test_a_cast_is_exact_where_torch_brings_every_value_back(source: DType, target: DType, seed: int) -> None:
+    """Every value of types of up to 16 bits, and of the wider ones the edges, where they would break."""
+    kind, other = getattr(torch, source.name), getattr(torch, target.name)
+    if source.name == "bool":
+        values = torch.tensor([False, True])
+    elif source in INTEGERS:
+        most, least = torch.iinfo(kind).max, torch.iinfo(kind).min
+        values = torch.tensor([least, least + 1, -1 if least else 1, 0, 1, most - 1, most], dtype=kind)
+    else:
+        bits = getattr(torch, f"uint{8 * source.itemsize}")
+        values = torch.from_numpy(patterns(source, seed)).view(bits).view(kind)
+    numbers = values.double() if source != dtype_of("int64") else values
+    back = values.to(other).to(kind)
+    again = back.double() if source != dtype_of("int64") else back
+    same = again == numbers
+    if values.is_floating_point():
+        has_nan = torch.isnan(values.to(other).float()) if other.is_floating_point else torch.zeros(len(values)).bool()
+        same = (same & (torch.signbit(again) == torch.signbit(numbers))) | (numbers.isnan() & has_nan)
+    elif source != target:
+        same &= values.to(other).double() == values.double() if source != dtype_of("int64") else same
+    assert is_exact(source, target) == bool(same.all())
+
+
+def test_complex_numbers_have_two_parts() -> None:
+    single, double, wide = (dtype_of(name) for name in ("complex64", "complex128", "float64"))
+    assert is_exact(single, double)
+    assert not is_exact(double, single)
+    assert is_exact(wide, double)
+    assert not is_exact(wide, single)
+    assert not is_exact(single, wide)

@@ -16,7 +16,7 @@ def traced(*planned: tuple[str, str]) -> Traced:
     found = Traced(FixedCatalog({name: TensorEntry(name, (4,), FLOAT32, ()) for name in names}))
     with found:
         entries = [found.get(TensorName("actor", *name)) for name in planned]
-    found.plan([entry for entry in entries if entry is not None])
+    found.plan([entry for entry in entries if entry is not None], {})
     return found
 
 

@@ -98,16 +98,17 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
 
 class TestTypes:
     @pytest.mark.parametrize(
-        ("options", "field"), [({"dtype": "fp32"}, "torch_dtype"), ({"eos_token_ids": (3, 4)}, "eos_token_id")]
+        ("options", "fields"),
+        [({"dtype": "fp32"}, ["torch_dtype", "param"]), ({"eos_token_ids": (3, 4)}, ["eos_token_id"])],
     )
     def test_a_field_that_is_changed_is_accounted_for(
-        self, options: dict[str, Any], field: str, tmp_path: Path
+        self, options: dict[str, Any], fields: list[str], tmp_path: Path
     ) -> None:
         tensors = {name: tensor.bfloat16() for name, tensor in llama().items()}
         config = {**CONFIG, "torch_dtype": "bfloat16", "eos_token_id": 2}
         job = to_hf(write(tmp_path / "hf", tensors, config), tmp_path / "out", **options)
         assert job.account.unaccounted == ()
-        assert [item.name for item in job.account.of_fate(Fate.CHANGED)] == [field]
+        assert [item.name for item in job.account.of_fate(Fate.CHANGED)] == fields
         assert job.lossless
 
     @pytest.mark.parametrize(("dtype", "lost"), [("bf16", True), ("fp32", False)])
