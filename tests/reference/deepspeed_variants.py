@@ -110,6 +110,36 @@ def elastic(setting: Setting, root: str) -> Seen:
     return _run(engine, setting, root, load=False, dp=setting.dp)
 
 
+def two_rates(setting: Setting, root: str, *, universal: bool = False) -> list[list[float]]:
+    """Groups with learning rates of their own and a scheduler that begins at 0: train and save, or load universal files and train.
+
+    Returns:
+        The groups' rates at the step that is saved, and after each further one.
+    """
+    begin()
+    settings = config(setting, universal=universal)
+    rates = {
+        "warmup_min_lr": [0.0, 0.0],
+        "warmup_max_lr": [1e-2, 2e-3],
+        "warmup_num_steps": 10,
+        "warmup_type": "linear",
+    }
+    settings["scheduler"] = {"type": "WarmupLR", "params": rates}
+    model = build_model(setting.kind, 9 if universal else 1)
+    groups = [{"params": params, "weight_decay": wd} for params, wd in _split(model)]
+    engine = _initialize(model, groups, settings)
+    if universal:
+        engine.load_checkpoint(root)
+    else:
+        train(engine, FIRST, SAVED)
+        engine.save_checkpoint(root, client_state=CLIENT)
+    seen = [[group["lr"] for group in engine.optimizer.param_groups]]
+    for step in range(SAVED, END):
+        train(engine, step, step + 1)
+        seen.append([group["lr"] for group in engine.optimizer.param_groups])
+    return seen
+
+
 def excluded(setting: Setting, root: str, *, universal: bool = False, load: bool = False) -> Seen:
     """Without frozen parameters, which come from where they came from: train and save, or load and train."""
     begin()

@@ -77,6 +77,22 @@ class TestTensorParallelism:
         assert len(states) == 3 * 7
 
 
+@pytest.mark.parametrize("before", [2, 3])
+def test_a_scheduler_goes_on_in_stage_3_from_a_rate_and_not_from_zero(matrix: Matrix, before: int) -> None:
+    """The first step takes the first group's rate in all groups; from the next on each has what it had without an interruption."""
+    root = matrix.new_root()
+    told = matrix.pool.run(
+        f"{JOBS}:two_rates", Setting("plain", "bf16", before, 2), str(root), world_size=2, timeout=100.0
+    )[0]
+    assert told[0][0] != told[0][1]
+    target = matrix.convert(root, "universal")
+    for stage in (3, 2):
+        job = Setting("plain", "bf16", stage, 2), str(target)
+        found = matrix.pool.run(f"{JOBS}:two_rates", *job, world_size=2, timeout=100.0, universal=True)[0]
+        assert found[0] == ([told[0][0]] * 2 if stage == 3 else told[0])
+        assert found[1:] == told[1:]
+
+
 class TestExperts:
     """DeepSpeed's own mixture of experts: global numbers and values told by the engine that trained them."""
 

@@ -43,6 +43,7 @@ from .files import LATEST, OPTIMIZER_FILE, PARAM_KEY, STEP, SUFFIX, ZERO, model_
 
 _EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
 """In the names of what DeepSpeed's own mixture-of-experts layer has. Source: DeepSpeed 0.19.8, ``moe/experts.py``."""
+_RATE = "lr"
 _VERSION = "0.19.8"
 """The DeepSpeed whose files these are like; written where the source does not say its own."""
 
@@ -318,12 +319,14 @@ def _optimizer_state(new: UniversalLayout) -> dict[str, object]:
     """What stages 1 and 2 read under ``param_groups``, stage 3 under ``optimizer_state_dict``.
 
     Stage 3 copies its first group over every other. So it gets only the fields in which all groups agree: the engine keeps
-    its own values of the others. Source: DeepSpeed 0.19.8, ``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py``
+    its own values of the others. But where a scheduler goes on, an engine's rates are what the scheduler began with, often 0, until
+    its first step, which sets every group's: there the first group's rate is nearer.
+    Source: DeepSpeed 0.19.8, ``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py``
     (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``).
     """
     state, optimizer = new.source.state, new.family.optimizer
     groups = [_settings(group) | {"params": [number]} for number, group in enumerate(state.groups)]
-    differing = _differing_fields(state.groups)
+    differing = _left_to_the_run(new)
     first = {key: value for key, value in groups[0].items() if key not in differing} if groups else {}
     step = _group_step(state.groups[0]) if state.groups else None
     scaler = {} if state.grad_scaler is None else {"loss_scaler": state.grad_scaler}
@@ -345,6 +348,12 @@ def _differing_fields(groups: Sequence[ParamGroup]) -> list[str]:
     """The fields in which the groups are not all equal."""
     fields = [_settings(group) for group in groups]
     return [key for key in fields[0] if any(other.get(key) != fields[0][key] for other in fields[1:])] if fields else []
+
+
+def _left_to_the_run(new: UniversalLayout) -> list[str]:
+    """The fields that stage 3 does not get."""
+    scheduled = new.source.state.scheduler is not None
+    return [key for key in _differing_fields(new.source.state.groups) if not (key == _RATE and scheduled)]
 
 
 def _group_step(group: ParamGroup) -> object | None:
@@ -382,7 +391,12 @@ def _notes_of_groups(new: UniversalLayout) -> Iterator[str]:
     groups = new.source.state.groups
     if any(not set(group.fields) - set(group.scalars) for group in groups):
         yield "the source has no settings of param groups (elastic_checkpoint): those of the new run's configuration stay"
-    differing = _differing_fields(groups)
+    if _RATE in set(_differing_fields(groups)).difference(_left_to_the_run(new)):
+        yield (
+            f"{_RATE} differs between groups: the first step in stage 3 takes the first one's in all of them, and then the scheduler "
+            "sets each its own; stages 1 and 2 restore them"
+        )
+    differing = _left_to_the_run(new)
     if differing:
         yield (
             f"stage 3 gives every param group the first one's values: {', '.join(differing)} differ between groups, are left out "

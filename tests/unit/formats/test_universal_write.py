@@ -174,6 +174,30 @@ def test_other_optimizers_and_odd_shapes_come_through(tmp_path: Path, step: floa
     assert any("stage 3 restores Adam's states only" in text for _, text in job.report.lines)
 
 
+@pytest.mark.parametrize("scheduler", [None, {"last_batch_iteration": 6}])
+def test_stage_3_gets_the_first_groups_rate_where_a_scheduler_sets_the_others(
+    tmp_path: Path, scheduler: dict[str, int] | None
+) -> None:
+    made = {name: adam(4, 3) for name in ("a", "b")}
+    groups = [
+        {**FIELDS, "weight_decay": w, "lr": r, "params": [i]} for i, (w, r) in enumerate([(0.1, 2e-3), (0.0, 1e-3)])
+    ]
+    shapes = [{name: torch.Size((4, 3))} for name in made]
+    source = write(tmp_path / "a", made, groups=groups, top={"param_shapes": shapes, "lr_scheduler": scheduler})
+    job = _convert(source, tmp_path / "b")
+    stored = plain_load(_zero(tmp_path / "b") / "optimizer_state.pt")
+    (found,) = stored["optimizer_state_dict"]["param_groups"]
+    assert found.get("lr") == (None if scheduler is None else 2e-3)
+    assert "weight_decay" not in found
+    assert found.get("eps") == FIELDS["eps"]
+    assert [group["lr"] for group in stored["param_groups"]] == [2e-3, 1e-3]
+    said = [text for _, text in job.report.lines if "differ" in text]
+    assert any(text.startswith("lr differs") for text in said) is (scheduler is not None)
+    assert any(
+        "weight_decay" in text and ("lr" in text) is (scheduler is None) for text in said if "are left out" in text
+    )
+
+
 def test_without_the_optimizer_there_are_weights_alone(tmp_path: Path) -> None:
     source = write(tmp_path / "a", {"w": adam(4, 3)})
     job = _convert(source, tmp_path / "b", no_optimizer=True)
