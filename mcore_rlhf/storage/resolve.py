@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from math import prod
 from typing import Any
 
 from ..core.catalog import Record, dtype_of
-from ..errors import Corrupt, Unsupported, Untrusted
+from ..errors import Corrupt, Unsupported, Untrusted, shown
 from .meanings import STORAGES, Resolver, Unfit, class_value, meaning_of, shape_of
 from .pickle_scan import MAX_KEYS_WEIGHT
 from .stored import StoredTensor, Stub, StubType
@@ -21,6 +22,14 @@ from .unpickle import ADVICE, PLAIN, Storage, Vocabulary, unpickle
 MAX_DEPTH = 64
 _VALUES = 1_000_000
 _VALUES_PER_BYTE = 16
+_VALUES_OF_A_TENSOR = 200
+"""What a tensor counts for: less than the bytes of an honest one's pickle allow, and far more than those of a call that repeats another."""
+_TENSORS, _BYTES_OF_A_TENSOR = 1 << 15, 1 << 8
+"""Tensors in a file: so many, whatever they hold, and one for every so many bytes of it: an empty one with a record of its own takes more,
+in the pickle and in the zip."""
+_CLAIMED, _CLAIMED_PER_BYTE = 64 << 20, 64
+"""Bytes that the tensors of a file may have together, those that lie in the same place counted each time: so many, and so many for every
+byte that is stored. Expanded masks and layers that share their weights need some; 10¹² elements in a kilobyte are none of these."""
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _BUSY = object()
 
@@ -66,11 +75,24 @@ class TreeResolver:
         subclass: See :func:`read_tree`.
     """
 
-    __slots__ = ("_budget", "_depth", "_directory", "_done", "_file", "_keys", "_path", "_records", "_subclass")
+    __slots__ = (
+        "_budget",
+        "_claims",
+        "_depth",
+        "_directory",
+        "_done",
+        "_file",
+        "_keys",
+        "_path",
+        "_records",
+        "_subclass",
+        "_tensors",
+    )
 
     def __init__(self, file: str, directory: Directory, budget: int, subclass: Subclass | None = None) -> None:
         self._file, self._directory, self._budget, self._subclass = file, directory, budget, subclass
-        self._keys, self._depth = MAX_KEYS_WEIGHT, 0
+        self._keys, self._depth, self._claims = MAX_KEYS_WEIGHT, 0, _CLAIMED + _CLAIMED_PER_BYTE * directory.nbytes
+        self._tensors = _TENSORS + directory.nbytes // _BYTES_OF_A_TENSOR
         self._records: dict[tuple[str, str], Record] = {}
         self._done: dict[int, tuple[Any, Any, int]] = {}
         self._path: list[Any] = []
@@ -231,6 +253,16 @@ class TreeResolver:
         stored = StoredTensor(record, start, sizes, steps)
         if stored.stop > record.numel:
             raise Unfit(Corrupt, f"a tensor that ends at element {stored.stop} of a storage of {record.numel}")
+        self._claims -= prod(sizes) * record.dtype.itemsize
+        if self._claims < 0:
+            text = (
+                f"a tensor of shape {shown(sizes)} in {record.numel} stored elements, or one of many in the same place"
+            )
+            raise Unfit(Untrusted, f"{text}: they would fill {_CLAIMED_PER_BYTE} times as much memory as the file")
+        self.charge(_VALUES_OF_A_TENSOR)
+        self._tensors -= 1
+        if self._tensors < 0:
+            raise Unfit(Untrusted, f"one of more tensors than a file of {self._directory.nbytes:,} bytes has use for")
         return stored
 
     def _record(self, storage: Storage, name: str) -> Record:

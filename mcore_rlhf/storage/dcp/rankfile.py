@@ -88,7 +88,13 @@ def _local(resolver: Resolver, name: str, args: tuple[Any, ...], state: Any) -> 
     stored = resolver.resolve(fields.get("_local_tensor"))
     if not isinstance(stored, StoredTensor) or type(placements) is not tuple or len(args) < 3:
         raise Unfit(Corrupt, "a DTensor without a local tensor, or without its placements")
-    return Local(stored, shape_of(args[2]), tuple(map(_dim, placements)), rank if type(rank) is int else None)
+    whole, dims = shape_of(args[2]), tuple(map(_dim, placements))
+    if not dims or len(stored.shape) != len(whole) or any(dim not in (None, *range(len(whole))) for dim in dims):
+        text = (
+            f"a DTensor of shape {shown(whole)} whose part has the shape {shown(stored.shape)}, cut along {shown(dims)}"
+        )
+        raise Unfit(Corrupt, text)
+    return Local(stored, whole, dims, rank if type(rank) is int else None)
 
 
 def _dim(placement: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import resource
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.pickle_scan import MAX_KEYS_WEIGHT, Refused, scan
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.resolve import MAX_DEPTH
-from tests.unit.storage.forge import write_pt
+from tests.fuzz.mutators.pickles import integer, parsed
+from tests.fuzz.mutators.zips import rebuild
+from tests.unit.storage.forge import member, write_pt
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 START = b"\x80\x02"
@@ -254,3 +257,56 @@ def test_the_state_of_a_random_generator_is_read(tmp_path: Path) -> None:
     state = np.random.PCG64(7).state
     torch.save(state, tmp_path / "x.pt")
     assert read_pt(tmp_path, "x.pt").tree == state
+
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\nq\x01((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02tQ"
+    b"K\x00%s%s\x89ccollections\nOrderedDict\n)Rtq\x02Rq\x03"
+)
+"""A tensor of two elements; what it is made of is in the memo under 1 and 2, and it itself under 3."""
+NONE, MILLION = (b"K\x00\x85", b"K\x01\x85"), (b"J\x40\x42\x0f\x00J\x40\x42\x0f\x00\x86", b"K\x00K\x00\x86")
+TENTH = (b"J\xa0\x86\x01\x00\x85", b"K\x00\x85")
+
+
+@pytest.mark.parametrize(
+    ("like", "more", "words"),
+    [
+        (MILLION, b"", "shape (1000000, 1000000) in 2 stored elements"),
+        (TENTH, b"h\x01h\x02R" * 1000, "many in the same place"),
+        (NONE, b"h\x01h\x02R" * 10**6, "objects in its first"),
+        (NONE, b"h\x03" * 10**6, "refers to itself so often"),
+        (NONE, (TENSOR % NONE) * 75_000, "more tensors than a file of"),
+    ],
+    ids=["expanded", "expanded a thousand times", "called again", "the same again", "empty"],
+)
+def test_tensors_that_would_fill_the_memory(tmp_path: Path, like: tuple[bytes, bytes], more: bytes, words: str) -> None:
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(Untrusted) as refusal:
+        _read_pt(tmp_path, START + b"](" + TENSOR % like + more + b"e.")
+    assert words in str(refusal.value)
+    assert time.process_time() - began < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_a_mask_and_shared_layers_are_read(tmp_path: Path) -> None:
+    """What ``expand`` made, twelve names of one layer, and as many empty tensors as a large model has parameters."""
+    import torch
+
+    layer, mask = torch.zeros(512, 512), torch.zeros(1, 1).expand(4096, 4096)
+    names = {"mask": mask, **{f"layers.{n}.weight": layer[:] for n in range(12)}}
+    names |= {f"experts.{n}.weight": torch.empty(0) for n in range(20_000)}
+    torch.save(names, tmp_path / "x.pt")
+    assert read_pt(tmp_path, "x.pt").tree.keys() == names.keys()
+
+
+@pytest.mark.parametrize("dim", [5, -1, 10**9])
+def test_a_cut_along_a_dimension_that_is_not_there(tmp_path: Path, dim: int) -> None:
+    golden = GOLDENS / "verl" / "fsdp2_ws3" / "model_world_size_3_rank_0.pt"
+    opcodes = parsed(member(golden, "data.pkl"))
+    at = next(at for at, opcode in enumerate(opcodes) if opcode[1] == "dim")
+    at = next(number for number in range(at, len(opcodes)) if opcodes[number][0] == "BININT1")
+    opcodes[at] = ("", None, integer(dim))
+    shutil.copy(golden, tmp_path / "x.pt")
+    rebuild(tmp_path / "x.pt", {"data.pkl": b"".join(raw for _, _, raw in opcodes)})
+    with pytest.raises(Corrupt, match="cut along"):
+        read_rank_file(tmp_path, "x.pt")
