@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import click
 
 from mcore_rlhf.core.catalog import TensorName
-from mcore_rlhf.errors import CheckpointError, headline
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, headline
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_without_manifest
+from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from mcore_rlhf.core.catalog import TensorEntry
     from mcore_rlhf.models.spec import ModelSpec
 
+_DEEPEST = 3
+"""Folders above that may be the step's: those of a format's own lie in the role's."""
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
@@ -95,7 +98,7 @@ def model_facts(source: Source, path: ReadablePath) -> Facts:
         "files": [{"path": file.path, "bytes": file.nbytes} for file in source.files],
         "bytes": sum(file.nbytes for file in source.files),
         "notes": source.notes.as_json(),
-        "manifest": _manifest_facts(path, source.root),
+        "manifest": _manifest_facts(path, source.root) or _manifest_above(path),
     }
 
 
@@ -151,14 +154,36 @@ def _state_dtypes(source: Source) -> dict[str, str | None]:
 
 
 def _manifest_facts(*folders: ReadablePath) -> Facts | None:
-    """The manifest in the first folder that has one."""
+    """The manifest in the first folder that has one; ``inside`` is null."""
     where = next((folder / MANIFEST_NAME for folder in folders if (folder / MANIFEST_NAME).is_file()), None)
     if where is None:
         return None
     try:
-        manifest = Manifest.read(where)
+        return {**_told(where, Manifest.read(where)), "inside": None}
     except CheckpointError as error:
         return {"path": str(where), "error": str(error)}
+
+
+def _manifest_above(folder: ReadablePath) -> Facts | None:
+    """The manifest of a step for one of its folders, if it lists files there: ``inside`` is the folder's path in the step."""
+    folder = folder.absolute() if isinstance(folder, Path) else folder
+    for above in list(folder.parents)[:_DEEPEST]:
+        where = above / steps.MANIFEST
+        if not where.is_file():
+            continue
+        try:
+            manifest = Manifest.read(where)
+        except NotACheckpoint:  # another program's
+            continue
+        except CheckpointError as error:
+            return {"path": str(where), "error": str(error)}
+        inside = str(folder)[len(str(above)) :].strip("/").removeprefix(manifest.prefix).strip("/")
+        if any(path.startswith(f"{inside}/") for path in manifest.files):
+            return {**_told(where, manifest), "inside": inside}
+    return None
+
+
+def _told(where: ReadablePath, manifest: Manifest) -> Facts:
     return {
         "path": str(where),
         "step": manifest.step,
@@ -257,9 +282,9 @@ def _manifest(manifest: Facts | None) -> str:
         return f"damaged: {manifest['error']}"
     made = manifest["provenance"]
     kept = {True: ", lossless", False: ", not lossless"}.get(manifest["lossless"], "")
-    return (
-        f"{count(manifest['files'], 'file')}{kept}, mcore_rlhf {made.get('mcore_rlhf', '?')}, {made.get('time', '?')}"
-    )
+    above = manifest["path"].split("/")[-2] if manifest["inside"] is not None else ""
+    where = f"of {above}, the step above, which lists these: " if above else ""
+    return f"{where}{count(manifest['files'], 'file')}{kept}, mcore_rlhf {made.get('mcore_rlhf', '?')}, {made.get('time', '?')}"
 
 
 def _print_groups(groups: list[Facts]) -> None:

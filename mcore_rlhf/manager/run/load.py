@@ -432,7 +432,7 @@ class Resumer:
         if newer and load.folder.parent == self.root and not self.options.read_only:
             LOG.warning(
                 "rank=0 step=%d: newer steps are there (%s); the first save of this run puts them in quarantine, so that "
-                "nothing resumes from what it leaves behind",
+                "nothing resumes from what it leaves behind; this step stays while the run goes on, whatever the rules on keeping say",
                 load.step,
                 ", ".join(map(str, newer)),
             )

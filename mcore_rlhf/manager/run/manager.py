@@ -21,7 +21,7 @@ from .mirror import PATIENCE_S, Mirroring
 from .mirror_hosts import Helper
 from .options import ManagerOptions, Mirror, Reporter
 from .policies import AnyOf, BeforeDeadline, Deadline, OnSignal, SaveClock, SavePolicy, SignalFlag
-from .retention import clean_up, remember
+from .retention import clean_up, left_behind, remember
 from .root import RootLock, open_root, remove_unguarded
 from .save import Saver
 from .snapshot import Components, Data, Role, components
@@ -207,7 +207,8 @@ class CheckpointManager:
             remember(found.folder)
             if found.mirrored:  # it is the root's own
                 remember(step_folder(self.root, found.step))
-            self._saver.resumed_from = found.step if found.mirrored or found.folder.parent == self.root else None
+            own = self.world.rank == 0 and (found.mirrored or found.folder.parent == self.root)
+            self._saver.went_back_to = found.step if own and left_behind(self.root, found.step, ()) else None
         if self._saver.mirror is not None:
             self._saver.mirror.start()
         return None if found is None else Resumed(found.step, found.folder, found.report)

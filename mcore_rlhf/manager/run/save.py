@@ -40,7 +40,7 @@ class Saver:
         reporter: Hears of what is done.
         clock: Measures saves for the policies.
         own: Steps that this run has committed, on the rank that commits.
-        resumed_from: The step of the root that was loaded; it is kept while the run goes on.
+        went_back_to: The step of the root that was loaded though there were newer ones; it is kept while the run goes on.
         hold: Sees, on the rank that commits, that this run still has the root to itself.
         mirror: Sends committed steps away, on the rank that commits.
     """
@@ -52,7 +52,7 @@ class Saver:
     reporter: Reporter
     clock: SaveClock
     own: set[int] = field(default_factory=set)
-    resumed_from: int | None = None
+    went_back_to: int | None = None
     hold: Callable[[], None] = lambda: None
     mirror: Mirroring | None = None
     _last: int = -1
@@ -212,7 +212,7 @@ class Saver:
         """What no rule keeps, and what is in the mirror or waits for it too long."""
         waiting = [] if self.mirror is None else [found.step for found in self.mirror.waiting()]
         staying = waiting[-self.mirror.most_waiting :] if self.mirror is not None else []
-        protected = {self._last, *staying} if self.resumed_from is None else {self._last, self.resumed_from, *staying}
+        protected = {self._last, *staying} if self.went_back_to is None else {self._last, self.went_back_to, *staying}
         for gone in retention.apply(self.root, retention.plan_deletions(self.root, keep, protected)):
             if gone.step in waiting:
                 text = f"deleted before it was mirrored, as {len(staying)} newer steps wait: {gone.reason}"

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from mcore_rlhf.cli.app import with_pattern
+from mcore_rlhf.manager.run.adopt import adopt
 
 from .conftest import Cli
 
@@ -95,6 +97,25 @@ def test_the_pattern_may_be_left_out(args: list[str], expected: list[str]) -> No
 def test_an_iteration_folder_is_a_checkpoint_too(cli: Cli, tp2pp2: Path) -> None:
     root, folder = (cli("inspect", path, "--json").json for path in (tp2pp2, tp2pp2 / "iter_0000002"))
     assert root == folder
+
+
+def test_a_roles_folder_is_listed_in_the_manifest_of_its_step(cli: Cli, tp1: Path, tmp_path: Path) -> None:
+    step = tmp_path / "global_step_2"
+    shutil.copytree(tp1, step / "actor")
+    adopt(step)
+    role = cli("inspect", step / "actor")
+    assert role.code == 0
+    assert "manifest of global_step_2, the step above, which lists these:" in role.words(), role.stdout
+    facts = cli("inspect", step / "actor", "--json").json["manifest"]
+    assert (facts["inside"], facts["path"], facts["step"]) == ("actor", str(step / "manifest.json"), 2)
+    assert cli("inspect", step, "--role", "actor", "--json").json["manifest"] == facts
+    copied = step / "actor_copied_there"  # which it does not list
+    shutil.copytree(step / "actor", copied)
+    assert cli("inspect", copied, "--json").json["manifest"] is None
+    (step / "manifest.json").write_text('{"another": "program"}')
+    assert "none: not written" in cli("inspect", step / "actor").words()
+    (step / "manifest.json").write_text('{"format": "mcore_rlhf"')
+    assert "manifest damaged" in cli("inspect", step / "actor").words()
 
 
 def test_what_we_wrote_has_a_manifest(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:

@@ -187,13 +187,27 @@ def test_a_run_that_begins_anew_leaves_the_newer_steps_behind(tmp_path: Path, ca
     assert loaded(tmp_path) == (3, 0.5)
 
 
-def test_the_step_that_was_resumed_from_stays(tmp_path: Path) -> None:
+def test_the_step_that_a_run_went_back_to_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 2, 4, 6)
     keep = replace(QUIET, keep=Retention([KeepLast(1)]))
     with CheckpointManager(tmp_path, model(), options=keep) as manager:
         assert manager.load(4) is not None
-        manager.save(5)
-    assert [step.step for step in steps.committed(tmp_path)] == [4, 5]
+        assert "this step stays while the run goes on" in caplog.text
+        for step in (5, 6, 7):
+            manager.save(step)
+            assert [step.step for step in steps.committed(tmp_path)] == [4, step]
+
+
+@pytest.mark.parametrize("which", ["auto", 4])
+def test_a_run_that_goes_on_from_the_newest_step_keeps_what_its_rules_keep(tmp_path: Path, which: object) -> None:
+    saved(tmp_path, 2, 4)
+    keep = replace(QUIET, keep=Retention([KeepLast(2)]))
+    with CheckpointManager(tmp_path, model(), options=keep) as manager:
+        assert manager.load(which) is not None
+        manager.save(6)
+        assert [step.step for step in steps.committed(tmp_path)] == [4, 6]
+        manager.save(8)
+        assert [step.step for step in steps.committed(tmp_path)] == [6, 8]
 
 
 def test_a_step_of_a_newer_release_is_neither_passed_over_nor_replaced(tmp_path: Path) -> None:
