@@ -42,7 +42,7 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
         json: For machines.
 
     Raises:
-        click.exceptions.Exit: With code 1, where no step is committed.
+        click.exceptions.Exit: With code 1, where no step is committed; with 2, where one that cannot be read may be.
     """
     root = require_root(given)
     if reason and quarantine is None:
@@ -59,7 +59,7 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
     else:
         _print_steps(root, found, mirror)
     if not any(step.state == "committed" for step in found):
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(2 if any(step.state == "unreadable" for step in found) else 1)
 
 
 def _with_advice(found: list[Step]) -> list[Step]:

@@ -16,7 +16,7 @@ from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.patience import gone, identity, settled
+from mcore_rlhf.storage.patience import gone, identity, patiently, settled
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .run import steps
@@ -273,13 +273,12 @@ def look(path: ReadablePath, options: ReadOptions, action: Callable[[Subject], T
         CheckpointError: See :func:`find`; or the action's.
     """
     path = checkpoint_path(path)
-    chosen = chosen_step(path, options.step)
+    chosen = patiently(lambda: chosen_step(path, options.step))
     folder = path if chosen is None else chosen.folder
-    before = identity(folder)
-    found = settled(folder, lambda: action(find(path, options, chosen)), doubted)
+    if identity(folder) is None:
+        return action(find(path, options, chosen))  # which says that there is none
+    found = settled(folder, lambda: patiently(lambda: action(find(path, options, chosen))), doubted)
     if found is None:
-        if before is None:  # there was none
-            return action(find(path, options, chosen))
         raise gone(folder)
     return found
 

@@ -17,6 +17,7 @@ T = TypeVar("T")
 _PAUSES = (0.05, 0.2, 0.5)
 _PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO})
 _LOOKS = 10
+_UNKNOWN = (0, 0)
 
 
 def patiently(action: Callable[[], T]) -> T:
@@ -75,12 +76,18 @@ def identity(path: ReadablePath) -> tuple[int, int] | None:
     Of a store's folder, and of one that cannot be asked, no more is known than that nothing says it is another.
     """
     if not isinstance(path, Path):
-        return 0, 0
+        return _UNKNOWN
     try:
         found = patiently(lambda: os.stat(path))
     except OSError as error:
-        return (0, 0) if says_nothing(error) else None
+        return _UNKNOWN if says_nothing(error) else None
     return found.st_dev, found.st_ino
+
+
+def is_still(path: ReadablePath, before: tuple[int, int] | None) -> bool:
+    """Whether a folder is the one that it was, as far as can be told."""
+    now = identity(path)
+    return now == before or (now is not None and _UNKNOWN in (now, before))
 
 
 def settled(path: ReadablePath, action: Callable[[], T], doubted: Callable[[T], bool]) -> T | None:
@@ -100,10 +107,10 @@ def settled(path: ReadablePath, action: Callable[[], T], doubted: Callable[[T], 
             return None
         try:
             found = action()
-            if not left or not doubted(found) or identity(path) == before:
+            if not left or not doubted(found) or is_still(path, before):
                 return found
         except Exception:
-            if not left or identity(path) == before:
+            if not left or is_still(path, before):
                 raise
     return None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from ..errors import StorageError
+from ..errors import StorageError, Unreadable
 from .beneath import make_folder, new_folder, remove_beneath, write_new
 from .destination import LocalFolder, Publication
 from .manifest import Manifest
@@ -157,7 +157,9 @@ class LocalPublication(Publication):
             if not self._places.is_published(self.manifest_name):
                 raise storage_error(error, self.target, "publish") from error
         if not self._places.is_published(self.manifest_name):
-            raise StorageError(f"{self.target}: was published, but its manifest cannot be read back.")
+            raise StorageError(
+                f"{self.target}: was published, and {self.manifest_name} in it is gone, or another's\nDoes somebody else write there?"
+            )
         self._clean_up()
         return self.target
 
@@ -204,7 +206,7 @@ class LocalPublication(Publication):
             try:
                 settle(self._places, self.manifest_name)
                 self._lock.release()
-            except OSError:
+            except (OSError, Unreadable):
                 self._lock.let_go()  # the file stays, so that the next start cleans up
             self._lock = None
         for folder in self._made:  # made for the target, and empty where that is not there

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, Unreadable
 from .beneath import is_own, remove, write_new
 from .manifest import Manifest
 from .paths import storage_error
@@ -89,9 +89,15 @@ class Places:
         return self._beside("old")
 
     def is_published(self, manifest_name: str = MANIFEST_NAME) -> bool:
-        """Whether the target is what this transaction wrote: asked of the file system, not remembered."""
+        """Whether the target is what this transaction wrote: asked of the file system, not remembered.
+
+        Raises:
+            Unreadable: Nobody can say.
+        """
         try:
             return Manifest.read(self.target / manifest_name).transaction == self.transaction
+        except Unreadable:
+            raise
         except CheckpointError:
             return False
 
@@ -147,9 +153,13 @@ class Lock:
 
     def let_go(self) -> None:
         """Let go, and leave the file: whoever comes next cleans up."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = (
+            self._fd,
+            -1,
+        )  # before it is closed: that may fail, or be done in a child meanwhile, and then it is another's
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -214,7 +224,7 @@ def _put_back(target: Path, manifest_name: str, alone: bool) -> list[str]:
                 done.append(f"put {target} back: its replacement was interrupted")
             elif alone and places.is_published(manifest_name):
                 done += _settle(places, manifest_name)
-        except OSError as error:
+        except (OSError, Unreadable) as error:
             done.append(f"could not put {target} back: {error}")
     return done
 
@@ -272,7 +282,7 @@ def joined(target: Path, manifest_name: str = MANIFEST_NAME) -> list[Path]:
     found: list[Path] = []
     for folder in sorted(folders):
         note = folder / _JOINED
-        with suppress(OSError):
+        with suppress(OSError, Unreadable):
             if _is_own(folder, stat.S_ISDIR) and _is_own(note, stat.S_ISREG) and note.lstat().st_size <= _NOTE_NBYTES:
                 transaction = note.read_bytes().decode(errors="replace")
                 if Places(target, transaction).is_published(manifest_name):
@@ -304,7 +314,7 @@ def removed(places: Places, manifest_name: str, why: str = "") -> list[str]:
     try:
         done = [f"{line}{why}" for line in settle(places, manifest_name)]
         places.lock.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, Unreadable) as error:
         return [f"could not clean up {places.staging}: {error}"]
     return done
 

@@ -13,7 +13,7 @@ from typing import Literal
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, StorageError, Unsupported
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.paths import ReadablePath, local_path
-from mcore_rlhf.storage.patience import identity, names_in
+from mcore_rlhf.storage.patience import identity, is_still, names_in
 from mcore_rlhf.storage.store import StorePath
 
 from . import steps
@@ -126,7 +126,7 @@ class Candidates:
 
     def is_still(self, candidate: StepToTry) -> bool:
         """Whether what was to be tried is still there, and no other in its place."""
-        return not candidate.where or identity(Path(candidate.where)) == candidate.seen
+        return not candidate.where or is_still(Path(candidate.where), candidate.seen)
 
     def folder(self, candidate: StepToTry) -> ReadablePath:
         """Where one lies."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError, Unreadable
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import move, new_folder, remove, remove_beneath, write_new
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
@@ -380,13 +380,19 @@ class Transaction:
         """
         patience = 2 * self.timeout  # the coordinator may itself still wait for a dead rank, and then names it
         end = time.monotonic() + patience
-        while not self._places.is_published(MANIFEST):
+        while not self._is_published():
             try:
                 self.store.check()
             except Stopped:
-                if self._places.is_published(MANIFEST):  # the folder was renamed between the two looks
+                if self._is_published():  # the folder was renamed between the two looks
                     return
                 raise
             if time.monotonic() > end:
                 raise Incomplete(f"{self.target}: was not committed within {patience:g} s\nLook at the log of rank 0.")
             time.sleep(0.01)
+
+    def _is_published(self) -> bool:
+        """As far as can be told: what cannot be read is looked at again."""
+        with suppress(Unreadable):
+            return self._places.is_published(MANIFEST)
+        return False

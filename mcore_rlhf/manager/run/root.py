@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,9 +86,10 @@ class RootLock:
 
     def release(self) -> None:
         """Let go. The file stays: removing it would let two others hold one each."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # before it is closed: that may fail, and then the number is another's
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 def _letting_go(lock: RootLock) -> Callable[[], None]:
@@ -116,15 +117,19 @@ def remove_unguarded(root: Path) -> list[str]:
     Returns:
         What was done, one line each.
     """
-    done = []
     small = [path for pattern in _OURS for path in root.glob(pattern)]
-    for found in (sorted([*small, *_stillborn_locks(root)]), sorted(_unguarded_steps(root))):
-        for path in found:
-            try:
-                remove(path)
-                done.append(f"removed {path}: it was left behind")
-            except OSError as error:
-                done.append(f"could not remove {path}: {error}")
+    done = _removed([*small, *_stillborn_locks(root)])
+    return done + _removed(_unguarded_steps(root))  # those of the locks as well
+
+
+def _removed(paths: Iterable[Path]) -> list[str]:
+    done = []
+    for path in sorted(paths):
+        try:
+            remove(path)
+            done.append(f"removed {path}: it was left behind")
+        except OSError as error:
+            done.append(f"could not remove {path}: {error}")
     return done
 
 
@@ -202,7 +207,7 @@ def _caught(action: Callable[[], None]) -> CheckpointError | None:
 
 def _appears(path: Path) -> bool:
     end = time.monotonic() + _PATIENCE_S
-    while not path.exists():
+    while not os.path.exists(path):  # False also where it cannot be looked at
         if time.monotonic() > end:
             return False
         time.sleep(0.05)

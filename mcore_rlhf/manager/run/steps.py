@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable, headline
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
 from mcore_rlhf.storage.paths import ReadablePath, says_nothing, storage_error, walk
@@ -496,4 +496,4 @@ def _iso(seconds: float) -> str:
 
 def _one_line(path: ReadablePath, error: Exception) -> str:
     told = storage_error(error, path, "read") if isinstance(error, OSError) else error
-    return (str(told) or type(told).__name__).splitlines()[0]
+    return headline(str(told)) or type(told).__name__

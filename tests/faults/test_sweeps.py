@@ -1,0 +1,55 @@
+"""One call of the file system after another fails; see :mod:`tests.faults.sweeps`. A sample in ``make test``, all in ``make test-all``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.sweeps import SWEEPS
+
+SAMPLE = {
+    "save behind training, EIO": 13,
+    "save again, EIO": 17,
+    "save and delete, EIO of reads": 41,
+    "load, EIO": 29,
+    "load, EACCES from there on": 37,
+    "prune, EIO from there on": 61,
+    "convert, EIO": 37,
+}
+"""Every so manieth call of each."""
+
+
+def swept(shim: Path, folder: Path, sweep: str, every: int = 1, first: int = 1) -> dict[str, Any]:
+    """What came of it, in a process of its own, whose disk fails."""
+    command = [sys.executable, "-m", "tests.faults.sweeps", sweep, str(folder), f"--every={every}", f"--first={first}"]
+    environment = {**os.environ, "LD_PRELOAD": str(shim)}
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(("sweep", "every"), SAMPLE.items())
+def test_a_sample_of_calls(shim: Path, tmp_path: Path, rng: random.Random, sweep: str, every: int) -> None:
+    found = swept(shim, tmp_path / "sweep", sweep, every, rng.randint(1, every))
+    assert found["faults"] > 2, "nothing failed: is the shim preloaded?"
+    assert not found["wrong"], json.dumps(found, indent=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_every_call(shim: Path, tmp_path: Path, sweep: str) -> None:
+    found = swept(shim, tmp_path / "sweep", sweep)
+    print(sweep, json.dumps(found["outcomes"]))
+    assert found["faults"] > 2, "nothing failed: is the shim preloaded?"
+    assert not found["wrong"], json.dumps(found, indent=1)
