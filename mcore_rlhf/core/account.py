@@ -44,6 +44,7 @@ class Reason(str, Enum):
     UNLISTED = "is not listed by the step's manifest: somebody put it there later"
     OUTDATED = "describes how weights were quantized that are plain now"
     TOO_MANY = "comes after 10,000 other files"
+    TOO_DEEP = "lies 64 folders deep"
     NO_RUN = "a release has no run that goes on"
     OF_ENGINE = "a setting of the other framework's run, of which a new run has its own"
     OF_LAYOUT = "describes the source's own files and ranks, which the target has its own of"

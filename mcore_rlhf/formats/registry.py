@@ -11,7 +11,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.links import enclose
-from mcore_rlhf.storage.paths import ReadablePath, human
+from mcore_rlhf.storage.paths import ReadablePath, files_below, human
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .base import Format
@@ -173,8 +173,7 @@ def _note_beside(source: Source, path: ReadablePath, folder: ReadablePath, optio
     """Where one model of a step was opened, and nobody said that the rest is not wanted."""
     if folder == path or with_role(options, [folder.name]).role is not None:
         return
-    beside = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
-    beside = [name for name in beside if not name.startswith(f"{folder.name}/")]
+    beside = [name for name in files_below(path) if not name.startswith(f"{folder.name}/")]
     if beside:
         listed = ", ".join(beside[:_SHOWN]) + (f", … ({len(beside)} files)" if len(beside) > _SHOWN else "")
         source.notes.add(Fate.LOST, f"what lies beside {folder.name}/, of which alone this is: {listed}")

@@ -28,7 +28,7 @@ from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.installation import to_install
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, files_below
 from mcore_rlhf.storage.publish import LocalPublication, check_space
 from mcore_rlhf.storage.transactions import joined, recover
 from mcore_rlhf.storage.upload import StorePublication
@@ -133,9 +133,9 @@ def _unlisted(source: Subject) -> list[str]:
     """Files beside the models that the step's manifest does not know: somebody put them there after it was committed."""
     if source.manifest is None:
         return []
-    found = (path.relative_to(source.folder) for path in source.folder.rglob("*") if path.is_file())
-    names = [path.as_posix() for path in found if path.parts[0] not in (*source.models, steps.MANIFEST, NOTE)]
-    return sorted(name for name in names if name not in source.manifest.files)
+    known = (*source.models, steps.MANIFEST, NOTE)
+    names = (name for name in files_below(source.folder) if name.partition("/")[0] not in known)
+    return [name for name in names if name not in source.manifest.files]
 
 
 def convert_step(

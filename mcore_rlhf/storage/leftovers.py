@@ -24,6 +24,9 @@ MAX_CARRIED = 64 << 20
 MAX_FILES = 10_000
 """Files that are carried at most: a folder with more is no checkpoint's, but somebody's home."""
 
+_DEEP = 64
+"""Folders in one another, from which on none is entered."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
@@ -98,7 +101,7 @@ def leftovers(folder: ReadablePath, opened: Collection[str]) -> tuple[Leftover, 
     known, found, carried = {*opened, MANIFEST_NAME}, list[Leftover](), 0
     enclose(folder)
     problems = Problems()
-    for path in sorted(_paths(folder, PurePosixPath())):
+    for path in sorted(_paths(folder)):
         if path in known:
             continue
         reason, nbytes = _judged(folder / path, path)
@@ -139,19 +142,23 @@ def reason_of_name(path: str) -> Reason | None:
     return None
 
 
-def _paths(folder: ReadablePath, inner: PurePosixPath) -> Iterator[str]:
-    """All files below, and folders that are not entered: links, version control, those that cannot be listed."""
-    try:
-        listed = list((folder / inner).iterdir())
-    except OSError:
-        yield str(inner)
-        return
-    for child in listed:
-        path = inner / child.name
-        if child.name not in _FOREIGN_FOLDERS and child.is_dir() and not child.is_symlink():
-            yield from _paths(folder, path)
-        else:
-            yield str(path)
+def _paths(folder: ReadablePath) -> Iterator[str]:
+    """All files below, and folders that are not entered: links, version control, those that cannot be listed, those deep down."""
+    waiting = [PurePosixPath()]
+    while waiting:
+        inner = waiting.pop()
+        try:
+            listed = list((folder / inner).iterdir()) if len(inner.parts) < _DEEP else None
+        except OSError:
+            listed = None
+        if listed is None:
+            yield str(inner)
+        for child in listed or ():
+            path = inner / child.name
+            if child.name not in _FOREIGN_FOLDERS and child.is_dir() and not child.is_symlink():
+                waiting.append(path)
+            else:
+                yield str(path)
 
 
 def _judged(file: ReadablePath, path: str) -> tuple[Reason | None, int]:
@@ -162,7 +169,7 @@ def _judged(file: ReadablePath, path: str) -> tuple[Reason | None, int]:
     except OSError:
         return Reason.UNREADABLE, 0
     if file.is_dir():
-        return _of_folder(file), 0
+        return _of_folder(file, path), 0
     if not file.is_file():
         return Reason.NOT_REGULAR, 0
     reason = reason_of_name(path) or (Reason.TOO_LARGE if nbytes > MAX_CARRIED else None)
@@ -171,11 +178,13 @@ def _judged(file: ReadablePath, path: str) -> tuple[Reason | None, int]:
     return reason, nbytes
 
 
-def _of_folder(path: ReadablePath) -> Reason:
+def _of_folder(path: ReadablePath, inner: str) -> Reason:
     """Why a folder was not entered."""
     if path.name in _FOREIGN_FOLDERS:
         return Reason.VERSION_CONTROL
-    return Reason.LINKED_FOLDER if path.is_symlink() else Reason.UNREADABLE
+    if path.is_symlink():
+        return Reason.LINKED_FOLDER
+    return Reason.TOO_DEEP if inner.count("/") + 1 >= _DEEP else Reason.UNREADABLE
 
 
 def _is_plain(path: str) -> bool:

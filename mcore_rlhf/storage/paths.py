@@ -191,16 +191,26 @@ def real_path(path: _Path) -> _Path:
 
 
 def walk(folder: _Path) -> Iterator[tuple[_Path, list[str]]]:
-    """Every folder from one down, itself first, with the names of its files; links to folders are not entered."""
-    if isinstance(folder, Path):
-        for parent, folders, files in os.walk(folder):
-            folders.sort()
-            yield type(folder)(parent), sorted(files)
-        return
-    below = [child for child in sorted(folder.iterdir()) if child.is_dir()]
-    yield folder, sorted({child.name for child in folder.iterdir()} - {child.name for child in below})
-    for child in below:
-        yield from walk(child)
+    """Every folder from one down, itself first, with the names of its files; links to folders are not entered, nor what cannot be listed.
+
+    However deep: ``os.walk`` and ``rglob`` call themselves for every level, and end in RecursionError after some hundred.
+    """
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        try:
+            children = sorted(here.iterdir())
+        except OSError:
+            continue
+        folders = {child.name: child for child in children if child.is_dir()}
+        yield here, [child.name for child in children if child.name not in folders]
+        waiting += [child for child in reversed(folders.values()) if not child.is_symlink()]
+
+
+def files_below(folder: ReadablePath) -> list[str]:
+    """The paths of all files below a folder, relative to it, with ``/``, in order."""
+    found = (parent / name for parent, names in walk(folder) for name in names)
+    return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
