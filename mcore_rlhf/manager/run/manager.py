@@ -19,7 +19,7 @@ from .candidates import Resume
 from .load import Resumer
 from .mirror import PATIENCE_S, Mirroring
 from .mirror_hosts import Helper
-from .options import ManagerOptions, Mirror, Reporter
+from .options import LOG, ManagerOptions, Mirror, Reporter
 from .policies import AnyOf, BeforeDeadline, Deadline, OnSignal, SaveClock, SavePolicy, SignalFlag
 from .retention import clean_up, left_behind, remember
 from .root import RootLock, open_root, remove_unguarded
@@ -109,6 +109,8 @@ class CheckpointManager:
         if self.world.commits:
             self._lock = RootLock(self.root)
             self._saver.hold = self._lock.hold
+            if self._lock.doubt:
+                LOG.warning("rank=%d: %s", self.world.rank, self._lock.doubt)
             unguarded = (
                 [] if self.world.is_one_of_several else remove_unguarded(self.root)
             )  # another world's may be alive

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage import reading
@@ -25,6 +26,7 @@ LOCK = ".mcore_rlhf.lock"
 _PROBE = ".probe-"
 _OURS = (f"{_PROBE}*", ".*.tmp-*")
 """Small files that are there for a moment only: probes, and text that is about to be renamed."""
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 _PATIENCE_S = 10.0
 """A network file system may show a new file to other hosts only after a while."""
 
@@ -32,8 +34,14 @@ _PATIENCE_S = 10.0
 class RootLock:
     """Says that a run writes into a root; let go when the process dies, in whatever way.
 
+    Where the file system has no locks, what the file says is all there is. A run that is known to live keeps others out. One of
+    another host may have died: the next run takes the root, says so, and the first one stops at its next save, if it lives.
+
     Args:
         root: The folder of all steps.
+
+    Attributes:
+        doubt: What is not known; empty where the file system has locks.
 
     Raises:
         StorageError: Another run has it.
@@ -41,7 +49,7 @@ class RootLock:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._fd = -1
+        self._fd, self._about, self.doubt = -1, b"", ""
         self._take()
         os.register_at_fork(after_in_child=_letting_go(self))
 
@@ -54,16 +62,16 @@ class RootLock:
         path = self._root / LOCK
         with suppress(FileNotFoundError):
             if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
-                return
+                return self._refuse_who_came_later()
         self.release()
         try:
             make_folder(self._root)
         except OSError as error:
             raise storage_error(error, self._root, "create") from error
-        self._take()
+        return self._take()
 
     def _take(self) -> None:
-        root, path = self._root, self._root / LOCK
+        path = self._root / LOCK
         try:
             self._fd = open_to_lock(path)
         except OSError as error:
@@ -72,22 +80,47 @@ class RootLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = _owner(self._fd)
-            self.release()
-            raise StorageError(
-                f"{root}: another run saves here: {owner}\n"
-                "Give this run another output_dir or experiment_name, or end the other one."
-            ) from None
-        except OSError:
-            pass  # no locks on this file system
+            self._refuse(_owner(self._fd))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                self.release()
+                raise storage_error(error, path, "lock") from error
+            self._look_around()
+        self._about = _about_me()
         with suppress(OSError):  # on a full disk it does not say who it is, and still holds
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, _about_me(), 0)
+            os.pwrite(self._fd, self._about, 0)
+
+    def _refuse(self, owner: str) -> NoReturn:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        raise StorageError(
+            f"{self._root}: another run saves here: {owner}\n"
+            "Give this run another output_dir or experiment_name, or end the other one."
+        )
+
+    def _look_around(self) -> None:
+        """Without locks: refuse a run that is known to live, and say what cannot be known."""
+        owner, alive = _owner(self._fd), _lives(self._fd)
+        if alive:
+            self._refuse(owner)
+        self.doubt = (
+            f"{self._root}: this file system has no locks (flock), so nothing keeps two runs apart that save here"
+        )
+        if alive is None:
+            self.doubt += f"; {owner} did, and nobody knows whether it still lives: it stops at its next save now"
+
+    def _refuse_who_came_later(self) -> None:
+        if self.doubt and self._about and (found := _content(self._root / LOCK)) and found != self._about:
+            self._refuse(_named(found))
 
     def release(self) -> None:
         """Let go. The file stays: removing it would let two others hold one each."""
         fd, self._fd = self._fd, -1  # before it is closed: that may fail, and then the number is another's
         if fd >= 0:
+            with suppress(OSError):
+                if self.doubt and _content(self._root / LOCK) == self._about:
+                    os.ftruncate(fd, 0)
             with suppress(OSError):
                 os.close(fd)
 
@@ -105,7 +138,28 @@ def _letting_go(lock: RootLock) -> Callable[[], None]:
 
 def _about_me() -> bytes:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode()
+    pid = os.getpid()
+    return json.dumps({"host": socket.gethostname(), "pid": pid, "since": now, "started": _started(pid)}).encode()
+
+
+def _started(pid: int) -> int | None:
+    """When a process of this host began, in ticks since the machine did; None where there is none, or nobody can say."""
+    with suppress(
+        OSError, ValueError, IndexError
+    ):  # ``man 5 proc_pid_stat``: the 22nd field; the second may have spaces in it
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return None
+
+
+def _lives(fd: int) -> bool | None:
+    """Whether the run that a lock file names lives; None where nobody can say, since it is another host's."""
+    about = _parsed(_read_all(fd))
+    if not about:
+        return False
+    if about["host"] != socket.gethostname():
+        return None
+    started = _started(about["pid"])
+    return started is not None and started == about.get("started", started)
 
 
 def remove_unguarded(root: Path) -> list[str]:
@@ -140,11 +194,38 @@ def _unguarded_steps(root: Path) -> list[Path]:
 
 
 def _owner(fd: int) -> str:
+    return _named(_read_all(fd))
+
+
+def _named(content: bytes) -> str:
+    about = _parsed(content)
+    return (
+        f"process {about['pid']} on {about['host']}, since {about.get('since')}"
+        if about
+        else "a process that did not say who it is"
+    )
+
+
+def _read_all(fd: int) -> bytes:
     try:
-        about = json.loads(os.pread(fd, 4096, 0))
-        return f"process {about['pid']} on {about['host']}, since {about['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "a process that did not say who it is"
+        return os.pread(fd, 4096, 0)
+    except OSError:
+        return b""
+
+
+def _content(path: Path) -> bytes:
+    """Opened anew: some network file systems show only then what another host has written."""
+    with suppress(OSError):
+        return reading.read_bytes(path, reading.MAX_LINE)
+    return b""
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    """What a lock file says of a process; nothing where it says none."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        about = json.loads(content)
+        return {**about, "pid": int(about["pid"]), "host": str(about["host"])}
+    return {}
 
 
 def _stillborn_locks(root: Path) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -80,6 +82,72 @@ def test_two_runs_on_one_root(tmp_path: Path) -> None:
         assert "output_dir" in str(refused.value)
         first.save(1)
     assert loaded(tmp_path) == (1, 0.0)
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without ``flock``."""
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_two_runs_on_one_root_without_locks_on_one_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path, model(), options=QUIET) as first:
+        assert "this file system has no locks" in caplog.text
+        with pytest.raises(StorageError, match=f"another run saves here: process {os.getpid()} on"):
+            CheckpointManager(tmp_path, model(), options=QUIET)
+        first.save(1)
+    assert (tmp_path / LOCK).read_bytes() == b""  # it has ended, and whoever comes next need not wonder
+    caplog.clear()
+    assert loaded(tmp_path) == (1, 0.0)
+    assert "nobody knows" not in caplog.text
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("told", [{"pid": 2**22 + 1}, {"started": 1}], ids=["ended", "the number is another's now"])
+def test_a_dead_run_without_locks_keeps_nobody_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, told: dict[str, int]
+) -> None:
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "since": "yesterday", **told}
+    (tmp_path / LOCK).write_text(json.dumps(about))
+    saved(tmp_path, 1)
+    assert "nobody knows" not in caplog.text
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_two_runs_on_one_root_without_locks_on_two_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The later one cannot know that the first lives, and says so; the first one stops, and breaks nothing."""
+    first = CheckpointManager(tmp_path, model(1.0), options=QUIET)
+    first.save(1)
+    with monkeypatch.context() as there:
+        there.setattr(socket, "gethostname", lambda: "another-host")
+        later = CheckpointManager(tmp_path, model(2.0), options=QUIET)
+    assert f"process {os.getpid()} on {socket.gethostname()}, since" in caplog.text
+    assert "nobody knows whether it still lives" in caplog.text
+    with pytest.raises(StorageError, match=r"another run saves here: process .* on another-host"):
+        first.save(2)
+    first.close()
+    later.load()
+    later.save(2)
+    later.close()
+    assert loaded(tmp_path) == (2, 1.0)
+
+
+def test_a_lock_that_the_disk_fails_at_is_not_one_that_it_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, how: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(StorageError, match="cannot lock: Input/output error"):
+        RootLock(tmp_path)
 
 
 def test_one_run_writes_while_another_only_reads(tmp_path: Path) -> None:
