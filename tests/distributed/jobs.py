@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,6 +92,44 @@ def fail_in_the_background(root: Path, victim: int, number: int, after: int) -> 
     assert is_seed(values_of(root, which=1), 1, 1)
     assert is_seed(values_of(root), 3, 3)
     return told
+
+
+def hang(root: Path, victim: int, call: str) -> tuple[list[tuple[str, str]], list[float]]:
+    """A rank's disk hangs while a step is saved, and through the next save; then it answers again.
+
+    Returns:
+        What each save raised, and how long it took.
+    """
+    live, answers, told, took = engine(seed=1), threading.Event(), list[tuple[str, str]](), list[float]()
+    real = getattr(os, call)
+
+    def hanging(path: Any, *args: Any, **options: Any) -> Any:
+        where = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
+        if where.startswith(str(root)):
+            answers.wait(60)
+        return real(path, *args, **options)
+
+    def timed(step: int) -> None:
+        began = time.monotonic()
+        told.append(outcome(lambda: manager.save(step, blocking=True)))
+        took.append(time.monotonic() - began)
+
+    with CheckpointManager(root, live, options=options(timeout=2.0)) as manager:
+        manager.save(1, blocking=True)
+        live.reset(2)
+        setattr(os, call, hanging if dist.get_rank() == victim else real)
+        try:
+            timed(2)
+            timed(3)
+        finally:
+            answers.set()
+            setattr(os, call, real)
+        time.sleep(1)
+        live.reset(4)
+        timed(4)
+    assert is_seed(values_of(root, which=1), 1, 1)
+    assert is_seed(values_of(root), 4, 4)
+    return told, took
 
 
 def fail_until_close(root: Path, at: str) -> tuple[str, str]:

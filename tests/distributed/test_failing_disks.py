@@ -33,6 +33,23 @@ def test_in_the_background(pool: WorkerPool, tmp_path: Path, victim: int, number
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.parametrize(("victim", "call", "limit"), [(1, "pwrite", 5.0), (0, "pwrite", 7.0), (0, "mkdir", 2.0)])
+def test_a_disk_that_hangs(pool: WorkerPool, tmp_path: Path, victim: int, call: str, limit: float) -> None:
+    """The ranks do not lose each other over it: all hear of it in time, and when the disk answers, the next save is well.
+
+    The time-out is 2 s. Behind training the rank that commits is waited for twice as long, since it may wait itself; before it, half.
+    """
+    for (first, second, third), took in pool.run(jobs.hang, tmp_path, victim, call, world_size=2, timeout=90):
+        assert first[0] in ("Incomplete", "StorageError"), first
+        assert second[0] == "StorageError", second
+        assert "has not ended: the file system may hang" in second[1] or "has not answered" in second[1]
+        assert f"rank {victim} on " in second[1]
+        assert max(took) < limit, took
+        assert third == ("", ""), third
+    assert hidden(tmp_path) == []
+    assert [step.step for step in steps.committed(tmp_path)] == [1, 4]
+
+
 @pytest.mark.parametrize("at", ["save", "wait", "close", "load"])
 def test_the_next_call_raises(pool: WorkerPool, tmp_path: Path, at: str) -> None:
     for kind, text in pool.run(jobs.fail_until_close, tmp_path, at, world_size=2, timeout=60):

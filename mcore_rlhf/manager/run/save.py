@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from mcore_rlhf.storage.publish import replace_text
 
 from ..rlhf.carried import Carried
 from . import retention, steps
+from .background import Background
 from .commit import RankPart, Stopped, Transaction, new_transaction, refuse_untaken, why_it_vanished
 from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
@@ -26,6 +26,10 @@ from .snapshot import DATA_FILE, Components, HostStaging, Snapshot, accounted, a
 from .steps import RNG_FILE, TRACKER
 from .world import World, raisable
 from .write import RankWriter
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+_NOTICE_S = 1.0
+"""How long a rank may take to notice that another one has failed, where all that it does is wait."""
 
 
 @dataclass(slots=True)
@@ -58,8 +62,10 @@ class Saver:
     _last: int = -1
     _staging: HostStaging = field(default_factory=HostStaging)
     _background: Background = field(init=False)
+    _asking: Background = field(init=False)
 
     def __post_init__(self) -> None:
+        self._asking = Background(f"an answer from {self.root}")
         self._background = Background(f"the save into {self.root}")
 
     def save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
@@ -71,7 +77,7 @@ class Saver:
         opened = self._prepared(step, transaction)
         copied_at = time.monotonic()
         try:
-            self.world.on_all_ranks(f"saving step {step}", partial(self._open, opened, step))
+            self.world.on_all_ranks(f"saving step {step}", partial(self._in_time, partial(self._open, opened, step)))
             snapshot = self.world.on_all_ranks(f"saving step {step}", partial(self._snapshot, opened, blocking))
             accounted(snapshot, self.world)
         except BaseException as error:
@@ -97,25 +103,66 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the last save; its error is raised on all ranks: the cause, rather than that somebody else failed."""
-        error = self._background.join()
-        causes = [found for found in self._errors_of_all(error) if found is not None]
-        if not causes:
-            return
-        if error is not None and not isinstance(error, Stopped):
-            raise error
-        _, kind, text = min(causes, key=lambda cause: cause[0])
-        raise kind(text) from error
+        error, lost = self._ended_everywhere()
+        if lost is not None and error is None:
+            raise lost
+        causes = [] if lost is not None else self.world.all_gather(_told(error))
+        found = [cause for cause in causes if cause is not None]
+        if error is not None and (lost is not None or not isinstance(error, Stopped)):
+            raise error from lost
+        if found:
+            _, kind, text = min(found, key=lambda cause: cause[0])
+            raise kind(text) from error
 
-    def _errors_of_all(self, error: BaseException | None) -> list[tuple[bool, type[CheckpointError], str] | None]:
-        """Every rank's: whether it is that another one failed, its class and its text."""
-        mine = None if error is None else (isinstance(error, Stopped), *raisable(error))
+    def _ended_everywhere(self) -> tuple[BaseException | None, Incomplete | None]:
+        """Wait until the last save has ended on all ranks; or, where it has failed on one, for a while.
+
+        A rank whose disk hangs can still say so. Were it waited for, the ranks would lose each other, and every later save with it.
+
+        Returns:
+            What this rank's part raised, or that it hangs; and what is to be said where another rank is not there.
+        """
+        if self.world.group is None:
+            return self._background.join(), None
         try:
-            self.world.barrier("the end of the save", patience=3)  # another rank may still wait for a dead one
-            return self.world.all_gather(mine)
+            self.world.barrier("the end of the save", patience=3)
+            self._poll()
         except Incomplete as lost:
-            if error is None:
-                raise
-            raise error from lost  # says more than that a rank is not there
+            self._background.ended_within(
+                3 * self.world.timeout
+            )  # it may still wait for the one that is lost, and name it
+            return self._outcome(), lost
+        return self._outcome(), None
+
+    def _outcome(self) -> BaseException | None:
+        if self._background.ended_within(0):
+            return self._background.join()
+        self._background.given_up = True
+        return StorageError(
+            f"{self.world.name}: its part of the save into {self.root} has not ended: the file system may hang\n"
+            "That step is not committed; older ones are untouched. It is saved again when that part has ended."
+        )
+
+    def _poll(self) -> None:
+        """Ask each other how far it is; the answers of all decide, so that all stop at once."""
+        pause, failed_at = _FIRST_POLL_S, math.inf
+        while True:
+            ended, now = self._background.ended_within(pause), time.monotonic()
+            error = self._background.error if ended else None
+            waited = self._background.given_up or isinstance(error, Incomplete)  # a time-out has passed already
+            flags = [
+                not ended,
+                error is not None,
+                waited,
+                now - failed_at > self.world.timeout,
+                now - failed_at > _NOTICE_S,
+            ]
+            running, failed, waited, late, noticed = self.world.any_rank(flags)
+            if not running or late or (waited and noticed):
+                return
+            if (failed or waited) and failed_at == math.inf:
+                failed_at = now
+            pause = min(2 * pause, _LONGEST_POLL_S)
 
     def end_alone(self) -> None:
         """Wait for this rank's part of the last save, without the other ranks: they may not come."""
@@ -130,6 +177,7 @@ class Saver:
     def close(self) -> None:
         """Give the memory back; what is not in the mirror is the next start's."""
         self._background.close()
+        self._asking.close()
         if self.mirror is not None:
             self.mirror.close()
         self._staging.free()
@@ -165,6 +213,30 @@ class Saver:
             self._make_way(prepared)
             for line in prepared.open(steps.is_replaceable):
                 self.reporter.say("clean", step, line)
+            if self._asking.given_up:  # nobody waits for it any more
+                prepared.abort()
+
+    def _in_time(self, ask: Callable[[], None]) -> None:
+        """Ask the file system before a save; where it hangs, this rank would be missed by the others, and lost to them.
+
+        Raises:
+            StorageError: It does not answer.
+        """
+        if self.world.group is None:
+            return ask()
+        limit = self.world.timeout / 2
+        if self._asking.ended_within(0):
+            self._asking.join()
+            self._asking.start(ask)
+            if self._asking.ended_within(limit):
+                if (error := self._asking.join()) is not None:
+                    raise error
+                return None
+        self._asking.given_up = True
+        raise StorageError(
+            f"{self.root}: the file system has not answered {self.world.name} within {limit:g} s\n"
+            "The step is not saved; older ones are untouched. It is tried again at the next save."
+        )
 
     def _make_way(self, prepared: Transaction) -> None:
         """What lies where the step goes, and is none of ours, would end the run: it is renamed, and nothing is lost."""
@@ -180,7 +252,7 @@ class Saver:
 
     def _snapshot(self, opened: Transaction, blocking: bool) -> Snapshot:
         """A blocking save needs no copy: nothing runs while it is written."""
-        self._see(opened)
+        self._in_time(partial(self._see, opened))
         snapshot = described(self.parts, self.world, opened.step)
         return snapshot if blocking else aside(snapshot, self._staging)
 
@@ -372,60 +444,6 @@ class SaveJob:
             LOG.warning("rank=%d step=%d: after the commit: %s", rank, step, error, exc_info=unforeseen)
 
 
-class Background:
-    """Runs one job at a time on a thread of its own.
-
-    Args:
-        name: What the jobs are, for messages: ``saving into …``.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._guard = partial(_at_exit, self)
-        atexit.register(self._guard)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Run a job; the one before must have been waited for."""
-        assert self._thread is None, "wait for the last job first"
-
-        def run() -> None:
-            try:
-                job()
-            except BaseException as error:  # raised by the next call, on the caller's thread
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="mcore_rlhf save", daemon=True)
-        self._thread.start()
-
-    def join(self) -> BaseException | None:
-        """Wait for the job.
-
-        Returns:
-            What it raised, once; None where it is well, or there was none.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
-
-    def close(self) -> None:
-        """Nothing will be started any more."""
-        atexit.unregister(self._guard)
-
-
-def _at_exit(background: Background) -> None:
-    """The process ends without ``close``: the last save is finished all the same."""
-    if background._thread is None:
-        return
-    LOG.warning("the process ends without CheckpointManager.close(): waiting for %s", background.name)
-    error = background.join()
-    if error is not None:
-        LOG.error("%s failed: %s", background.name, error)
+def _told(error: BaseException | None) -> tuple[bool, type[CheckpointError], str] | None:
+    """What other ranks hear: whether it is only that another one failed, the class and the text."""
+    return None if error is None else (isinstance(error, Stopped), *raisable(error))
