@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -26,7 +26,7 @@ from ..installation import to_install
 from .fetched import FetchingStore
 from .manifest import PREFIX, Manifest
 from .publish import MANIFEST_NAME
-from .settings import SCHEMES, SETTINGS, StoreSettings, stores_with
+from .settings import SCHEMES, SETTINGS, StoreSettings, redacted, stores_with
 from .store import Store, StorePath
 
 if TYPE_CHECKING:
@@ -355,6 +355,7 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
     Raises:
         UsageError: obstore is not installed, or it knows no such setting.
     """
+    url = redacted(url)  # who is asked for is not what a bucket is called, and keys have options of their own
     parts = urlsplit(url)
     if not parts.netloc:
         raise UsageError(f"{url}: names no bucket\nA URL is {parts.scheme}://BUCKET/PATH.")
@@ -373,8 +374,17 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
         client = _client(
             stores.from_url, top, frozenset(settings.items()), patience, frozenset(os.environ.items()), os.getpid()
         )
-    except (refused.BaseError, ValueError, TypeError) as error:
-        raise UsageError(f"{url}: obstore cannot open such a store: {said(error)}") from error
+    except BaseException as error:  # a panic of Rust's is no Exception
+        if (
+            not isinstance(error, refused.BaseError | ValueError | TypeError)
+            and type(error).__name__ != "PanicException"
+        ):
+            raise
+        names = ", ".join(sorted(settings))
+        raise UsageError(
+            f"{url}: obstore cannot open such a store: {said(error)}\n--store-option gave: {names or 'nothing'}. Its names are those "
+            f"of obstore's configuration of the store, and of its requests: {', '.join(sorted(_OF_REQUESTS))}."
+        ) from error
     key = parts.path.strip("/")
     return StorePath(ObjectStore(top, client, key), PurePosixPath(key))
 
@@ -389,9 +399,30 @@ def _client(
     obstore's, which is imported where a URL is opened.
     """
     retries: Any = {} if patience is None else {"retry_config": {"retry_timeout": timedelta(seconds=patience)}}
-    options = {"allow_http": _is_plain_http(top.partition(":")[0], dict(settings)), "timeout": "5m"}
-    client: Client = from_url(top, config=dict(settings), client_options=options, **retries)
+    named = dict(settings)
+    options: dict[str, Any] = {"allow_http": _is_plain_http(top.partition(":")[0], named), "timeout": "5m"}
+    for name in _OF_REQUESTS & named.keys():
+        options[name] = _OF_REQUESTS_READ[name](named.pop(name)) if name in _OF_REQUESTS_READ else named.pop(name)
+    client: Client = from_url(top, config=named, client_options=options, **retries)
     return client
+
+
+def _yes(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError(f"should be true or false, found {text!r}")
+    return text.lower() in ("true", "1")
+
+
+def _duration(text: str) -> str:
+    """``30`` is 30 seconds."""
+    return f"{text}s" if text.isdecimal() else text
+
+
+_OF_REQUESTS_READ: Mapping[str, Callable[[str], Any]] = {
+    "allow_http": _yes, "allow_invalid_certificates": _yes, "timeout": _duration, "connect_timeout": _duration,
+}  # fmt: skip
+_OF_REQUESTS = frozenset({*_OF_REQUESTS_READ, "proxy_url", "user_agent"})
+"""Settings that are about requests, and not about the store. Source: obstore 0.12.1, ``store/_client.pyi`` (``ClientConfig``)."""
 
 
 def _is_plain_http(scheme: str, settings: Mapping[str, str]) -> bool:
@@ -421,7 +452,7 @@ _ANSWER = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL
 
 def said(error: BaseException | None) -> str:
     """What the store said, without its XML, and without where in Rust that arrived."""
-    text = str(error).strip().partition("Debug source")[0].strip()
+    text = redacted(str(error)).strip().partition("Debug source")[0].strip()
     if _lacks_credentials(error):
         return "No credentials: the environment names none, and this machine has no role that would give them."
     answer = _ANSWER.search(text)

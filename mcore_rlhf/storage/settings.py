@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,11 +31,22 @@ class StoreSettings:
         patience: Seconds for which a request that fails is tried again; None for three minutes.
     """
 
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict, repr=False)  # keys and tokens may be among them
     connections: int = 16
     staging: Path | None = None
     plain: bool = False
     patience: float | None = None
+
+
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+_SIGNED = re.compile(
+    r"(?i)\b((?:x-amz-(?:signature|security-token|credential)|x-goog-signature|sig|token|password|secret)=)[^&\s\"']+"
+)
+
+
+def redacted(text: str) -> str:
+    """A text with URLs in it, without the passwords, signatures and tokens of those: for messages, logs and reports."""
+    return _SIGNED.sub(r"\1…", _USER_INFO.sub("", text))
 
 
 SETTINGS: ContextVar[StoreSettings] = ContextVar("SETTINGS", default=StoreSettings())  # noqa: B039 # it is frozen
