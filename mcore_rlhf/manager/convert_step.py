@@ -314,8 +314,9 @@ def published_folder(source: Subject, target: ReadablePath) -> ReadablePath:
 def _track(job: StepJob, target: ReadablePath, options: ConvertOptions) -> None:
     """Say where a step was published; let a root's tracker name it, where it has no newer one."""
     step, job.published = job.source.step or 0, published_folder(job.source, target)
-    newest = steps.newest(job.published.parent)
-    if job.published.parent == target and (newest is None or newest.step <= step):
+    beside = [found for found in steps.listed(job.published.parent) if not steps.is_hidden(found.path)]
+    newer = any(found.step > step and (found.resumable or found.undecided) for found in beside)
+    if job.published.parent == target and not newer:
         write_text(target / TRACKER, str(step), fsync=options.fsync)
 
 

@@ -385,7 +385,8 @@ def _looked_at(number: int, path: ReadablePath) -> Step:
         return _hidden(number, path) if is_hidden(path) else _visible(number, path)
     except Exception as error:  # whatever is wrong with one folder may not hide the others
         state: State = "unreadable" if says_nothing(error) else "damaged"
-        return Step(number, path, state, size_of(path), why=_one_line(path, error), quarantined=_noted(path))
+        nbytes = size_of(path) if isinstance(path, Path) else 0
+        return Step(number, path, state, nbytes, why=_one_line(path, error), quarantined=_noted(path))
 
 
 def _noted(path: ReadablePath) -> str:
