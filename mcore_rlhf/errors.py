@@ -21,6 +21,7 @@ checks many things gathers a :class:`Problems` and raises once.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -202,6 +203,24 @@ def clean(text: str) -> str:
     text = printable(_FRAMES.sub("", text[: 50 * _MAX_TEXT]))
     text = "\n".join(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}… (cut)" for line in text.split("\n"))
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… (cut)"
+
+
+def log_of(name: str) -> logging.Logger:
+    """A logger of this package: its records name files, metrics and notes of other people, and none commands a terminal.
+
+    Args:
+        name: ``mcore_rlhf`` and what follows.
+    """
+    found = logging.getLogger(name)
+    found.addFilter(_made_printable)
+    return found
+
+
+def _made_printable(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    if record.exc_info:
+        record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
+    return True
 
 
 def _written_out(match: re.Match[str]) -> str:

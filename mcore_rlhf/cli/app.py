@@ -242,8 +242,10 @@ def demo(folder: Path | None) -> None:
     """Train GRPO on real Megatron on the CPU, kill it in the middle of a save, resume and reshape, and show the proof."""
     from mcore_rlhf.demo.command import run_demo, table
 
-    report = run_demo(folder, lambda line: click.echo(line, err=True))
-    click.echo("\n".join(table(report)))
+    from .output import say
+
+    report = run_demo(folder, lambda line: say(line, err=True))
+    say("\n".join(table(report)))
     if not report.passed:
         raise click.exceptions.Exit(1)
 

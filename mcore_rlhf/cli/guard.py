@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from mcore_rlhf import __version__
-from mcore_rlhf.errors import CheckpointError, StorageError, clean
+from mcore_rlhf.errors import UNPRINTABLE, CheckpointError, StorageError, clean, printable
 
 JSON, DEBUG, PROGRESS = "mcore_rlhf.json", "mcore_rlhf.debug", "mcore_rlhf.progress"
 """Keys of a context's ``meta``: whether ``--json`` and ``--debug`` were given, and what ``--progress`` says."""
@@ -77,11 +77,20 @@ def guarded(ctx: click.Context) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         _interrupted(stop)
     except Exception as error:
+        if isinstance(error, click.ClickException) and UNPRINTABLE.search(error.format_message()):
+            raise _usage(error) from None
         if isinstance(error, click.Abort | click.ClickException | click.exceptions.Exit):
             raise  # click's own: usage errors, and commands that are done
         if debug:
             _print_traceback()
         _fail(ctx, error)
+
+
+def _usage(error: click.ClickException) -> click.ClickException:
+    """An error of click's that shows what was typed, as something that can be read: names of a stranger's files are typed by ``*``."""
+    found = click.UsageError(printable(error.format_message()), getattr(error, "ctx", None))
+    found.exit_code = error.exit_code
+    return found
 
 
 def _fail(ctx: click.Context, error: Exception) -> NoReturn:
@@ -132,7 +141,7 @@ def _explain_os_error(error: OSError) -> str:
 def _print_traceback() -> None:
     import traceback
 
-    traceback.print_exc()
+    click.echo(printable(traceback.format_exc()), err=True)
 
 
 def _leave_pipe() -> NoReturn:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-import click
-
 from mcore_rlhf.errors import UsageError
 
-from .output import Column, emit_json, print_table
+from .output import Column, emit_json, print_table, say
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -47,7 +45,7 @@ def show(name: str) -> None:
     known = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
     if name not in known:
         raise UsageError(f"configs: there is no {name!r}; there are: {', '.join(known)}")
-    click.echo(known[name].read_text(encoding="utf-8"), nl=False)
+    say(known[name].read_text(encoding="utf-8"), nl=False)
 
 
 def _kind(path: Path) -> str:

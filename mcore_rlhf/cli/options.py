@@ -120,6 +120,8 @@ def install_completion(ctx: click.Context, param: click.Parameter, shell: str | 
     """
     if shell is None or ctx.resilient_parsing:
         return
+    from .output import say
+
     name = Path(os.environ.get("SHELL", "")).name if shell == "auto" else shell
     maker = get_completion_class(name)
     if name not in _PLACES or maker is None:
@@ -131,7 +133,7 @@ def install_completion(ctx: click.Context, param: click.Parameter, shell: str | 
         replace_text(place, text)
     except OSError as error:
         raise storage_error(error, place, "write") from error
-    click.echo(f"{place} is written. {_THEN[name]}")
+    say(f"{place} is written. {_THEN[name]}")
     ctx.exit()
 
 

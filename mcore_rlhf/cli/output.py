@@ -40,9 +40,15 @@ def plain(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
-def say(text: str = "") -> None:
-    """Print for people; texts come out of files as well, and none may command the terminal."""
-    click.echo(printable(text))
+def say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print for people; texts come out of files as well, and none may command the terminal.
+
+    Args:
+        text: It; ends of lines are its own.
+        err: Whether it goes to standard error.
+        nl: Whether a line ends with it.
+    """
+    click.echo(printable(text), err=err, nl=nl)
 
 
 @dataclass(frozen=True, slots=True)

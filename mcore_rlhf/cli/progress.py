@@ -68,7 +68,7 @@ class _Reporter(Progress):
         with self._lock:
             self._number += 1
             numbered = f" (stage {self._number} of {max(self._number, self.stages)})" if self.stages > 1 else ""
-            self._text, self._total, self._done = f"{text}{numbered}", total_bytes, 0
+            self._text, self._total, self._done = printable(f"{text}{numbered}"), total_bytes, 0
             self._began = self._shown = time.monotonic()
         self._begin_stage()
 

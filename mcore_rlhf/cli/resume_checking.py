@@ -164,7 +164,7 @@ def run(template: Template, folder: Path | None, options: CheckOptions, keep: bo
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    say(line, err=True)
 
 
 def _clear(place: Path, everything: bool) -> None:
@@ -209,7 +209,7 @@ def break_copy(source: Path, target: Path, stubs: tuple[str, ...]) -> None:
     if not committed:
         raise UsageError(f"{source}: has committed no step yet")
     broken = make_control(source, target, committed[-1].step, stubs)
-    click.echo(f"{target}: a copy of {source} with step {committed[-1].step} alone, and broken: {broken}")
+    say(f"{target}: a copy of {source} with step {committed[-1].step} alone, and broken: {broken}")
 
 
 def print_commands(template: Template, folder: Path, options: CheckOptions) -> None:

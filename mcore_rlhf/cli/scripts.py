@@ -12,13 +12,16 @@ import argparse
 import fcntl
 import hashlib
 import os
-import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from mcore_rlhf.errors import CheckpointError, clean
+from mcore_rlhf.cli.guard import explain
+from mcore_rlhf.cli.output import say
+from mcore_rlhf.errors import CheckpointError, printable
 from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove
 from mcore_rlhf.storage.manifest import JOB, Manifest
 from mcore_rlhf.storage.publish import MANIFEST_NAME
@@ -126,13 +129,20 @@ EXIT_CODES = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what was typed as something that can be read; names of a stranger's files are typed by ``*``."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(printable(message), file)
+
+
 def command_line(doc: str | None) -> argparse.ArgumentParser:
     """The beginning of a script's command line.
 
     Args:
         doc: The script's docstring, whose first line says what it is for.
     """
-    return argparse.ArgumentParser(description=(doc or "").partition("\n")[0], epilog=EXIT_CODES, allow_abbrev=False)
+    return _Parser(description=(doc or "").partition("\n")[0], epilog=EXIT_CODES, allow_abbrev=False)
 
 
 def once_in_a_job(
@@ -148,7 +158,7 @@ def once_in_a_job(
     """
     if not once(targets, sources, repr(sorted(vars(args).items(), key=lambda item: item[0])), work):
         for target in targets:
-            print(f"written by another process of this job: {target}")
+            say(f"written by another process of this job: {target}")
 
 
 def exit_code_of(work: Callable[[], None], interrupted: str, *, debug: bool = False) -> int:
@@ -157,22 +167,20 @@ def exit_code_of(work: Callable[[], None], interrupted: str, *, debug: bool = Fa
     Args:
         work: What it does.
         interrupted: What to say after Ctrl-C.
-        debug: Whether an error of ours is raised, for its traceback.
+        debug: Whether the traceback of an error is shown.
 
     Returns:
         The exit code.
     """
     try:
         work()
-    except CheckpointError as error:
-        if debug:
-            raise
-        print(f"error: {clean(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {clean(str(error))}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        say(interrupted, err=True)
         return 130
+    except Exception as error:
+        code, text = explain(error)
+        if debug:
+            say(traceback.format_exc(), err=True)
+        say(f"error: {text}", err=True)
+        return code
     return 0

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 
 from mcore_rlhf.demo.rl.options import Options, parse
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, log_of
 
-logger = logging.getLogger("mcore_rlhf.demo.train")
+logger = log_of("mcore_rlhf.demo.train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,14 @@ import torch
 from torch import optim
 
 from mcore_rlhf.engines.stateful import torch_values
-from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.errors import LayoutMismatch, Problems, log_of
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 from mcore_rlhf.storage.stored import map_tensors
 
 from .load import Pair
 from .stateful import Stateful, Undo, not_writable
 
-LOG = logging.getLogger("mcore_rlhf")
+LOG = log_of("mcore_rlhf")
 _KNOWN = ("torch.", "deepspeed.", "apex.", "transformer_engine.", "bitsandbytes.", "megatron.", "emerging_optimizers.")
 STEP = "step"
 RECORD = "optimizer_params"

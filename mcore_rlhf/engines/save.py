@@ -7,7 +7,6 @@ rank, which holds the same, writes it.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +18,14 @@ import numpy as np
 import torch
 
 from mcore_rlhf.core.catalog import MASTER, PARAM, Record, dtype_of
-from mcore_rlhf.errors import Incomplete, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, Problems, Unsupported, log_of
 from mcore_rlhf.storage.stored import NAMESPACES, Namespace, StoredTensor
 
 from .base import LiveFile, Segment, StateTensor
 from .stateful import leaves
 
 T = TypeVar("T")
-LOG = logging.getLogger("mcore_rlhf")
+LOG = log_of("mcore_rlhf")
 SMALL_NBYTES = 1 << 16
 """Storages up to this size are copied at once and stay in the tree: a segment costs more than their bytes."""
 

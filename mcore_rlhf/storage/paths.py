@@ -163,19 +163,28 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         given: A source, a target, a root, or a file beside one.
 
     Raises:
-        UsageError: It is a URL.
+        UsageError: It is a URL, or no file system can have it.
     """
     url = url_in(given)
     if url is None:
-        return Path(given)
+        return _possible(os.fspath(given))
     scheme, _, rest = url.partition("://")
     if scheme.lower() == "file":
-        return Path(unquote(f"/{rest.removeprefix('localhost').lstrip('/')}"))
+        return _possible(unquote(f"/{rest.removeprefix('localhost').lstrip('/')}"))
     raise UsageError(
         f"{url}: is a URL, and a folder of a mounted file system is needed here\n"
         f"Copy it to a local folder first or afterwards, or mount it. A folder that is really called {scheme}: is named by "
         "its absolute path."
     )
+
+
+def _possible(text: str) -> Path:
+    try:
+        if b"\0" not in os.fsencode(text):
+            return Path(text)
+    except UnicodeEncodeError:
+        pass
+    raise UsageError(f"{shown(text)}: is no path: it has a NUL or half a character in it, which no file system takes")
 
 
 def url_in(given: str | os.PathLike[str]) -> str | None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     refuse(args)
     for name, why in IGNORED.items():
         if getattr(args, name) is not None:
-            print(f"note: --{name.replace('_', '-')} is ignored: {why}")
+            say(f"note: --{name.replace('_', '-')} is ignored: {why}")
     rules = read_rules(args.rules) if args.rules else Rules()
     words = true_vocab_size(args.true_vocab_size, args.vocab_file)
     write = WriteOptions(
@@ -159,17 +160,17 @@ def true_vocab_size(given: int | None, vocab_file: Path | None) -> int | None:
 def tell(job: Job, target: Path) -> None:
     """Say what was converted, and what of it Megatron's own converter would have dropped."""
     source = job.source
-    print(
+    say(
         f"{source.parallel} -> {job.target.parallel}: {job.nbytes / 1e9:.2f} GB of tensors in {len(job.target.files)} files"
     )
-    print("kept, which Megatron's own converter drops:")
+    say("kept, which Megatron's own converter drops:")
     trained = sum(param.trainable for param in source.model.params)
     kept = [f"{', '.join(source.states)} of {trained} parameters"] if source.states else []
     kept += [f"{len(source.state.groups)} param groups with their step"] if source.state.groups else []
     kept += ["the learning-rate scheduler"] if source.state.scheduler is not None else []
     kept += ["the loss scaler"] if source.state.grad_scaler is not None else []
     kept += ["RNG states"] if any(fate.value == "kept" and "RNG" in text for fate, text in job.report.lines) else []
-    print("\n".join(f"  {line}" for line in kept or ["nothing: the source has weights only"]))
+    say("\n".join(f"  {line}" for line in kept or ["nothing: the source has weights only"]))
     for fate, text in job.report.lines:
-        print(f"{fate.value}: {text}")
-    print(f"written: {target}")
+        say(f"{fate.value}: {text}")
+    say(f"written: {target}")

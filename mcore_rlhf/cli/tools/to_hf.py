@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import UsageError
@@ -72,8 +73,8 @@ def run(args: argparse.Namespace) -> None:
     def write_folder() -> None:
         job = convert(args.input_dir, args.output_dir, options)
         for fate, text in job.report.lines:
-            print(f"{fate.value}: {text}")
+            say(f"{fate.value}: {text}")
         for name in (*(file.path for file in job.target.files), *job.target.texts):
-            print(f"written: {args.output_dir / name}")
+            say(f"written: {args.output_dir / name}")
 
     once_in_a_job(args, [args.output_dir], [args.input_dir], write_folder)

@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.consolidate import Consolidation, consolidate
 from mcore_rlhf.errors import UsageError
@@ -65,6 +66,6 @@ def run(args: argparse.Namespace) -> None:
 
     def write() -> None:
         for name in consolidate(args.checkpoint_dir, args.output_dir, options, args.tag):
-            print(f"written: {args.output_dir / name}")
+            say(f"written: {args.output_dir / name}")
 
     once_in_a_job(args, [args.output_dir], [args.checkpoint_dir], write)

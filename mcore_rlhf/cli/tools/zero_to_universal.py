@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, add_to_run, name_latest, prepare, publish_tag
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("give either one run, or both --input_folder and --output_folder")
     for name, why in IGNORED.items():
         if getattr(args, name) is not None:
-            print(f"note: --{name} is ignored: {why}")
+            say(f"note: --{name} is ignored: {why}")
     options = ConvertOptions(
         to="universal",
         read=ReadOptions(stubs=tuple(args.stub)),
@@ -145,12 +146,12 @@ def tell(job: Job, target: Path) -> None:
     """Say what was converted."""
     source = job.source
     trained = sum(param.trainable for param in source.model.params)
-    print(
+    say(
         f"{source.format} {source.parallel} -> universal: {job.nbytes / 1e9:.2f} GB of tensors in {len(job.target.files)} files"
     )
-    print(
+    say(
         f"  {', '.join(source.states)} of {trained} parameters; {len(source.model.params) - trained} frozen ones and buffers"
     )
     for fate, text in job.report.lines:
-        print(f"{fate.value}: {text}")
-    print(f"written: {target}")
+        say(f"{fate.value}: {text}")
+    say(f"written: {target}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from mcore_rlhf.demo.rl.task import Reversal
 from mcore_rlhf.demo.rl.trainer import RLTrainer, StepResult
 from mcore_rlhf.demo.trainer import Trainer
 from mcore_rlhf.engines.megatron import MegatronEngine
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, log_of
 from mcore_rlhf.manager.rlhf.controls import AdaptiveKL, FixedKL, KLController
 from mcore_rlhf.manager.rlhf.pieces import BestMetric, RunningStatistics
 from mcore_rlhf.manager.rlhf.prompts import Prompt
@@ -35,7 +34,7 @@ from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.policies import AnyOf, AtEnd, EverySteps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 
-logger = logging.getLogger("mcore_rlhf.demo.train")
+logger = log_of("mcore_rlhf.demo.train")
 
 
 def engines(models: Models) -> dict[str, MegatronEngine]:

@@ -6,7 +6,6 @@ Sources: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``Float16OptimizerWit
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,14 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
-from mcore_rlhf.errors import Problems, Unsupported
+from mcore_rlhf.errors import Problems, Unsupported, log_of
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN
 
 from ..optimizers import STEP, is_elementwise, is_known
 from ..save import torch_optimizers
 from ..stateful import Stateful, leaves
 
-LOG = logging.getLogger("mcore_rlhf")
+LOG = log_of("mcore_rlhf")
 PARAM_KEY = "param"
 """What Megatron calls the fp32 master in ``distrib_optim.pt`` and among the distributed optimizer's tensors."""
 _MASTER_STATE = "master_param"

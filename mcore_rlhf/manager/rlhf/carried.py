@@ -7,12 +7,11 @@ lost on resume unless the loop saves only where nothing is in flight. :class:`.s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from ...engines.stateful import Stateful
-from ...errors import LayoutMismatch, Problems, UsageError
+from ...errors import LayoutMismatch, Problems, UsageError, log_of
 from .data_state import WHERE, DataState, Fingerprint, pack, unpack
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 KIND = "stateful"
 DRIVER = "driver"
 
-_logger = logging.getLogger(__name__)
+_logger = log_of(__name__)
 
 _NO_FINGERPRINT: Fingerprint | None = None  # what lies behind a foreign loader is not known
 

@@ -14,12 +14,11 @@ that loads the state issues it again, first and in the original order: each prom
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ...errors import Corrupt, LayoutMismatch, Problems, UsageError
+from ...errors import Corrupt, LayoutMismatch, Problems, UsageError, log_of
 from .data_state import WHERE, DataState, Fingerprint, Indexable, check_fields, fingerprint, pack, unpack
 from .prompts import ORDER_VERSION, LastBatch, Prompt, PromptOrder, check_settings, epoch_length
 
@@ -36,7 +35,7 @@ _KEEP = "Resume with the settings that the run was started with, or start the da
 
 KIND = "prompt_sampler"
 
-_logger = logging.getLogger(__name__)
+_logger = log_of(__name__)
 
 _DATASET_ADVICE = (
     "Resume with the dataset that the run was started with, or let the data begin again at epoch 0 of the new one: "

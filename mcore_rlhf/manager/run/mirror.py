@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, StorageError, UsageError
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, StorageError, UsageError, log_of
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import human
 from mcore_rlhf.storage.publish import replace_text
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from .options import Mirror, Reporter
 
-_log = logging.getLogger("mcore_rlhf.manager")
+_log = log_of("mcore_rlhf.manager")
 
 PATIENCE_S = 20.0
 """How long one request is tried again; then the thread looks up, and begins the step again where it was."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import queue
 import threading
 import time
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, log_of
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from .options import Mirror
 
-_log = logging.getLogger("mcore_rlhf.manager")
+_log = log_of("mcore_rlhf.manager")
 
 TALK = ".mirror"
 """Folder in a root through which those who send together talk."""

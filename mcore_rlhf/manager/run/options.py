@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.errors import Problems, UsageError, log_of
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.settings import SCHEMES, StoreSettings, stores_with
@@ -30,7 +30,7 @@ _CHOICES = {
     "check": ("bytes", "sizes"),
 }
 
-LOG = logging.getLogger("mcore_rlhf.manager")
+LOG = log_of("mcore_rlhf.manager")
 
 Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "mirror", "drop", "failed"]
 

@@ -16,14 +16,13 @@ resume passes over them, and no rule counts them.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError, log_of
 from mcore_rlhf.storage.beneath import move, remove
 from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
 from mcore_rlhf.storage.publish import sync_folder
@@ -33,7 +32,7 @@ from mcore_rlhf.storage.urls import remove_stored
 from . import steps
 from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_leftover
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 EXPORTS = "exports"
 _Path = TypeVar("_Path", bound=ReadablePath)
