@@ -89,7 +89,7 @@ def guarded(ctx: click.Context) -> Iterator[None]:
 def _usage(error: click.ClickException) -> click.ClickException:
     """An error of click's that shows what was typed, as something that can be read: names of a stranger's files are typed by ``*``."""
     found = click.UsageError(printable(error.format_message()), getattr(error, "ctx", None))
-    found.exit_code = error.exit_code
+    found.exit_code = error.exit_code  # type: ignore[misc]  # click declares it of the class, and reads it of the instance
     return found
 
 
