@@ -40,8 +40,8 @@ _PAUSE = 0.0005
 _ENOUGH = 2
 """Files that make a save half done: the first is there and the last is not."""
 
-LOSS_TOLERANCE = 1e-2
-"""Relative, for a changed layout: sums are taken in another order, bf16 has 8 bits, and two optimizer steps lie between. Seen: 1e-3."""
+FP32_TO_FP64 = 2.0**-29
+"""How much smaller the roundings of fp64 (2⁻⁵³) are than those of fp32 (2⁻²⁴)."""
 
 SHOWN_STEPS = 2
 
@@ -124,13 +124,16 @@ class ProofRow:
         layout: What it ran on, and how its checkpoint came about.
         tensors: Whole tensors compared, over all states.
         equal: How many of them are equal in every bit.
-        uninterrupted: Losses of the run that was not interrupted, by iteration.
+        uninterrupted: Losses of the run that was not interrupted, by iteration. On another layout answers are sampled anew, of chances
+            that bf16 rounds otherwise, so that its losses are only shown.
         resumed: Losses of the run that was.
         exact: Whether losses have to be equal to the last bit: they have where the layout is that of the source.
         conversion: How its checkpoint was made; None where it is the source's own.
         lines: How many lines of the metrics are equal to the uninterrupted run's, and how many there are: where the row is
             exact everything in them (loss, reward, KL, gradient norm, digests of model and optimizer, to the last bit),
-            otherwise the prompts. None where nothing was compared.
+            otherwise the prompts and the learning rate. None where nothing was compared.
+        apart: Largest absolute difference of two log-probabilities of fixed answers, computed in fp64 from the weights.
+        limit: How far another order of sums may bring them apart, see :func:`rounding_limit`.
     """
 
     layout: str
@@ -141,6 +144,8 @@ class ProofRow:
     exact: bool
     conversion: Conversion | None
     lines: tuple[int, int] | None = None
+    apart: float = 0.0
+    limit: float = 0.0
 
     @property
     def max_difference(self) -> float:
@@ -156,8 +161,9 @@ class ProofRow:
             return False
         if self.lines is not None and (self.lines[0] != self.lines[1] or not self.lines[1]):
             return False
-        bound = 0.0 if self.exact else LOSS_TOLERANCE * max(map(abs, self.uninterrupted.values()))
-        return self.max_difference <= bound
+        if self.exact:
+            return self.max_difference == self.apart == 0.0
+        return self.apart <= self.limit < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +199,34 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
+def furthest(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """The largest difference of any rank's values from the first expected ones; infinite where one is no number."""
+    differences = [(one - expected[0]).abs().max().item() for one in (*expected, *found)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+
+
+def rounding_limit(in_fp64: torch.Tensor, in_fp32: torch.Tensor, parameters: int) -> float:
+    """How far two computations in fp64 may be apart that differ in the order of sums alone.
+
+    What ``N`` roundings do to a result is, to first order, a sum ``Σ sᵢδᵢ`` with ``|δᵢ| ≤ u``. The same model in fp32 shows
+    its size, of the order of ``u·√Σsᵢ²`` where they fall either way. If all fell one way it would be ``u·Σ|sᵢ|``: by Cauchy
+    and Schwarz at most ``√N`` times as much. In fp64 ``u`` is 2⁻²⁹ of that in fp32, and both computations are rounded. Every
+    weight is multiplied and added once per token: ``N`` is twice the number of weights times that of tokens in a row.
+
+    Args:
+        in_fp64: Log-probabilities of fixed answers, (answers, tokens).
+        in_fp32: The same, computed in fp32.
+        parameters: Weights of the model.
+    """
+    roundings = 2 * parameters * (in_fp64.shape[1] + 1)
+    return 2 * math.sqrt(roundings) * FP32_TO_FP64 * (in_fp64 - in_fp32).abs().max().item()
+
+
 def render(report: DemoReport) -> list[tuple[str, ...]]:
     """The report as the cells of a table, header first; of the first steps the expected loss, then the resumed one."""
     steps = sorted({step for row in report.rows for step in row.uninterrupted})[:SHOWN_STEPS]
     losses = [text for step in steps for text in (f"loss {step}", "resumed")]
-    header = ("resumed on", "tensors equal", "metrics equal", *losses, "difference", "reshaped")
+    header = ("resumed on", "tensors equal", "metrics equal", *losses, "log-probs apart", "reshaped")
     return [header, *(_cells(row, steps) for row in report.rows)]
 
 
@@ -217,23 +246,24 @@ def verdict(report: DemoReport) -> str:
     return (
         f"Proved in {report.seconds:.0f} s. The run that was killed and resumed wrote the metrics of the one that was not, to the last\n"
         "bit: loss, reward, KL, gradient norm, digests of all parameters and of the optimizer. On every other layout every\n"
-        "parameter, fp32 master and moment of Adam is the same in every bit, and training goes on with the same prompts and\n"
-        f"with equal losses (to the last bit on the layout of the source, within {LOSS_TOLERANCE:.0%} on others)."
+        "parameter, fp32 master and moment of Adam is the same in every bit, training goes on with the same prompts and learning\n"
+        "rate, and log-probabilities of fixed answers, computed in fp64, are no further apart than another order of sums can\n"
+        "bring them. (Losses there are of answers that are sampled anew, of chances that bf16 rounds otherwise.)"
     )
 
 
 def _cells(row: ProofRow, steps: list[int]) -> tuple[str, ...]:
     losses = [_loss(run, step) for step in steps for run in (row.uninterrupted, row.resumed)]
-    difference = "none" if row.max_difference == 0 else f"{row.max_difference:.1e}"
+    apart = "none" if row.apart == 0 else f"{row.apart:.1e}" + (f" (≤ {row.limit:.0e})" if row.limit else "")
     conversion = row.conversion
     speed = f"{conversion.nbytes / 1e6:.0f} MB, {conversion.speed / 1e6:.0f} MB/s" if conversion else "as saved"
-    lines = f"{row.lines[0]} of {row.lines[1]}{'' if row.exact else ' (prompts)'}" if row.lines else "–"
+    lines = f"{row.lines[0]} of {row.lines[1]}{'' if row.exact else ' (prompts, lr)'}" if row.lines else "–"
     return (
         row.layout,
         f"{row.equal} of {row.tensors}",
         lines,
         *losses,
-        difference + ("" if row.passed else " FAILED"),
+        apart + ("" if row.passed else " FAILED"),
         speed,
     )
 
@@ -319,15 +349,25 @@ class Seen:
     Args:
         lines: The metrics of every step.
         state: The actor's whole tensors at the step that was saved.
+        log_probs: What it said there of fixed answers, computed in fp64 by each rank.
+        in_fp32: The same of one rank, in fp32.
     """
 
     lines: list[dict[str, Any]]
     state: dict[StateKey, torch.Tensor]
+    log_probs: list[torch.Tensor]
+    in_fp32: torch.Tensor
 
     @property
     def losses(self) -> dict[int, float]:
         """By step, those after the save."""
         return {line["step"]: line["loss"] for line in self.lines if line["step"] > SAVED_AT}
+
+    @property
+    def limit(self) -> float:
+        """See :func:`rounding_limit`."""
+        parameters = sum(tensor.numel() for (kind, _), tensor in self.state.items() if kind == "param")
+        return rounding_limit(self.log_probs[0], self.in_fp32, parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +435,8 @@ class Demo:
         equal = sum(expected[step] == written.get(step) for step in expected)
         tensors, same = count_equal(whole.state, found.state)
         layout = "TP2×PP1, killed by SIGKILL"
-        return ProofRow(layout, tensors, same, whole.losses, found.losses, True, None, (equal, len(expected)))
+        apart = furthest(whole.log_probs, found.log_probs)
+        return ProofRow(layout, tensors, same, whole.losses, found.losses, True, None, (equal, len(expected)), apart)
 
     def continued(self, how: str, options: Options, actor: Path | None = None) -> Seen:
         """Go on from the saved step, with the actor of another checkpoint where one is given."""
@@ -425,13 +466,16 @@ class Demo:
         found = self.continued(f"at {layout}", options, actor)
         tensors, equal = count_equal(expected.state, found.state)
         alike = [
-            a == b if exact else a["prompt_ids"] == b["prompt_ids"]
+            a == b if exact else (a["prompt_ids"], a["lr"]) == (b["prompt_ids"], b["lr"])
             for a, b in zip(expected.lines, found.lines, strict=False)
         ]
         lines = (sum(alike), len(expected.lines))
-        return ProofRow(layout, tensors, equal, expected.losses, found.losses, exact, conversion, lines)
+        apart, limit = furthest(expected.log_probs, found.log_probs), 0.0 if exact else expected.limit
+        return ProofRow(layout, tensors, equal, expected.losses, found.losses, exact, conversion, lines, apart, limit)
 
     def _go(self, options: Options, actor: Path | None = None) -> Seen:
         stretch = Stretch(options, SAVED_AT, None if actor is None else str(actor))
         reports = self.pool.run(continuing.go, stretch, world_size=WORLD, timeout=_JOB_TIMEOUT)
-        return Seen(reports[0].lines, assembled(piece for report in reports for piece in report.pieces))
+        log_probs = [report.log_probs["fp64"] for report in reports]
+        state = assembled(piece for report in reports for piece in report.pieces)
+        return Seen(reports[0].lines, state, log_probs, reports[0].log_probs["fp32"])

@@ -47,7 +47,7 @@ class TinyGPT:
         kv_lora_rank: Rank of its key/value projection.
         mtp_num_layers: Multi-token-prediction layers; ``None`` for none.
         value_head: One value per token in the place of the output layer, as critics have it.
-        dtype: Type of the parameters.
+        dtype: Type of the parameters; ``fp64`` is for looking at a model, not for training it.
         dropout: Hidden and attention dropout.
     """
 
@@ -81,7 +81,7 @@ class TinyGPT:
     kv_lora_rank: int = 32
     mtp_num_layers: int | None = None
     value_head: bool = False
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     dropout: float = 0.1
 
     def padded_vocab_size(self, tp: int) -> int:

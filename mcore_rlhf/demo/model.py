@@ -29,7 +29,7 @@ from torch.nn.functional import gelu, silu
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import GPT_OSS, Parallel, TinyGPT
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class ValueHead(torch.nn.Module):
@@ -302,4 +302,6 @@ def build_chunk(model: TinyGPT, parallel: Parallel, config: TransformerConfig, v
     for param in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     chunk.cuda()  # stays where it is under the stand-ins
+    if model.dtype == "fp64":
+        return chunk.double()  # Megatron makes norms and positions in fp32
     return chunk if model.dtype == "fp32" else Float16Module(config, chunk)

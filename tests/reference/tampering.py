@@ -19,6 +19,15 @@ def change_one_moment(file: str) -> None:
     torch.save(content, file)
 
 
+def change_one_weight(file: str) -> None:
+    """Change the last bit of one bf16 weight in a ``model_optim_rng.pt``, and leave its master as it is."""
+    import torch
+
+    content = torch.load(file, map_location="cpu", weights_only=False)  # needs Megatron's classes: a worker's job
+    content["model"]["decoder.layers.1.mlp.linear_fc2.weight"].view(torch.int16)[3, 5] ^= 1
+    torch.save(content, file)
+
+
 def swap_gate_and_up(file: str) -> None:
     """Swap the two halves of a SwiGLU weight in a ``model_optim_rng.pt``; shapes stay as they are."""
     import torch

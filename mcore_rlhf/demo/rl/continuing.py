@@ -13,6 +13,8 @@ from mcore_rlhf.demo.placed_state import PlacedPiece
 from mcore_rlhf.demo.rl.options import Options
 
 if TYPE_CHECKING:
+    import torch
+
     from mcore_rlhf.demo.rl.metrics import Value
     from mcore_rlhf.demo.rl.run import Run
 
@@ -40,14 +42,17 @@ class StretchReport:
     Args:
         lines: The metrics of every step.
         pieces: The actor's parameters, masters and moments at the step that was looked at.
+        log_probs: What it said there of fixed answers, by the precision in which it was computed, ``fp64`` and ``fp32``.
     """
 
     lines: list[dict[str, Value]] = field(default_factory=list)
     pieces: list[PlacedPiece] = field(default_factory=list)
+    log_probs: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def go(stretch: Stretch) -> StretchReport:
     """Do it, on this rank."""
+    from mcore_rlhf.demo.rl.evaluating import fixed_log_probs
     from mcore_rlhf.demo.rl.run import Run
 
     report = StretchReport()
@@ -58,6 +63,8 @@ def go(stretch: Stretch) -> StretchReport:
             _replace_actor(run, stretch.actor)
         if run.state.iteration == stretch.look_at:
             report.pieces.extend(placed_state.pieces(run.models.actor))
+            report.log_probs["fp64"] = fixed_log_probs(run.models.actor, "fp64")
+            report.log_probs["fp32"] = fixed_log_probs(run.models.actor, "fp32")
 
     report.lines.extend(Run(stretch.options).train(look))
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import mcore_rlhf.demo.with_megatron  # noqa: F401
 
@@ -56,13 +57,12 @@ def build_models(model: TinyGPT, parallel: Parallel, training: Training, *, crit
     return models
 
 
-def frozen_copy(actor: Trainer) -> list[torch.nn.Module]:
-    """The chunks of a model again, with the same weights and no gradients."""
-    config = transformer_config(actor.model, actor.parallel)
+def frozen_copy(actor: Trainer, dtype: Literal["fp32", "fp64"] | None = None) -> list[torch.nn.Module]:
+    """The chunks of a model again, with the same weights and no gradients; in another type, if one is given."""
+    model = actor.model if dtype is None else replace(actor.model, dtype=dtype)
+    config = transformer_config(model, actor.parallel)
     stages = virtual_stages(actor.parallel)
-    chunks = [
-        build_chunk(actor.model, actor.parallel, config, stage) for stage in (range(stages) if stages else [None])
-    ]
+    chunks = [build_chunk(model, actor.parallel, config, stage) for stage in (range(stages) if stages else [None])]
     for copy, original in zip(unwrap_model(chunks), unwrap_model(actor.chunks), strict=True):
         copy.load_state_dict(original.state_dict())
     for chunk in chunks:

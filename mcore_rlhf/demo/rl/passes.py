@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 Batch = dict[str, torch.Tensor]
 """Tensors of one length, an answer per row; ``tokens`` (int64, (samples, length)) is always there."""
 Read = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""What to keep of a micro-batch's output (samples, length, vocabulary or 1): fp32, a row per sample."""
+"""What to keep of a micro-batch's output (samples, length, vocabulary or 1): fp32 as a rule, a row per sample."""
 Loss = Callable[[torch.Tensor, Batch], tuple[torch.Tensor, torch.Tensor]]
 """The loss of a micro-batch, and numbers to report with it."""
 
@@ -37,20 +37,23 @@ class Passes:
     micro_batches: int
     vocabulary: int = 0
 
-    def forward(self, chunks: Sequence[torch.nn.Module], batch: Batch, read: Read) -> torch.Tensor:
+    def forward(
+        self, chunks: Sequence[torch.nn.Module], batch: Batch, read: Read, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Run a model without gradients and without dropout.
 
         Args:
             chunks: Its chunks on this rank.
             batch: This rank's; equal on all ranks of a model-parallel group.
             read: What to keep of the last stage's output.
+            dtype: Of what it keeps.
 
         Returns:
             What was kept, a row per sample in the order of the batch; the same on every pipeline stage.
         """
         with _evaluating(chunks), torch.no_grad():
             kept = self._run(chunks, batch, partial(self._reading, read), forward_only=True)
-        return _from_last_stage(torch.cat(kept) if kept else None, torch.float32)
+        return _from_last_stage(torch.cat(kept) if kept else None, dtype)
 
     def backward(self, chunks: Sequence[torch.nn.Module], batch: Batch, loss: Loss) -> torch.Tensor:
         """Run a model, and leave the gradients of the mean loss in its buffers, summed over the ranks as Megatron does.
