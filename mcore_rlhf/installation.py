@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 from urllib.parse import unquote, urlsplit
 
 NAME = "mcore_rlhf"
@@ -53,11 +55,18 @@ def _origin() -> tuple[str | None, bool]:
     return (url, False) if path.is_file() else (None, False)
 
 
+def distribution(name: str) -> Distribution:
+    """What is known of an installed package; importing what tells it takes time that only a hint is worth."""
+    from importlib.metadata import distribution as installed
+
+    return installed(name)
+
+
 def _recorded() -> dict[str, Any]:
     """What pip noted of where the package came from; nothing where it did not, or is not installed."""
     try:
         found = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
+    except (ModuleNotFoundError, ValueError):  # not installed, or not JSON
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -66,7 +75,7 @@ def _asked_for(extra: str) -> list[str]:
     """The packages of an extra, and of the extras that it takes in."""
     try:
         lines = distribution(NAME).requires or []
-    except PackageNotFoundError:
+    except ModuleNotFoundError:
         return []
     found: list[str] = []
     for line in lines:
