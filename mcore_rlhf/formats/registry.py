@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import Traced
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, NotACheckpoint, Unsupported, UsageError, headline
+from mcore_rlhf.errors import (
+    CheckpointError,
+    LayoutMismatch,
+    Lossy,
+    NotACheckpoint,
+    Unsupported,
+    Untrusted,
+    UsageError,
+    headline,
+    shown,
+)
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
@@ -28,6 +39,7 @@ from .universal import FORMAT as UNIVERSAL
 FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF, PEFT)
 
 _SHOWN = 5
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def format_named(name: str) -> Format:
@@ -96,7 +108,7 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     """What a format's reader makes of a folder; without the optimizer, where only that is not understood, or fits no other layout."""
     found = detect(folder)
     try:
-        return _with_ranks_that_can_be(found.read(folder, options))
+        return _believable(found.read(folder, options))
     except (Unsupported, Lossy) as error:
         if not (partial and options.optimizer):
             raise
@@ -112,12 +124,18 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
 _FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
 
 
-def _with_ranks_that_can_be(source: Source) -> Source:
+def _believable(source: Source) -> Source:
     """The source, unless it says that more ranks wrote it than its files have bytes for: a new layout of as many would be made.
 
     Raises:
         LayoutMismatch: It does. Few are always believed.
+        Untrusted: A tensor has a name that is no text: no format could hold it.
     """
+    for spec in source.model.params:
+        if not spec.name.isprintable() and _SURROGATE.search(spec.name):
+            raise Untrusted(
+                f"{source.root}: the tensor {shown(spec.name)} has half a character in its name, which is no text"
+            )
     ranks, stored = source.parallel.world_size, sum(file.nbytes for file in source.files)
     if ranks > _FEW_RANKS + stored // _BYTES_OF_A_RANK:
         raise LayoutMismatch(

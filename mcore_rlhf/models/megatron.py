@@ -98,9 +98,9 @@ TABLE: tuple[_Row, ...] = (
 _COMPILED = tuple((re.compile(pattern + r"$"), partition) for pattern, partition in TABLE)
 
 _BUFFERS = re.compile(r"(\.expert_bias|\.qb_beta|\.local_tokens_per_expert|\.inv_freq|\.num_batches_tracked)$")
-_LAYER = re.compile(r"^(?:.*?\.)?(?:decoder|encoder|transformer)\.layers\.(\d+)\.")
-_SEQUENTIAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-_GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias|_extra_state)(\d+)$")
+_LAYER = re.compile(r"^(?:.*?\.)?(?:decoder|encoder|transformer)\.layers\.(\d{1,18})\.")
+_SEQUENTIAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d{1,18})\.")
+_GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias|_extra_state)(\d{1,18})$")
 
 
 def partition_of(name: str, traits: Traits) -> Partition | None:
@@ -192,11 +192,16 @@ def in_registration_order(names: list[str]) -> list[str]:
     return sorted(keys, key=keys.__getitem__)
 
 
+def _is_number(part: str) -> bool:
+    """Whether a part of a name is one; more digits than any layer's are a name."""
+    return part.isdecimal() and len(part) < 19
+
+
 def _components(name: str) -> list[tuple[str, int, str]]:
     """(group, number, stem) of each part of a dotted name; parts of one group sort by number first."""
     grouped = _GROUPED_EXPERT.search(name)
     cut = name[: grouped.start(1)] if grouped else name
-    parts = [("#", int(part), "#") if part.isdigit() else (part, 0, part) for part in cut.split(".")]
+    parts = [("#", int(part), "#") if _is_number(part) else (part, 0, part) for part in cut.split(".")]
     if grouped:
         parts[-1] = ("#expert", int(grouped.group(1)), parts[-1][2])
     return parts
@@ -218,7 +223,7 @@ _PARTS = (
     "layer_norm_weight", "layer_norm_bias", "weight", "bias", "local_tokens_per_expert", "expert_bias", "_extra_state",
 )  # fmt: skip
 _RANK = {part: rank for rank, part in enumerate(_PARTS)}
-_EXPERT_NUMBER = re.compile(r"(?<=[a-z])\d+$")
+_EXPERT_NUMBER = re.compile(r"(?<=[a-z])\d{1,18}$")
 _BEHIND_ALL = len(_PARTS)
 
 
@@ -236,7 +241,7 @@ def _sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 def _rank(part: str) -> tuple[int, int, str]:
     """(kind, number, text) of one part of a dotted name."""
-    if part.isdigit():
+    if _is_number(part):
         return 0, int(part), ""
     known = _RANK.get(part)
     if known is None:

@@ -18,7 +18,7 @@ from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+_NUMBER = re.compile(r"(?<=\.)\d{1,18}(?=\.|$)|(?<=\.weight)\d{1,18}$|(?<=\.bias)\d{1,18}$")
 _PLACE = "{}"
 _ALIKE = 32
 """Drawings of one pattern that are kept: flat buffers are cut at other places in every layer."""

@@ -118,7 +118,9 @@ def _links(name: str, shape: Shape, files: Sequence[str]) -> Iterator[Link]:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(re.escape(LAYER), r"(\d+)").replace(re.escape(EXPERT), r"(\d+)"))
+    return re.compile(
+        re.escape(name).replace(re.escape(LAYER), r"(\d{1,18})").replace(re.escape(EXPERT), r"(\d{1,18})")
+    )
 
 
 def _check(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:

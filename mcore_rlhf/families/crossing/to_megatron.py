@@ -48,7 +48,7 @@ from .shifting import shifted
 _TEXT, _IMAGES = "model.language_model.", "model.visual."
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
 """What DeepSpeed counts for itself."""
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_IN_LAYER = re.compile(r"model\.layers\.(\d{1,18})\.(.*)")
 
 
 def to_megatron(source: Source, options: WriteOptions) -> Source:

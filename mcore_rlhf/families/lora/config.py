@@ -19,7 +19,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from .names import CONFIG
 
 LORA = "LORA"
-_NUMBER = re.compile(r"\.(\d+)\.")
+_NUMBER = re.compile(r"\.(\d{1,18})\.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,14 @@ GPT = "gpt"
 """The pattern that asks for a GPTModel."""
 _SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 _PAIRS = re.compile(r"(\*[-E])+")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,18})\.(.*)")
 _ATTENTION = ("self_attention.", "input_layernorm.")
 _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-_EXPERT = re.compile(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
-_EXPERT_STATE = re.compile(r"local_experts\.\d+\.(linear_fc[12]\._extra_state)$")
+_EXPERT = re.compile(r"local_experts\.(\d{1,18})\.(linear_fc[12]\.(?:weight|bias))$")
+_EXPERT_STATE = re.compile(r"local_experts\.\d{1,18}\.(linear_fc[12]\._extra_state)$")
 _KNOWN = re.compile(
     r"(self_attention\.linear_(qkv|proj)\.(layer_norm_)?(weight|bias)|mlp\.linear_fc[12]\.(layer_norm_)?(weight|bias)|pre_mlp_layernorm\.\w+|"
     r"mlp\.router\.\w+|mlp\.(shared_experts|experts)\.(linear_fc[12]\.(weight|bias)\d*|gate_\w+)|.*_extra_state)$"

@@ -156,7 +156,12 @@ def _join(joins: Joins, file: str) -> JoinedMaster:
     """The join of a computed file: of one copy of the remainders."""
     copy, _, param = file.removeprefix(COMPUTED).partition("/")
     found = [joins.catalog.get(TensorName(joins.role, param, state)) for state in (PARAM, MASTER)]
-    if not file.startswith(COMPUTED) or not copy.isdigit() or found[0] is None or found[1] is None:
+    if (
+        not file.startswith(COMPUTED)
+        or not (copy.isdecimal() and len(copy) < 19)
+        or found[0] is None
+        or found[1] is None
+    ):
         raise KeyError(file)
     numbered = [(at, chunk) for at, chunk in _numbered(found[1]) if at <= int(copy)]
     last = {chunk.box: chunk for _, chunk in numbered}  # what has fewer copies stands in for those that it lacks

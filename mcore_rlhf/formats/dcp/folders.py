@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, UsageError
+from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath, absolute
@@ -17,7 +18,7 @@ _MISSPELLED = "model_state_dict/full_weigths.pt"
 """RLinf's documentation has both spellings."""
 LOCAL_SHARDS = "local_shard_checkpoint"
 
-_STEP = re.compile(r"(?:global_step_|step-|step_|iter_|checkpoint-)0*(\d+)")
+_STEP = re.compile(r"(?:global_step_|step-|step_|iter_|checkpoint-)0*(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def is_checkpoint(path: ReadablePath) -> bool:
     return dcp or is_verl(path) or weights_file(path) is not None or bool(_shards(path))
 
 
-_SPLIT = ((re.compile("weights"), "optimizer"), (re.compile(r"pytorch_model_fsdp_(\d+)"), r"optimizer_\1"))
+_SPLIT = ((re.compile("weights"), "optimizer"), (re.compile(r"pytorch_model_fsdp_(\d{1,18})"), r"optimizer_\1"))
 """Trainers that save the optimizer in a folder of its own: what the model's is called, and the optimizer's beside it.
 
 Source: NeMo-RL ``nemo_rl/utils/native_checkpoint.py`` (``save_checkpoint``) at 00cb7b5, below ``step_N/policy``; accelerate
@@ -92,7 +93,7 @@ def _steps(root: ReadablePath) -> dict[int, ReadablePath]:
     """Torchtitan's ``step-N`` folders."""
     if not root.is_dir():
         return {}
-    found = [(path, re.fullmatch(r"step-(\d+)", path.name)) for path in root.iterdir()]
+    found = [(path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in root.iterdir()]
     return {int(match[1]): path for path, match in sorted(found) if match and is_dcp(path)}
 
 
@@ -146,7 +147,7 @@ def _named_step(path: ReadablePath) -> int | None:
 
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
-_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,18})_rank_(\d{1,18})\.pt")
 
 
 def is_verl(folder: ReadablePath) -> bool:
@@ -178,14 +179,18 @@ def _world(root: ReadablePath) -> int:
         said = reading.read_json(root / "fsdp_config.json").get("world_size")
     except (OSError, ValueError, AttributeError):
         said = None
-    if isinstance(said, int) and said in worlds:
-        return said
+    worlds = {said} if isinstance(said, int) and said in worlds else worlds
     if len(worlds) != 1:
         raise LayoutMismatch(
             f"{root}: holds rank files of the world sizes {sorted(worlds)}, and fsdp_config.json does not say which is meant\n"
             "Move those of the other run away."
         )
-    return worlds.pop()
+    (world,) = worlds
+    if world > MOST_RANKS:
+        raise LayoutMismatch(
+            f"{root}: holds rank files of a world of {world:,}; no run has more than {MOST_RANKS:,} ranks"
+        )
+    return world
 
 
 def _names(root: ReadablePath, kind: str, world: int) -> list[str]:

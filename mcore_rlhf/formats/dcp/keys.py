@@ -151,7 +151,7 @@ def find_layout(paths: Collection[Path_], tensors: Collection[Path_]) -> KeyLayo
     optimizer, style = _find_optimizer(paths)
     found = KeyLayout((), optimizer, style)
     named = {key.param for path in paths if (key := found.parse(path)).kind == "state"}
-    if named and all(name.isdigit() for name in named):
+    if named and all(name.isdecimal() for name in named):
         found, named = KeyLayout((), optimizer, Style.NUMBERED), set()
     others = [path for path in tensors if found.parse(path).kind not in ("state", "group")]
     layout = KeyLayout(_find_model(others, named), optimizer, found.style)
@@ -230,7 +230,7 @@ def _guess(key: str, head: str | None, prefix: str, nested: bool) -> Path_:
             return (*base, key[len(head) :])
         if found is not None and found.kind == "state":
             return (*base, STATE, found.param, found.name)
-        if found is not None and found.param.isdigit():
+        if found is not None and found.param.isdecimal() and len(found.param) < 19:
             return (*base, GROUPS, int(found.param), found.name)
     if prefix and key.startswith(prefix):
         return (*prefix.rstrip(".").split("."), key[len(prefix) :])

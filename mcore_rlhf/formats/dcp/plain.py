@@ -20,7 +20,7 @@ from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .folders import LOCAL_SHARDS, Located
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d{1,18})\.")
 
 
 def plain_source(located: Located, options: ReadOptions) -> Source:

@@ -280,7 +280,7 @@ def _layers(names: set[str]) -> set[int]:
 
 def _layer_of(name: str) -> int | None:
     head = name.partition(".")[0]
-    return int(head) if head.isdigit() else None
+    return int(head) if head.isdecimal() and len(head) < 19 else None
 
 
 def _global_name(layer: int, key: str, value: object, shapes: Mapping[str, Shape]) -> str:

@@ -11,20 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
+from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 
 LATEST = "latest"
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_OPTIM = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
-_OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d{1,18})_model_states\.pt")
+_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d{1,18})_mp_rank_(\d{1,18})_model_states\.pt")
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d{1,18})_mp_rank_(\d{1,18})_optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d{1,18})(?:-model_(\d{1,18}))?-model_states\.pt")
+_EXPERT = re.compile(r"layer_(\d{1,18})_expert_(\d{1,18})_mp_rank_(\d{1,18})_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_\d{1,18}_mp_rank_\d{1,18}_optim_states\.pt")
+_OLD_EXPERT = re.compile(r"expert_\d{1,18}_mp_rank_\d{1,18}_model_states\.pt")
 _MOST = 20
-MAX_RANKS = 1 << 20
-"""More than any run had; a larger number is none of ranks."""
 _AGAIN = "Copy the checkpoint again from where it came from, or use an older tag."
 
 
@@ -149,7 +148,7 @@ def _latest(root: ReadablePath, tags: list[str]) -> str:
 
 
 def _of_step(root: ReadablePath, step: int, tags: list[str]) -> str:
-    chosen = [tag for tag in tags if (match := re.search(r"(\d+)$", tag)) and int(match[1]) == step]
+    chosen = [tag for tag in tags if (match := re.search(r"(?<!\d)(\d{1,18})$", tag)) and int(match[1]) == step]
     if len(chosen) != 1:
         found = "several tags end" if chosen else "no tag ends"
         raise NotACheckpoint(
@@ -216,7 +215,7 @@ def check_complete(files: TagFiles, dp: int, mp: int, *, optimizer: bool) -> Non
         LayoutMismatch: There is a file of a rank that the run did not have.
     """
     problems = Problems()
-    if dp * mp > MAX_RANKS:  # before a list of them is made
+    if dp * mp > MOST_RANKS:  # before a list of them is made
         raise Corrupt(f"{files.folder}: its files say that the run had {dp}×{mp} ranks\n{_AGAIN}")
     ranks = [(dp_rank, mp_rank) for mp_rank in range(mp) for dp_rank in range(dp)]
     if files.sliced:
@@ -277,6 +276,6 @@ def momentum_is_unreduced(config: object, version: object) -> bool:
         config: The run's.
         version: DeepSpeed's, as its files say it.
     """
-    numbers = tuple(map(int, re.findall(r"\d+", str(version))[:3]))
+    numbers = tuple(map(int, re.findall(r"\d{1,18}", str(version))[:3]))
     scattered = section(config, "zero_optimization").get("reduce_scatter") is not False
     return scattered and len(numbers) > 0 and numbers < _REDUCED_SINCE

@@ -32,7 +32,7 @@ from .groups import StoredFlatGroup, mappings, param_group_fields, read_groups
 from .stage0 import Stage0Optimizer, read_plain
 from .tag import OpenedTag, open_tag
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d{1,18})\.")
 
 
 @dataclass(slots=True)

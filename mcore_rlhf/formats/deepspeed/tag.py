@@ -16,13 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .files import MAX_RANKS, TagFiles, check_complete, section
+from .files import TagFiles, check_complete, section
 from .form import (
     INT,
     NUMBER,
@@ -40,7 +42,7 @@ from .form import (
     of,
 )
 
-_NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+_NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,18})(\..*)")
 _DATA_FIRST = "use_data_before_expert_parallelism"
 
 
@@ -146,7 +148,7 @@ def expert_layout(
     problems = Problems()
     for layer, numbers in _numbers(name for tree in trees.values() for name in tree).items():
         if numbers != set(range(len(numbers))):
-            gone = sorted(set(range(max(numbers))) - numbers)
+            gone = list(islice((number for number in range(max(numbers)) if number not in numbers), 20))
             problems.add(Incomplete, f"{where}: of {layer}… the files of experts {gone} are missing")
         layout.held[layer] = len(numbers)
     stored = _numbers(name for group in top.get("param_shapes") or () for name in group)
@@ -173,10 +175,11 @@ def _check_counts(
     """``num_experts`` lists the layers: the only word on experts whose files are missing at the end."""
     counts = top.get("num_experts")
     for layer, count in enumerate(counts if isinstance(counts, list) else ()):
-        gone = [number for number in range(count) if (layer, number) not in trees]
-        if gone:
-            name = f"layer_{layer}_expert_{gone[0]}_mp_rank_00_model_states.pt"
-            text = f"{where}: {name} is missing; layer {layer} has {count} experts, {len(gone)} of them without a file"
+        there = {number for at, number in trees if at == layer and number < count}
+        if len(there) < count:
+            gone = next(number for number in range(count) if number not in there)
+            name = f"layer_{layer}_expert_{gone}_mp_rank_00_model_states.pt"
+            text = f"{where}: {name} is missing; layer {layer} has {count} experts, {count - len(there)} of them without a file"
             problems.add(Incomplete, text, "Copy the checkpoint again from where it came from, or use an older tag.")
 
 
@@ -401,7 +404,7 @@ def _top_of(pt: PtFile) -> Mapping[str, Any]:
 
 def _degree(pt: PtFile, top: Mapping[str, Any], key: str) -> int:
     value = top.get(key)
-    if type(value) is not int or not 1 <= value <= MAX_RANKS:
+    if type(value) is not int or not 1 <= value <= MOST_RANKS:
         raise Unsupported(f"{pt.directory.path}: '{key}' should be a number of ranks, found {value!r}")
     return value
 

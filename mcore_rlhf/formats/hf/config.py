@@ -26,7 +26,7 @@ Config = Mapping[str, object]
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = "tie_word_embeddings"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.layers\.(\d{1,18})\.")
 _OTHER_HEADS = ("score.", "classifier.", "value_head.", "v_head.", "summary.")
 """Tensors of models that predict something else than words."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import PurePosixPath
 
 from mcore_rlhf.core.catalog import Record
@@ -119,12 +120,14 @@ def _complete(root: ReadablePath, stem: str, ending: str) -> list[str]:
     if not found:
         raise NotACheckpoint(f"{root}: has neither {file_name(stem, ending)} nor {index_name(stem, ending)}")
     count = shard_count(found[0]) or 1
-    expected = [file_name(stem, ending, number, count) for number in range(1, count + 1)]
-    missing = [name for name in expected if name not in found]
+    expected = (file_name(stem, ending, number, count) for number in range(1, count + 1))
+    missing = list(
+        islice((name for name in expected if name not in found), 5)
+    )  # their names may say that there are a billion
     if missing or len(found) > count:
-        odd = f"{', '.join(missing[:5])} missing" if missing else f"{len(found)} files instead of {count}"
+        odd = f"{', '.join(missing)} missing" if missing else f"{len(found)} files instead of {count}"
         raise Incomplete(f"{root}: {index_name(stem, ending)} is not there, and of its files: {odd}\n{_AGAIN}")
-    return expected
+    return found
 
 
 @dataclass

@@ -169,12 +169,12 @@ def _config(path: ReadablePath) -> dict[str, object]:
 MASTERS = {"fully_reshardable": "param", "fully_sharded_model_space": "fp32_param", None: "fp32_param"}
 """What fp32 copies are called, by the kind of sharding; None is the plain optimizer."""
 
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(?:module\.)*(.+)")
+_STATE = re.compile(r"(?:chained_\d{1,18}\.)?optimizer\.state\.(\w+)\.(?:module\.)*(.+)")
 _FLAT = re.compile(
-    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)"
+    r"(?:chained_(\d{1,18})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,18})\.gbuf_idx_(\d{1,18})\.dtype_.*\.bucket_idx_(\d{1,18})\.(\w+)"
 )
-_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)")
-_SHARD = re.compile(r"(?:module\.)*(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+_GROUP = re.compile(r"(?:chained_(\d{1,18})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,18})\.(\w+)")
+_SHARD = re.compile(r"(?:module\.)*(.+)/shard_(\d{1,18}(?:\.\d{1,18})*)_(\d{1,18}(?:\.\d{1,18})*)")
 _SMALL = 1 << 16
 
 

@@ -36,6 +36,7 @@ from mcore_rlhf.models.megatron import (
     expert_of,
     is_buffer,
     is_routed_expert,
+    layer_of,
     partition_of,
     renumbered,
 )
@@ -125,7 +126,7 @@ def _pattern(template: str) -> re.Pattern[str]:
     """The template as a whole part of a dotted name: it begins behind a dot, and ends with one, or where the name does."""
     if template not in _PATTERNS:
         end = "" if template.endswith((".", "_")) else "$"
-        text = re.escape(template).replace(re.escape(_NUMBER), r"(\d+)")
+        text = re.escape(template).replace(re.escape(_NUMBER), r"(\d{1,18})")
         _PATTERNS[template] = re.compile(rf"(?<![^.]){text}{end}")
     return _PATTERNS[template]
 
@@ -375,9 +376,8 @@ class Parameters:
 
     def num_layers(self) -> int:
         """Decoder layers."""
-        return max(
-            (int(name.split(".")[2]) + 1 for name in self.homes if name.startswith("decoder.layers.")), default=0
-        )
+        layers = (layer_of(name) for name in self.homes if name.startswith("decoder.layers."))
+        return max((layer + 1 for layer in layers if layer is not None), default=0)
 
 
 @dataclass(slots=True)

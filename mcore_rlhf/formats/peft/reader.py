@@ -35,7 +35,7 @@ from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.layers\.(\d{1,18})\.")
 _ADVICE = "Save the adapter again with peft's save_pretrained, or copy it again."
 
 

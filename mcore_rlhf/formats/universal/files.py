@@ -36,7 +36,7 @@ def state_key(state: str) -> str:
 
 def natural(text: str) -> list[tuple[int, str]]:
     """A sort key by which ``rank_10`` comes after ``rank_9``."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in _NUMBERS.split(text)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBERS.split(text)]
 
 
 def model_file(mp_rank: int) -> str:

@@ -233,7 +233,7 @@ def _slice_chunks(slices: tuple[StoredTensor, ...], shape: Shape) -> Iterator[Ch
         start += stored.shape[0]
 
 
-_LAYER = re.compile(r"(?:^|.*?\.)(?:layers|h|blocks|block)\.(\d+)\.|^(\d+)\.")
+_LAYER = re.compile(r"(?:^|.*?\.)(?:layers|h|blocks|block)\.(\d{1,18})\.|^(\d{1,18})\.")
 
 
 def read_universal(path: ReadablePath, options: ReadOptions) -> Source:

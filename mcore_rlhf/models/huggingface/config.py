@@ -372,10 +372,10 @@ def _said(config: Config, fields: tuple[Field, ...]) -> tuple[dict[str, object],
 
 
 _EMBEDDING = "model.embed_tokens.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LAYER = re.compile(r"model\.layers\.(\d{1,18})\.")
+_EXPERT = re.compile(r"\.experts\.\d{1,18}\.")
 _PACKED = ".experts.gate_up_proj"
-_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias")
+_BIAS = re.compile(r"model\.layers\.\d{1,18}\.self_attn\.[qkv]_proj\.bias")
 _SHOWN = 3
 
 

@@ -92,5 +92,5 @@ def packed_beside(packed: Iterable[Packed]) -> tuple[Packed, ...]:
     return (*both, *(Packed(there(row.module), tuple(map(there, row.files))) for row in both))
 
 
-IN_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
+IN_LAYER = re.compile(r"mtp\.layers\.(\d{1,18})\.")
 """The beginning of a name in such a layer."""

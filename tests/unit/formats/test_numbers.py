@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Untrusted
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import parse_layout
 from mcore_rlhf.models.hybrid import Pattern
 from mcore_rlhf.models.meaning.bounds import MOST_LAYERS, MOST_RANKS, check_sizes
 from tests.helpers.conversions import GOLDENS
-from tests.helpers.damage import copied, edit_args
+from tests.helpers.damage import copied, edit_args, edited
 from tests.unit.formats.refusal import refused
 
 HF = GOLDENS.parent / "huggingface" / "llama_tied_bf16_sharded"
@@ -104,3 +108,58 @@ def config_of(folder: Path, **fields: object) -> Path:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | fields))
     return source
+
+
+@pytest.mark.parametrize(
+    ("golden", "old", "new"),
+    [
+        ("verl/fsdp2_ws3", "_world_size_3_", "_world_size_1000000000_"),
+        ("deepspeed/z1_fp32_tied_dp2", "zero_pp_rank_1_", "zero_pp_rank_1000000000_"),
+        ("megatron/tp1_bf16_do", "mp_rank_00", "mp_rank_1000000000"),
+        ("megatron/tp1_bf16_do", "iter_0000002", "iter_99999999999999999999"),
+        ("huggingface/llama_tied_bf16_sharded", "-of-00002", "-of-1000000000"),
+    ],
+)
+def test_names_of_files_that_count_to_a_billion(tmp_path: Path, golden: str, old: str, new: str) -> None:
+    source = Path(shutil.copytree(GOLDENS.parent / golden, tmp_path / "source"))
+    (source / "model.safetensors.index.json").unlink(missing_ok=True)
+    found = [path for path in sorted(source.rglob("*"), reverse=True) if old in path.name]
+    assert found
+    for path in found:
+        path.rename(path.with_name(path.name.replace(old, new)))
+    with pytest.raises(CheckpointError) as caught:
+        convert(source, tmp_path / "target", ConvertOptions("hf", fsync=False))
+    assert len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["9" * 5000, "\u00b2", "999999999999999999"],
+    ids=["5,000 digits", "a digit that is no number", "the largest"],
+)
+@pytest.mark.parametrize("golden", ["megatron/tp1_bf16_do", "deepspeed/z0_fp32_untied_dp1"])
+def test_names_of_tensors_that_count(tmp_path: Path, golden: str, number: str) -> None:
+    """Layers and experts of any number: the tensor is one that nobody knows, and nothing is counted up to it."""
+    source = Path(shutil.copytree(GOLDENS.parent / golden, tmp_path / "source"))
+    names = (
+        "decoder.layers.{}.mlp.linear_fc1.weight",
+        "model.layers.{}.mlp.experts.{}.up_proj.weight",
+        "{}.weight",
+        "a.weight{}",
+    )
+    for path in (*source.rglob("model_optim_rng.pt"), *source.rglob("mp_rank_00_model_states.pt")):
+        with edited(path) as tree:
+            for held in (tree.get("model"), tree.get("module")):
+                if held is not None:
+                    held.update({name.replace("{}", number): torch.ones(2) for name in names})
+    for to in ("hf", "dcp", "universal"):
+        with contextlib.suppress(CheckpointError):
+            convert(source, tmp_path / to, ConvertOptions(to, write=WriteOptions(no_optimizer=True), fsync=False))
+
+
+def test_half_a_character_in_a_tensors_name(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(GOLDENS.parent / "deepspeed" / "z0_fp32_untied_dp1", tmp_path / "source"))
+    for path in source.rglob("mp_rank_00_model_states.pt"):
+        with edited(path) as tree:
+            tree["module"]["a\ud800b"] = torch.ones(2)
+    refused(source, Untrusted, "half a character", "'a\\ud800b'")
