@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mcore_rlhf.core.catalog import Box, Shape, row_major
-from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, Untrusted, shown
 from mcore_rlhf.layouts.tensor import LocalLayout, Piece, Shard, global_shape_of, local_layout
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition, Rules
 
@@ -113,7 +114,7 @@ class UniversalCheckpointInfo:
         problems = Problems()
         for kind in (*_WHOLE, _ROW, _VOCABULARY, _HALVES):
             for pattern in self._patterns(kind):
-                if not any(re.match(pattern, name) for name in names):
+                if not any(_matches(pattern, name) for name in names):
                     problems.add(
                         LayoutMismatch,
                         f"universal_checkpoint_info: {kind}: {pattern!r} matches no parameter",
@@ -154,7 +155,7 @@ class UniversalCheckpointInfo:
 
     def _only(self, kind: str, name: str) -> str | None:
         """The pattern of a kind that matches, of which DeepSpeed allows one."""
-        matched = [pattern for pattern in self._patterns(kind) if re.match(pattern, name)]
+        matched = [pattern for pattern in self._patterns(kind) if _matches(pattern, name)]
         if len(matched) > 1:
             raise LayoutMismatch(
                 f"universal_checkpoint_info: {kind}: {name} matches {' and '.join(map(repr, matched))}; at most one may match"
@@ -166,8 +167,41 @@ class UniversalCheckpointInfo:
         return [str(pattern) for pattern in found] if isinstance(found, list | tuple | dict) else []
 
 
+_MOST_LETTERS, _MOST_REPEATS, _MOST_WAYS = 1000, 4, 8
+_REPEAT, _OF_A_GROUP, _WAY = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), re.compile(r"(?<!\()\?|\|")
+_NO_OPERATOR = re.compile(r"\\.|\[\^?\]?[^]]*\]", re.DOTALL)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of the checkpoint's, which is a stranger's: one that cannot take for ever.
+
+    A repeated group, and repeats in a row, try a name's letters in more ways than there is time for. DeepSpeed's own patterns are names
+    with a few ``.*`` in them.
+
+    Raises:
+        Untrusted: It may.
+        LayoutMismatch: It is no pattern.
+    """
+    bare = _NO_OPERATOR.sub("c", pattern)
+    repeats, ways = len(_REPEAT.findall(bare)), len(_WAY.findall(bare))
+    if len(pattern) > _MOST_LETTERS or repeats > _MOST_REPEATS or ways > _MOST_WAYS or _OF_A_GROUP.search(bare):
+        raise Untrusted(
+            f"universal_checkpoint_info: the pattern {shown(pattern)} may take for ever to be matched: it repeats a group, or more than "
+            f"{_MOST_REPEATS} things, leaves more than {_MOST_WAYS} choices, or has more than {_MOST_LETTERS:,} letters"
+        )
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise LayoutMismatch(f"universal_checkpoint_info: {shown(pattern)} is no pattern: {error}") from None
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return _compiled(pattern).match(name) is not None
+
+
 def _first(patterns: Iterable[object], name: str) -> str | None:
-    return next((str(pattern) for pattern in patterns if re.match(str(pattern), name)), None)
+    return next((str(pattern) for pattern in patterns if _matches(str(pattern), name)), None)
 
 
 def _cut_by(partition: Partition, shapes: Sequence[Shape]) -> CutTensor:

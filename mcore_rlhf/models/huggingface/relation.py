@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
 from mcore_rlhf.core.catalog import Box, Shape
 from mcore_rlhf.core.views import ABSENT, Share
@@ -313,11 +314,29 @@ def from_megatron(shapes: Mapping[str, Shape], sizes: Sizes, among: Sequence[Arc
         Unsupported: None of them has these parameters.
         LayoutMismatch: Shapes are not those of the architecture; all of them.
     """
+    _check_counts(shapes, sizes)
     spelling = spelling_of(shapes)
     candidates = (_of_megatron(known, shapes, sizes, spelling) for known in among)
     relation = _relation(_best(candidates), sizes, spelling)
     _check_shapes(shapes, relation.megatron, _padded(relation))
     return relation
+
+
+_FEW, _LEAST_ELEMENTS = 4096, 64
+
+
+def _check_counts(shapes: Mapping[str, Shape], sizes: Sizes) -> None:
+    """A description may say no more layers and experts than its tensors have elements for, before a name is made for each.
+
+    Raises:
+        LayoutMismatch: It does. Few are always believed.
+    """
+    layers, elements = sizes.layers + sizes.mtp, sum(map(prod, shapes.values()))
+    if layers * max(1, sizes.experts) > _FEW + elements // _LEAST_ELEMENTS:
+        raise LayoutMismatch(
+            f"the model's description says {layers:,} layers and {sizes.experts:,} experts in each, and all its tensors together have "
+            f"{elements:,} elements\nTake the description that belongs to these weights: the run's own args, or the model's config.json."
+        )
 
 
 def from_huggingface(
@@ -340,6 +359,7 @@ def from_huggingface(
         Unsupported: None of them has these tensors.
         LayoutMismatch: Shapes are not those of the architecture; all of them.
     """
+    _check_counts(shapes, sizes)
     candidates = (_of_huggingface(known, shapes, sizes, spelling, beside) for known in among)
     relation = _relation(_best(candidates), sizes, spelling)
     _check_shapes(shapes, relation.huggingface, frozenset())

@@ -17,6 +17,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import parse_layout
 from mcore_rlhf.models.hybrid import Pattern
 from mcore_rlhf.models.meaning.bounds import MOST_LAYERS, MOST_RANKS, check_sizes
+from tests.fuzz.child import Limits, command_line, run
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.damage import copied, edit_args, edited
 from tests.unit.formats.refusal import refused
@@ -163,3 +164,35 @@ def test_half_a_character_in_a_tensors_name(tmp_path: Path) -> None:
         with edited(path) as tree:
             tree["module"]["a\ud800b"] = torch.ones(2)
     refused(source, Untrusted, "half a character", "'a\\ud800b'")
+
+
+ATTACKS = {
+    "virtual stages": ("pp2_vpp2_bf16_do", {"virtual_pipeline_model_parallel_size": 10**9}),
+    "next tokens": ("tp1_bf16_do", {"mtp_num_layers": 10**9}),
+    "as many as are believed": ("tp1_bf16_do", {"mtp_num_layers": MOST_LAYERS, "num_experts": 32}),
+    "ranks": ("ep2dp2_moe_seq_bf16_do", {"data_parallel_size": 10**9, "world_size": 2 * 10**9}),
+    "groups": ("tp1_bf16_do", {"num_query_groups": 10**9, "num_attention_heads": 10**9}),
+    "layout": ("pp2_vpp2_bf16_do", {"pipeline_model_parallel_layout": "E(t|)*999999999L"}),
+    "pattern": ("tp1_bf16_do", {"hybrid_layer_pattern": "M|" * 10**6}),
+}
+COMMANDS = (
+    "inspect source", "plan source --to hf", "verify source --deep", "diff source source", "report source -o page.html",
+    "convert source out --to hf --no-fsync", "convert source out --to megatron --tp 1 --pp 1 --no-fsync",
+    "convert source out --to megatron-dist --no-fsync",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_every_command_ends_soon_and_in_little_memory(tmp_path: Path, attack: str) -> None:
+    """Each in a child of this process, whose memory is measured from outside."""
+    name, values = ATTACKS[attack]
+    here = tmp_path / "here"
+    here.mkdir()
+    edit_args(copied(name, here), **values)
+    limits = Limits(memory=2 << 30, cpu=20, wall=30)
+    ended = run([attack], here, limits, main=lambda _: max(command_line(line.split()) for line in COMMANDS))
+    assert not ended.hung
+    assert ended.code in (0, 1, 2), ended.output
+    assert "This is a bug" not in ended.output
+    assert ended.peak < limits.resident
+    assert len(ended.output) < 100_000

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.universal_info import CutTensor, UniversalCheckpointInfo
 from mcore_rlhf.models.spec import GATED, REPLICATED, ROW, VOCABULARY, Partition, Rule, Rules
 
@@ -117,6 +117,38 @@ def test_contradictions_are_refused(
 ) -> None:
     with pytest.raises(kind, match=words):
         cut_of("w", shapes, info=info)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "((a|a)|a)*$",
+        ".*.*.*.*.*x",
+        "a?" * 30 + "a" * 30,
+        "(a|a)" * 30,
+        "(?:a{1,9}){1,9}$",
+        "a" * 2000,
+        r"[^\]]+(\w+){9}",
+    ],
+)
+def test_a_pattern_that_takes_for_ever_is_refused(pattern: str) -> None:
+    with pytest.raises(Untrusted, match="may take for ever"):
+        cut_of("a" * 60, [(3, 4)] * 2, info={"tp_replicated_parameter_patterns": [pattern]})
+
+
+@pytest.mark.parametrize("pattern", ["(", "a**", "[z-a]", "(?P<1>a)"])
+def test_what_is_no_pattern_is_said(pattern: str) -> None:
+    with pytest.raises((LayoutMismatch, Untrusted), match="pattern"):
+        cut_of("a", [(3, 4)] * 2, info={"tp_replicated_parameter_patterns": [pattern]})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"^model\.layers\.\d+\.mlp\.(gate|up|down)_proj\.weight$", r"(?:.*\.)?\d+\..*[+*]?.weight", r"a\*\+\*\+\*\+b"],
+)
+def test_honest_patterns_are_taken(pattern: str) -> None:
+    assert cut_of("w", [(3, 4)] * 2, info={"parameter_with_row_parallelism_patterns": [pattern, "w"]}).partition == ROW
 
 
 def test_without_any_word_nothing_is_guessed() -> None:
