@@ -154,8 +154,9 @@ int fdatasync(int fd) { return fails(FSYNC, fd) ? -1 : (int)syscall(SYS_fdatasyn
 int ftruncate(int fd, off_t size) { return fails(TRUNCATE, fd) ? -1 : (int)syscall(SYS_ftruncate, fd, size); }
 int ftruncate64(int fd, off64_t size) { return ftruncate(fd, size); }
 
-int close(int fd) { /* the descriptor is free in any case, as on Linux */
-    int failed = fails(CLOSE, fd), error = errno;
+int close(int fd) { /* of a file, whose last bytes could not be written; the descriptor is free in any case, as on Linux */
+    struct stat facts;
+    int failed = !syscall(SYS_fstat, fd, &facts) && S_ISREG(facts.st_mode) && fails(CLOSE, fd), error = errno;
     int done = (int)syscall(SYS_close, fd);
     if (failed) errno = error;
     return failed ? -1 : done;

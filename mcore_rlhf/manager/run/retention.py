@@ -25,6 +25,7 @@ from typing import Literal, Protocol, TypeVar
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, StorageError, UsageError, log_of
 from mcore_rlhf.storage.beneath import move, remove
 from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
+from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.publish import sync_folder
 from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recover
 from mcore_rlhf.storage.urls import remove_stored
@@ -312,8 +313,8 @@ def clean_up(root: ReadablePath, *, alone: bool = False) -> list[str]:
     if not isinstance(root, Path):
         return done  # a store has no locks: see `prune --dead`
     for folder in (root, root / EXPORTS):
-        names = folder.iterdir() if folder.is_dir() and not (folder != root and folder.is_symlink()) else ()
-        targets = {target for path in names if (target := target_of_leftover(path)) is not None}
+        names = names_in(folder) if folder.is_dir() and not (folder != root and folder.is_symlink()) else ()
+        targets = {target for name in names if (target := target_of_leftover(folder / name)) is not None}
         for target in sorted(targets):
             done += recover(target, MANIFEST, alone=alone and folder == root)
     return done
