@@ -94,6 +94,30 @@ def fail_in_the_background(root: Path, victim: int, number: int, after: int) -> 
     return told
 
 
+def load_from_a_failing_disk(root: Path, victim: int, times: int) -> tuple[tuple[str, str], bool]:
+    """A rank's disk fails under the newest step; what an automatic resume raises, and whether it loaded that step, or nothing."""
+    live, real, left = engine(seed=1), os.open, [times]
+    with CheckpointManager(root, live, options=options()) as manager:
+        manager.save(1, blocking=True)
+        live.reset(2)
+        manager.save(2, blocking=True)
+        live.reset(9)
+
+        def failing(path: Any, *args: Any, **more: Any) -> int:
+            if dist.get_rank() == victim and "global_step_2/actor" in str(path) and left[0]:
+                left[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path, *args, **more)
+
+        os.open = failing
+        try:
+            told = outcome(lambda: manager.load("auto"))
+        finally:
+            os.open = real
+        expected = engine(seed=9 if told[0] else 2)
+    return told, all(torch.equal(values, expected.values[name]) for name, values in live.values.items())
+
+
 def hang(root: Path, victim: int, call: str) -> tuple[list[tuple[str, str]], list[float]]:
     """A rank's disk hangs while a step is saved, and through the next save; then it answers again.
 

@@ -33,6 +33,18 @@ def test_in_the_background(pool: WorkerPool, tmp_path: Path, victim: int, number
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.parametrize("times", [2, 10**9], ids=["passing", "for good"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_fails_one_rank_under_the_newest_step(
+    pool: WorkerPool, tmp_path: Path, victim: int, times: int
+) -> None:
+    """All ranks stop, or none does; none goes on from the step before."""
+    for told, right in pool.run(jobs.load_from_a_failing_disk, tmp_path, victim, times, world_size=2, timeout=60):
+        assert right, told
+        assert told[0] == ("" if times == 2 else "Unreadable"), told
+        assert times == 2 or (os.strerror(errno.EIO) in told[1] and "global_step_2/actor" in told[1])
+
+
 @pytest.mark.parametrize(("victim", "call", "limit"), [(1, "pwrite", 5.0), (0, "pwrite", 7.0), (0, "mkdir", 2.0)])
 def test_a_disk_that_hangs(pool: WorkerPool, tmp_path: Path, victim: int, call: str, limit: float) -> None:
     """The ranks do not lose each other over it: all hear of it in time, and when the disk answers, the next save is well.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.manager.run import retention as branches
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
@@ -122,3 +125,36 @@ def test_the_root_is_known_by_whichever_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(branches, "_OF_THIS_RUN", set())
     with manager(tmp_path / "link") as run, pytest.raises(UsageError, match="neither loaded nor written"):
         run.save(3)
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Another user's folder."""
+    genuine = os.open
+
+    def refuse(path: object, *args: Any, **options: Any) -> int:
+        if str(path).startswith(f"{folder}/manifest"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return genuine(path, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_a_step_that_cannot_be_read_may_be_another_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as closed, manager(tmp_path) as run:
+        unreadable(closed, make_step(tmp_path, 1))
+        with pytest.raises(StorageError, match=r"global_step_1: cannot be read, and may be sound: .*Permission denied"):
+            run.save(3)
+    assert committed(tmp_path) == [1]
+
+
+def test_a_newer_one_that_cannot_be_read_is_left_behind_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next resume took it, once it can be read."""
+    another_run(tmp_path, 1, 7)
+    with monkeypatch.context() as closed, manager(tmp_path, CONTINUE) as run:
+        run.load(1)
+        unreadable(closed, tmp_path / "global_step_7")
+        run.save(2)
+    assert committed(tmp_path) == [1, 2]
+    assert "left behind" in steps.reason_of(tmp_path / "global_step_7")
