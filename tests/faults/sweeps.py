@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.run import commit, steps
+from mcore_rlhf.manager.run import commit, root, steps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.storage import patience
 from mcore_rlhf.storage.manifest import Manifest, check
@@ -285,7 +285,7 @@ class Sweep:
             ``faults``: how many; ``outcomes``: how many had which; ``wrong``: what was, each with the calls at which.
         """
         patience._PAUSES = (0.001, 0.001, 0.001)  # how often it is tried again counts, not when
-        commit._REMOVAL_S = 0.1
+        commit._REMOVAL_S = root._PATIENCE_S = 0.1
         scene = self.scene(folder, self.error if self.mode == "fail" else 0)
         disk, at = Disk(scene.live), first
         outcomes, wrong = Counter[str](), dict[str, list[str]]()

@@ -192,13 +192,20 @@ class Candidates:
 def _lying_aside(root: Path) -> list[int]:
     """Steps that lie aside with nothing in their place, for longer than replacing them takes."""
     for pause in (*_PAUSES, 0.0):
-        names = names_in(root) if root.is_dir() else []
+        names = _names(root)
         found = [(steps.step_of_aside(Path(name)), name) for name in names if ".old-" in name]
         aside = [step for step, _ in found if step is not None and steps.step_folder(root, step).name not in names]
         if not aside:
             break
         time.sleep(pause)
     return aside
+
+
+def _names(root: Path) -> list[str]:
+    try:
+        return names_in(root)
+    except (FileNotFoundError, NotADirectoryError):  # which is said where its steps are listed
+        return []
 
 
 def _newest_and_near_first(found: StepToTry) -> tuple[int, bool]:

@@ -254,8 +254,12 @@ def open_root(root: Path, world: World) -> list[str]:
     if world.is_rank0:
         error = _caught(lambda: _touch(root, name))
     world.raise_on_all(error, f"writing into {root}")
-    seen = _appears(root / name)
-    error = _caught(lambda: _touch(root, f"{name}-{world.rank}")) if seen else None
+    seen = False
+    try:
+        seen = _appears(root / name)
+        error = _caught(lambda: _touch(root, f"{name}-{world.rank}")) if seen else None
+    except StorageError as failed:
+        error = failed
     answers = world.all_gather((seen, world.host))
     for path in [root / f"{name}-{world.rank}", *([root / name] if world.is_rank0 else [])]:
         with suppress(OSError):  # it may not be there, or on another disk
@@ -287,9 +291,19 @@ def _caught(action: Callable[[], None]) -> CheckpointError | None:
 
 
 def _appears(path: Path) -> bool:
+    """Whether a file is seen, at last.
+
+    Raises:
+        StorageError: Nobody can say.
+    """
     end = time.monotonic() + _PATIENCE_S
-    while not os.path.exists(path):  # False also where it cannot be looked at
-        if time.monotonic() > end:
-            return False
+    while True:
+        try:
+            os.stat(path)
+            return True
+        except OSError as error:
+            if time.monotonic() > end:
+                if not isinstance(error, FileNotFoundError):
+                    raise storage_error(error, path, "see") from error
+                return False
         time.sleep(0.05)
-    return True
