@@ -215,7 +215,8 @@ class Command(Scene):
         return f"exit {code}"
 
     def judge(self, word: str) -> list[str]:
-        wrong = [f"{word}: {self._said}"] if word not in ("exit 0", "exit 2") or "Traceback" in self._said else []
+        fine = word in ("exit 0", "exit 2") or "not deleted: " in self._said
+        wrong = [f"{word}: {self._said}"] if not fine or "Traceback" in self._said else []
         wrong += [f"exit 2: {found}" for found in complaints(self._said, self.number, self.live) if word == "exit 2"]
         if "is damaged" in self._said:
             wrong.append(f"calls damaged what is sound: {self._said}")
