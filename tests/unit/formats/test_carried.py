@@ -108,7 +108,7 @@ def test_what_stays_behind_is_named_with_its_reason(model: Path, tmp_path: Path)
 
 
 def test_hugging_faces_cache_is_all_links(model: Path, tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    blobs, snapshot = tmp_path / "models--o--m" / "blobs", tmp_path / "models--o--m" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     for number, path in enumerate(sorted(path for path in model.rglob("*") if path.is_file())):
         link = snapshot / path.relative_to(model)
