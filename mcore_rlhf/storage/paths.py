@@ -208,12 +208,25 @@ def walk(folder: _Path) -> Iterator[tuple[_Path, list[str]]]:
     while waiting:
         here = waiting.pop()
         try:
-            children = sorted(here.iterdir())
+            children = sorted(_listed(here))
         except OSError:
             continue
-        folders = {child.name: child for child in children if child.is_dir()}
-        yield here, [child.name for child in children if child.name not in folders]
-        waiting += [child for child in reversed(folders.values()) if not child.is_symlink()]
+        yield here, [name for name, is_folder, _ in children if not is_folder]
+        waiting += [here / name for name, is_folder, is_link in reversed(children) if is_folder and not is_link]
+
+
+def _listed(folder: ReadablePath) -> Iterator[tuple[str, bool, bool]]:
+    """What lies in a folder: its name, whether it is a folder, and whether it is a link. What cannot be looked at is no folder."""
+    if not isinstance(folder, Path):
+        yield from ((child.name, child.is_dir(), child.is_symlink()) for child in folder.iterdir())
+        return
+    with os.scandir(folder) as entries:  # which mostly know it without a look at each
+        for entry in entries:
+            try:
+                is_folder = entry.is_dir()
+            except OSError:
+                is_folder = False
+            yield entry.name, is_folder, entry.is_symlink()
 
 
 def files_below(folder: ReadablePath) -> list[str]:

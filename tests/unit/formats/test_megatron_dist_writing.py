@@ -250,7 +250,7 @@ def test_what_the_new_degrees_cannot_cut_is_refused(tmp_path: Path) -> None:
 def test_a_release_has_no_iteration(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "release").symlink_to(FULLY / "iter_0000002")
+    shutil.copytree(FULLY / "iter_0000002", source / "release")
     (source / "latest_checkpointed_iteration.txt").write_text("release")
     converted(source, tmp_path / "target")
     assert (tmp_path / "target" / "release" / ".metadata").is_file()
