@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.errors import CheckpointError, Problems, UsageError
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
@@ -210,10 +210,17 @@ class CheckpointManager:
             if found.mirrored:  # it is the root's own
                 remember(step_folder(self.root, found.step))
             own = self.world.rank == 0 and (found.mirrored or found.folder.parent == self.root)
-            self._saver.went_back_to = found.step if own and left_behind(self.root, found.step, ()) else None
+            self._saver.went_back_to = found.step if own and self._may_be_newer_than(found.step) else None
         if self._saver.mirror is not None:
             self._saver.mirror.start()
         return None if found is None else Resumed(found.step, found.folder, found.report)
+
+    def _may_be_newer_than(self, step: int) -> bool:
+        """Whether there are newer steps in the root, or nobody can say: the state is live, and that is no reason to fail."""
+        try:
+            return bool(left_behind(self.root, step, ()))
+        except (CheckpointError, OSError):
+            return True
 
     def wait(self) -> None:
         """Wait until the last save is committed.
