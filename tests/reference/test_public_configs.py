@@ -122,5 +122,8 @@ def test_what_a_config_does_not_say_is_what_its_class_fills_in(known: Any, pool:
     forget_where_it_came_from(str(tmp_path / "mcore"))
     to(tmp_path / "mcore", tmp_path / "back", "hf")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert torch.equal(back(TOKENS, use_cache=False).logits, expected)
+    theirs, ours = again.state_dict(), back.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    with torch.no_grad():  # where in memory the same weights lie decides the last bit on some CPUs
+        assert (back(TOKENS, use_cache=False).logits - expected).abs().max() < 1e-5
