@@ -7,7 +7,7 @@ computes with; integer buffers keep their type. No optimizer state is read, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -175,12 +175,12 @@ def load_fp32_state_dict(
     source = open_tag(Path(path), tag, ())
     wanted = fp32_state_dict(source, exclude_frozen_parameters)
     memory = _Memory()
-    files = tuple(TargetFile(part.names[0], partial(_memory_layout, part)) for part in wanted.tensors)
+    files = tuple(TargetFile(str(at), partial(_memory_layout, part, str(at))) for at, part in enumerate(wanted.tensors))
     copy_into(wanted, files, memory, ConvertOptions(fsync=False))
     found: dict[str, torch.Tensor] = {}
-    for part in wanted.tensors:
+    for file, part in zip(files, wanted.tensors, strict=True):
         filled = (
-            torch.from_numpy(memory.files[part.names[0]].data).view(getattr(torch, part.dtype.name)).reshape(part.shape)
+            torch.from_numpy(memory.files[file.path].data).view(getattr(torch, part.dtype.name)).reshape(part.shape)
         )
         found.update(dict.fromkeys(part.names, filled))
     return OrderedDict((name, found[name]) for name in wanted.order)
@@ -211,25 +211,18 @@ class _Memory(Destination):
     """Files in memory.
 
     Args:
-        files: Those that were begun, by path.
+        files: Those that were begun, by path: a number, as a tensor's name need not be one.
     """
 
     files: dict[str, _MemoryFile] = field(default_factory=dict)
-
-    def _taken(self, file: str) -> str:
-        return file  # a tensor's name, which becomes no path
-
-    def _place(self) -> tuple[object, Collection[str]]:
-        return "memory", ()
 
     def _writer(self, file: str, layout: Layout) -> RecordFile:
         self.files[file] = made = _MemoryFile(file, layout)
         return made
 
 
-def _memory_layout(part: WrittenTensor) -> FileLayout:
-    name = part.names[0]
-    record = Record(name, name, part.dtype, prod(part.shape), 0)
+def _memory_layout(part: WrittenTensor, file: str) -> FileLayout:
+    record = Record(file, "all", part.dtype, prod(part.shape), 0)
     return FileLayout([part.placed(record)], [record], Raw([record]))
 
 

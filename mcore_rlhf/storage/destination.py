@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -108,12 +109,18 @@ class Destination(ABC):
             f"{file}: cannot be read again where it is written\nLeave out --integrity, or write to a local folder."
         )
 
-    def _taken(self, file: str) -> str:
+    @final
+    @contextmanager
+    def _taking(self, file: str) -> Iterator[None]:
+        """Take a name, and give it back where the file that is begun under it is given up at once."""
         with _TAKING:
-            if self._names is None:
-                self._names = Names(*self._place())
-            self._names.add(file)
-        return file
+            names = self._names = self._names or Names(*self._place())
+            names.add(file)
+        try:
+            yield
+        except BaseException:
+            names.give_back(file)
+            raise
 
     @final
     def writer(self, file: str, layout: Layout) -> RecordFile:
@@ -127,7 +134,8 @@ class Destination(ABC):
             Untrusted: It has no canonical name, or one that is taken: see :class:`Names`.
             StorageError: It cannot be created.
         """
-        return self._writer(self._taken(file), layout)
+        with self._taking(file):
+            return self._writer(file, layout)
 
     @final
     def put(
@@ -152,27 +160,28 @@ class Destination(ABC):
             Corrupt: It is not what was expected.
             StorageError: It cannot be written; or the other one cannot be read, or is no regular file any more.
         """
-        try:
+        with self._taking(file):
             return self._put(file, content, expected, tick)
-        except BaseException:
-            if self._names is not None:
-                self._names.give_back(file)
-            raise
 
+    @final
     def _put(
-        self, file: str, content: str | bytes | ReadablePath, expected: FileEntry | None, tick: Callable[[int], None]
+        self,
+        file: str,
+        content: str | bytes | ReadablePath,
+        expected: FileEntry | None = None,
+        tick: Callable[[int], None] = _unheard,
     ) -> FileEntry:
         if isinstance(content, str | bytes):
             head = content.encode() if isinstance(content, str) else content
             _check(file, FileEntry(len(head), crc32(head)), expected)
-            with self.writer(file, Raw(head=head).layout(file)) as writer:
+            with self._writer(file, Raw(head=head).layout(file)) as writer:
                 return writer.finish({})
         try:
             with open_bytes(content) as there:
                 if expected is not None:  # before it is read
                     _check(content, FileEntry(there.nbytes, expected.crc32), expected)
                 layout = Raw([Record(file, "all", UINT8, there.nbytes, 0)]).layout(file)
-                with self.writer(file, layout) as writer:
+                with self._writer(file, layout) as writer:
                     at, crc = 0, 0
                     for piece in there.pieces(_PIECE_NBYTES):
                         tick(len(piece))
@@ -308,10 +317,9 @@ class Publication(Destination):
             Untrusted: See :meth:`writer`.
             StorageError: It cannot be taken over.
         """
-        if self._linked(file, canonical(name, self._place()[0])):
-            self._taken(name)
-        else:
-            self.put(name, file)
+        with self._taking(name):
+            if not self._linked(file, name):
+                self._put(name, file)
 
     def _linked(self, file: Path, name: str) -> bool:
         """Give a file a second name here, where that can be; whether it could."""

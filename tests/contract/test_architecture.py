@@ -415,4 +415,4 @@ def test_what_a_destination_does_with_names_is_final() -> None:
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(word, ast.Name) and word.id == "final" for word in node.decorator_list)
     }
-    assert final == {"writer", "put", "again", "take"}
+    assert final == {"writer", "put", "again", "take", "_taking", "_put"}

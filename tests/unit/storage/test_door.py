@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.errors import StorageError, Untrusted
+from mcore_rlhf.errors import Corrupt, StorageError, Untrusted
 from mcore_rlhf.storage import beneath, links, reading
 from mcore_rlhf.storage.beneath import Beneath, append, remove_beneath, write_new
 from mcore_rlhf.storage.destination import LocalFolder, Names
@@ -242,3 +242,20 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, mon
         pass
     assert list(tmp_path.iterdir()) == [target]
     assert not list(target.iterdir())
+
+
+def test_a_name_that_is_taken_stays_so(tmp_path: Path) -> None:
+    folder = LocalFolder(tmp_path)
+    folder.put("a", "first")
+    for _ in range(3):
+        with pytest.raises(Untrusted, match="two files"):
+            folder.put("a", "second")
+    assert (tmp_path / "a").read_text() == "first"
+
+
+def test_a_file_that_is_given_up_at_once_may_be_begun_anew(tmp_path: Path) -> None:
+    folder = LocalFolder(tmp_path)
+    with pytest.raises(Corrupt):
+        folder.put("a", "other", FileEntry(1, 0))
+    folder.put("a", "first")
+    assert (tmp_path / "a").read_text() == "first"
