@@ -332,7 +332,7 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
     if places.old.exists():
         if places.is_published(manifest_name):
             os.rename(places.old, places.doomed)  # half of it may never be put back
-            _remove_tree(places.doomed)
+            remove_tree(places.doomed)
             yield f"removed {places.old}: what {places.target} was before it was replaced"
         elif not _is_occupied(places.target):
             os.rename(places.old, places.target)
@@ -347,15 +347,19 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
 
 def _remove_staging(places: Places) -> None:
     """By another name: other ranks that still write there see at once that it was given up, and add nothing to it."""
-    _remove_tree(places.doomed)
+    remove_tree(places.doomed)
     with suppress(OSError):
         os.rename(places.staging, places.doomed)
-    _remove_tree(places.doomed)
-    _remove_tree(places.staging)
+    remove_tree(places.doomed)
+    remove_tree(places.staging)
 
 
-def _remove_tree(folder: Path) -> None:
-    """On a network file system, what others have open goes when they close it."""
+def remove_tree(folder: Path) -> None:
+    """Remove a folder patiently: on a network file system, what others have open goes when they close it.
+
+    Raises:
+        OSError: It cannot be removed, or something in it.
+    """
     for pause in (*_PAUSES, None):
         try:
             remove(folder)

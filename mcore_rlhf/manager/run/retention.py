@@ -27,7 +27,7 @@ from mcore_rlhf.storage.beneath import move, remove
 from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
 from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.publish import sync_folder
-from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recover
+from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recover, remove_tree
 from mcore_rlhf.storage.urls import remove_stored
 
 from . import steps
@@ -338,8 +338,10 @@ def _remove(folder: ReadablePath) -> bool:
         raise storage_error(error, folder, "delete") from error
     try:
         sync_folder(folder.parent)
-        remove(places.staging)  # a step that is a link goes, what it leads to is not ours
-    except OSError as error:  # the lock file stays, so that a later start removes the rest
+        remove_tree(places.staging)  # a step that is a link goes, what it leads to is not ours
+    except OSError as error:
+        if lock is not None:
+            lock.let_go()  # the file stays, so that a later start removes the rest
         raise storage_error(error, places.staging, "delete") from error
     _let_go(lock, places)
     sync_folder(folder.parent)

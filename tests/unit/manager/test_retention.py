@@ -255,7 +255,7 @@ def test_a_crash_leaves_no_half_step(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", remember)
-        patch.setattr(retention, {"rename": "move", "rmtree": "remove"}[call], die)
+        patch.setattr(retention, {"rename": "move", "rmtree": "remove_tree"}[call], die)
         with pytest.raises(Killed):
             delete(folder)
     assert states(tmp_path)[2] == "committed"
@@ -278,7 +278,7 @@ def die(folder):
     (folder / "actor" / "weights.bin").unlink()
     os.kill(os.getpid(), signal.SIGKILL)
 
-retention.remove = die
+retention.remove_tree = die
 retention.delete(Path(sys.argv[1]))
 """
 
