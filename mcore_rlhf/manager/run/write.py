@@ -17,12 +17,12 @@ import torch
 
 from mcore_rlhf.engines.base import LiveFile, Segment, Text
 from mcore_rlhf.errors import CoverageError
-from mcore_rlhf.storage.beneath import Beneath, write_new
+from mcore_rlhf.storage.beneath import Beneath
 from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
 from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.record_file import RecordFile
+from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
 
 from .commit import FolderStore
 from .snapshot import StepFile, as_bytes
@@ -101,42 +101,30 @@ class RankWriter:
             path: Relative to the step's folder.
             content: Nested containers of plain values and real tensors.
         """
-        with Pt.of(content).create(self._target(path), path) as writer:
-            self.written[path] = writer.finish({}, fsync=self.fsync)
+        self._save(path, Pt.of(content))
 
     def save_text(self, path: str, text: Text) -> None:
         """Write a small file."""
         content = text() if callable(text) else text
-        data, target = content.encode() if isinstance(content, str) else content, self.folder / path
+        self._save(path, Raw(head=content.encode() if isinstance(content, str) else content))
+
+    def _save(self, path: str, content: Container) -> None:
+        """Write a file of which everything is known."""
+        with self._begun(path, content.layout(path)) as writer:
+            self.written[path] = writer.finish({}, fsync=self.fsync)
+
+    def _begun(self, path: str, layout: Layout) -> RecordFile:
+        """A file below the step's own folder only, which is not made anew where the save was given up and it is gone."""
         try:
-            self._make_folders(path)
-            write_new(target, data, fsync=self.fsync)
+            folder = Beneath(self.folder)
         except OSError as error:
-            raise storage_error(error, target, "write") from error
-        self.written[path] = FileEntry(len(data), crc32(data))
-
-    def _create(self, file: StepFile) -> RecordFile:
-        assert file.live.container is not None  # of its first writer
-        return file.live.container.create(self._target(file.path), file.live.path)
-
-    def _target(self, path: str) -> Path:
-        target = self.folder / path
-        try:
-            self._make_folders(path)
-        except OSError as error:
-            raise storage_error(error, target.parent, "create") from error
-        return target
-
-    def _make_folders(self, path: str) -> None:
-        """Below the step's own folder only, which is not made anew where the save was given up and it is gone."""
-        above, _, _ = path.rpartition("/")
-        with Beneath(self.folder) as folder:
-            if above:
-                folder.make(above)
+            raise storage_error(error, self.folder, "write into") from error
+        return RecordFile(self.folder / path, layout, folder)
 
     def _laid_out(self, file: StepFile) -> RecordFile:
         live = file.live
-        writer = self._create(file)
+        assert live.container is not None  # of its first writer
+        writer = self._begun(file.path, live.container.layout(live.path))
         if len(live.writers) > 1:
             labels = list(live.labels) or writer.open_records
             offsets = {label: writer.offset(live.labels.get(label, label)) for label in labels}
