@@ -36,6 +36,7 @@ from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap
 
 from .run import steps
 from .run.checks import check_values
+from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE, TRACKER
 from .subject import Subject
 
@@ -314,9 +315,7 @@ def published_folder(source: Subject, target: ReadablePath) -> ReadablePath:
 def _track(job: StepJob, target: ReadablePath, options: ConvertOptions) -> None:
     """Say where a step was published; let a root's tracker name it, where it has no newer one."""
     step, job.published = job.source.step or 0, published_folder(job.source, target)
-    beside = [found for found in steps.listed(job.published.parent) if not steps.is_hidden(found.path)]
-    newer = any(found.step > step and (found.resumable or found.undecided) for found in beside)
-    if job.published.parent == target and not newer:
+    if job.published.parent == target and not left_behind(target, step, ()):
         write_text(target / TRACKER, str(step), fsync=options.fsync)
 
 

@@ -59,6 +59,7 @@ class StepLoad:
         rng: What happens to RNG states where the layout is another one.
         optimizer: Whether optimizers are restored.
         mirrored: Whether it lies in the mirror of the root.
+        went_back: Once it is loaded, on rank 0: whether there are newer steps in the root that is its own, or nobody can say.
     """
 
     folder: ReadablePath
@@ -68,6 +69,7 @@ class StepLoad:
     rng: Policy
     optimizer: bool = True
     mirrored: bool = False
+    went_back: bool = False
     report: Report = field(default_factory=Report)
     manifest: Manifest | None = None
     _models: dict[str, PreparedLoad] = field(default_factory=dict)
@@ -416,6 +418,7 @@ class Resumer:
         try:
             self._tell(load, time.monotonic() - started)
         except (CheckpointError, OSError) as error:  # the state is live: whatever fails from here on is no failed load
+            load.went_back = True  # for all that is known
             LOG.warning("rank=0 step=%d: after the load: %s", load.step, error)
 
     def _tell(self, load: StepLoad, seconds: float) -> None:
@@ -428,7 +431,9 @@ class Resumer:
             load.nbytes / max(seconds, 1e-9) / 1e9,
         )
         self.reporter.say("load", load.step, text, seconds=seconds, bytes=load.nbytes, gb_per_s=speed)
-        newer = left_behind(self.root, load.step, ()) if self.root.is_dir() else []
+        own = load.mirrored or load.folder.parent == self.root
+        newer = left_behind(self.root, load.step, ()) if own else []
+        load.went_back = bool(newer)
         if newer and load.folder.parent == self.root and not self.options.read_only:
             LOG.warning(
                 "rank=0 step=%d: newer steps are there (%s); the first save of this run puts them in quarantine, so that "

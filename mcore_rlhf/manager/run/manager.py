@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.errors import CheckpointError, Problems, UsageError
+from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
@@ -21,7 +21,7 @@ from .mirror import PATIENCE_S, Mirroring
 from .mirror_hosts import Helper
 from .options import LOG, ManagerOptions, Mirror, Reporter
 from .policies import AnyOf, BeforeDeadline, Deadline, OnSignal, SaveClock, SavePolicy, SignalFlag
-from .retention import clean_up, left_behind, remember
+from .retention import clean_up, remember
 from .root import RootLock, open_root, remove_unguarded
 from .save import Saver
 from .snapshot import Components, Data, Role, components
@@ -209,18 +209,10 @@ class CheckpointManager:
             remember(found.folder)
             if found.mirrored:  # it is the root's own
                 remember(step_folder(self.root, found.step))
-            own = self.world.rank == 0 and (found.mirrored or found.folder.parent == self.root)
-            self._saver.went_back_to = found.step if own and self._may_be_newer_than(found.step) else None
+            self._saver.went_back_to = found.step if found.went_back else None
         if self._saver.mirror is not None:
             self._saver.mirror.start()
         return None if found is None else Resumed(found.step, found.folder, found.report)
-
-    def _may_be_newer_than(self, step: int) -> bool:
-        """Whether there are newer steps in the root, or nobody can say: the state is live, and that is no reason to fail."""
-        try:
-            return bool(left_behind(self.root, step, ()))
-        except (CheckpointError, OSError):
-            return True
 
     def wait(self) -> None:
         """Wait until the last save is committed.

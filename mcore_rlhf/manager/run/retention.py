@@ -19,6 +19,7 @@ import errno
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -408,21 +409,16 @@ def refuse_others(root: Path) -> None:
             step.require_read()
 
 
-def left_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
-    """Newer steps that are not this run's.
+def left_behind(root: ReadablePath, step: int, own: Collection[int]) -> list[int]:
+    """Newer steps that are not this run's, and are committed, or may be as they cannot be read; oldest first.
 
     Args:
         root: The folder of all steps.
         step: The newest step of this run.
         own: All steps that this run has saved.
     """
-    return [
-        found.step
-        for found in steps.listed(root)
-        if (found.resumable or (found.undecided and not is_hidden(found.path)))
-        and found.step > step
-        and found.step not in own
-    ]
+    newer = takewhile(lambda found: found.step > step, steps.newest_first(root))
+    return sorted(found.step for found in newer if (found.resumable or found.undecided) and found.step not in own)
 
 
 def leave_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
