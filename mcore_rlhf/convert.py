@@ -37,9 +37,9 @@ from .formats.peft import FORMAT as PEFT
 from .formats.registry import FORMATS, format_named, open_checkpoint
 from .formats.universal.files import LATEST as LATEST_UNIVERSAL
 from .storage.destination import Destination, Names, Publication
-from .storage.links import enclose, followed
+from .storage.links import followed
 from .storage.manifest import FileEntry, Manifest, provenance
-from .storage.paths import ReadablePath, beneath, canonical, real_path, url_in
+from .storage.paths import ReadablePath, beneath, canonical, real_path
 from .storage.publish import MANIFEST_NAME
 from .storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from .verify.audit import pairs
@@ -185,8 +185,8 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     wanted = format_named(options.to)
     refuse(wanted.name, read=options.read, write=options.write, run=options)
     for given in (options.write.tokenizer, options.write.reference_config, options.write.base_model):
-        if given is not None and url_in(given) is None:
-            enclose(Path(given).expanduser(), follow=options.read.follow_links or None)
+        if given is not None:
+            checkpoint_path(Path(given).expanduser(), follow_links=options.read.follow_links)
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
         raise opened.refused(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")

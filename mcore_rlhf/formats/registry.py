@@ -21,7 +21,6 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, files_below, human
 from mcore_rlhf.storage.urls import checkpoint_path
 
@@ -147,8 +146,7 @@ def _believable(source: Source) -> Source:
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:
     """The folder that a path means, and the options with the role in it."""
-    path = checkpoint_path(path)
-    enclose(path, follow=options.follow_links or None)
+    path = checkpoint_path(path, follow_links=options.follow_links)
     if not path.exists():
         raise NotACheckpoint(f"{path}: no such file or folder")
     if not path.is_dir():

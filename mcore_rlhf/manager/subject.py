@@ -13,7 +13,6 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem,
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.formats.registry import FORMATS
-from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, files_below
 from mcore_rlhf.storage.patience import gone, identity, patiently, settled
@@ -239,8 +238,7 @@ def find(path: ReadablePath, options: ReadOptions, chosen: ChosenStep | None = N
         NotACheckpoint: The step does not have that role.
         CheckpointError: There is no such step, or it is damaged.
     """
-    path = checkpoint_path(path)
-    enclose(path, follow=options.follow_links or None)
+    path = checkpoint_path(path, follow_links=options.follow_links)
     chosen = chosen or chosen_step(path, options.step)
     if chosen is not None:
         path, options = chosen.folder, replace(options, step=None)

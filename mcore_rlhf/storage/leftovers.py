@@ -117,8 +117,7 @@ def leftovers(folder: ReadablePath, opened: Collection[str]) -> tuple[Leftover, 
 
 def _look_where_it_leads(file: ReadablePath, problems: Problems) -> None:
     try:
-        if isinstance(file, Path):
-            require_inside(file)
+        require_inside(file)
     except Untrusted as error:
         problems.add_error(error)
 

@@ -64,7 +64,7 @@ def followed(root: ReadablePath) -> Mapping[str, str]:
     return {} if fence is None else {path: real for path, real in fence.followed.items() if path.startswith(below)}
 
 
-def require_inside(path: Path, fd: int = -1) -> None:
+def require_inside(path: ReadablePath, fd: int = -1) -> None:
     """Refuse a file that a link out of the folder that the user named led to.
 
     Args:
@@ -74,6 +74,8 @@ def require_inside(path: Path, fd: int = -1) -> None:
     Raises:
         Untrusted: It lies elsewhere.
     """
+    if not isinstance(path, Path):
+        return  # a store has no links
     named, real = os.path.abspath(path), _real(path, fd)
     if real == named:
         return

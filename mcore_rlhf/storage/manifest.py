@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
@@ -270,9 +269,8 @@ def _ignore(_file: str, _nbytes: int) -> None:
 def _check_file(root: ReadablePath, name: str, entry: FileEntry, sizes_only: bool, progress: Progress) -> None:
     path = beneath(root, name)
     try:
-        if isinstance(path, Path):
-            require_inside(path)
-        nbytes = patiently(path.stat).st_size if isinstance(path, Path) else path.stat().st_size
+        require_inside(path)
+        nbytes = patiently(path.stat).st_size
     except FileNotFoundError:
         raise Incomplete(f"{path}: is missing; the manifest lists it with {entry.nbytes} bytes") from None
     except OSError as error:

@@ -60,11 +60,12 @@ BACKENDS: dict[str, Backend] = {**dict.fromkeys(SCHEMES, Backend(_open_objects))
 """What is no folder of a file system, by its scheme: a new one is a :class:`~.store.Store`, and one line here."""
 
 
-def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePath:
+def checkpoint_path(given: str | os.PathLike[str] | ReadablePath, *, follow_links: bool = False) -> ReadablePath:
     """A path to read from, out of which links of what lies there may not lead. The one place that knows which there are.
 
     Args:
         given: What a user named, or what a store gave.
+        follow_links: Whether the user says that links may lead out of it; who does not say it changes nothing.
 
     Raises:
         UsageError: It is a URL of a kind that nobody reads, or of a store that cannot be opened.
@@ -73,7 +74,7 @@ def checkpoint_path(given: str | os.PathLike[str] | ReadablePath) -> ReadablePat
         return given
     url = url_in(given)
     if url is None or url.lower().startswith("file:"):
-        enclose(path := local_path(given))
+        enclose(path := local_path(given), follow=follow_links or None)
         return path
     backend = BACKENDS.get(url.partition(":")[0])
     if backend is not None:
