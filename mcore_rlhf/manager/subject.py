@@ -13,6 +13,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem,
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.formats.registry import FORMATS
+from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, files_below
 from mcore_rlhf.storage.patience import gone, identity, patiently, settled
@@ -165,7 +166,7 @@ def _tracker(root: ReadablePath) -> int | None:
         text = tracker_text(root / TRACKER)
     except (OSError, ValueError):
         return None
-    return int(text) if text.isdecimal() and len(text) < 19 else None
+    return int(text) if is_number(text) else None
 
 
 def _refuse_newer_release(step: Step) -> None:

@@ -16,6 +16,7 @@ from functools import cache
 from mcore_rlhf.errors import LayoutMismatch
 
 from .hybrid import DELTA_CONV, DELTA_IN, LATENT_DOWN, MAMBA_CONV, MAMBA_IN, Fused
+from .meaning.bounds import is_number
 from .spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -192,16 +193,11 @@ def in_registration_order(names: list[str]) -> list[str]:
     return sorted(keys, key=keys.__getitem__)
 
 
-def _is_number(part: str) -> bool:
-    """Whether a part of a name is one; more digits than any layer's are a name."""
-    return part.isdecimal() and len(part) < 19
-
-
 def _components(name: str) -> list[tuple[str, int, str]]:
     """(group, number, stem) of each part of a dotted name; parts of one group sort by number first."""
     grouped = _GROUPED_EXPERT.search(name)
     cut = name[: grouped.start(1)] if grouped else name
-    parts = [("#", int(part), "#") if _is_number(part) else (part, 0, part) for part in cut.split(".")]
+    parts = [("#", int(part), "#") if is_number(part) else (part, 0, part) for part in cut.split(".")]
     if grouped:
         parts[-1] = ("#expert", int(grouped.group(1)), parts[-1][2])
     return parts
@@ -241,7 +237,7 @@ def _sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 def _rank(part: str) -> tuple[int, int, str]:
     """(kind, number, text) of one part of a dotted name."""
-    if _is_number(part):
+    if is_number(part):
         return 0, int(part), ""
     known = _RANK.get(part)
     if known is None:

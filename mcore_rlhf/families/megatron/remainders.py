@@ -39,6 +39,7 @@ from mcore_rlhf.core.execute import WINDOW_BYTES, SourceBytes
 from mcore_rlhf.core.views import View
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.source import Computed, Source, bytes_of
+from mcore_rlhf.models.meaning.bounds import is_number
 
 _SAMPLE = 1 << 12
 """Elements of a parameter that are looked at."""
@@ -156,12 +157,7 @@ def _join(joins: Joins, file: str) -> JoinedMaster:
     """The join of a computed file: of one copy of the remainders."""
     copy, _, param = file.removeprefix(COMPUTED).partition("/")
     found = [joins.catalog.get(TensorName(joins.role, param, state)) for state in (PARAM, MASTER)]
-    if (
-        not file.startswith(COMPUTED)
-        or not (copy.isdecimal() and len(copy) < 19)
-        or found[0] is None
-        or found[1] is None
-    ):
+    if not file.startswith(COMPUTED) or not is_number(copy) or found[0] is None or found[1] is None:
         raise KeyError(file)
     numbered = [(at, chunk) for at, chunk in _numbered(found[1]) if at <= int(copy)]
     last = {chunk.box: chunk for _, chunk in numbered}  # what has fewer copies stands in for those that it lacks

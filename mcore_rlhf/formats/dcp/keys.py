@@ -27,6 +27,7 @@ from enum import Enum
 from itertools import takewhile
 from typing import Any
 
+from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.torch_values import is_tensor
 
@@ -230,7 +231,7 @@ def _guess(key: str, head: str | None, prefix: str, nested: bool) -> Path_:
             return (*base, key[len(head) :])
         if found is not None and found.kind == "state":
             return (*base, STATE, found.param, found.name)
-        if found is not None and found.param.isdecimal() and len(found.param) < 19:
+        if found is not None and is_number(found.param):
             return (*base, GROUPS, int(found.param), found.name)
     if prefix and key.startswith(prefix):
         return (*prefix.rstrip(".").split("."), key[len(prefix) :])

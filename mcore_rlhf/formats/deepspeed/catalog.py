@@ -28,6 +28,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.errors import Corrupt, Incomplete
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.layouts.zero import BorderGroup, Group, SlicedGroup
+from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.pt import StoredTensor
 
@@ -280,7 +281,7 @@ def _layers(names: set[str]) -> set[int]:
 
 def _layer_of(name: str) -> int | None:
     head = name.partition(".")[0]
-    return int(head) if head.isdecimal() and len(head) < 19 else None
+    return int(head) if is_number(head) else None
 
 
 def _global_name(layer: int, key: str, value: object, shapes: Mapping[str, Shape]) -> str:

@@ -40,6 +40,11 @@ _MOST = MappingProxyType({name: (most, what) for what, (most, names) in _NAMES.i
 _DEPTH, _EXPERTS = ("num_layers", "num_hidden_layers"), tuple(_NAMES["experts"][1].split())
 
 
+def is_number(text: str) -> bool:
+    """Whether a part of a name, or a tracker's text, is a number; more digits than anything has are a name."""
+    return text.isdecimal() and len(text) < 19
+
+
 def check_sizes(values: Mapping[str, object], where: str) -> None:
     """Refuse numbers that no model and no run has, before anything is made of them.
 
