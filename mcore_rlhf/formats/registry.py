@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate
@@ -21,7 +20,7 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import selected, with_role
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.paths import ReadablePath, files_below, human
+from mcore_rlhf.storage.paths import SURROGATE, ReadablePath, files_below, human
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .base import Format
@@ -38,7 +37,6 @@ from .universal import FORMAT as UNIVERSAL
 FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF, PEFT)
 
 _SHOWN = 5
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def format_named(name: str) -> Format:
@@ -131,7 +129,7 @@ def _believable(source: Source) -> Source:
         Untrusted: A tensor has a name that is no text: no format could hold it.
     """
     for spec in source.model.params:
-        if not spec.name.isprintable() and _SURROGATE.search(spec.name):
+        if not spec.name.isprintable() and SURROGATE.search(spec.name):
             raise Untrusted(
                 f"{source.root}: the tensor {shown(spec.name)} has half a character in its name, which is no text"
             )

@@ -401,8 +401,7 @@ def _client(
     retries: Any = {} if patience is None else {"retry_config": {"retry_timeout": timedelta(seconds=patience)}}
     named = dict(settings)
     options: dict[str, Any] = {"allow_http": _is_plain_http(top.partition(":")[0], named), "timeout": "5m"}
-    for name in _OF_REQUESTS & named.keys():
-        options[name] = _OF_REQUESTS_READ[name](named.pop(name)) if name in _OF_REQUESTS_READ else named.pop(name)
+    options |= {name: _OF_REQUESTS[name](named.pop(name)) for name in _OF_REQUESTS.keys() & named.keys()}
     client: Client = from_url(top, config=named, client_options=options, **retries)
     return client
 
@@ -418,11 +417,13 @@ def _duration(text: str) -> str:
     return f"{text}s" if text.isdecimal() else text
 
 
-_OF_REQUESTS_READ: Mapping[str, Callable[[str], Any]] = {
+_OF_REQUESTS: Mapping[str, Callable[[str], Any]] = {
     "allow_http": _yes, "allow_invalid_certificates": _yes, "timeout": _duration, "connect_timeout": _duration,
+    "proxy_url": str, "user_agent": str,
 }  # fmt: skip
-_OF_REQUESTS = frozenset({*_OF_REQUESTS_READ, "proxy_url", "user_agent"})
-"""Settings that are about requests, and not about the store. Source: obstore 0.12.1, ``store/_client.pyi`` (``ClientConfig``)."""
+"""Settings that are about requests, and not about the store, and how their texts are read.
+
+Source: obstore 0.12.1, ``store/_client.pyi`` (``ClientConfig``)."""
 
 
 def _is_plain_http(scheme: str, settings: Mapping[str, str]) -> bool:

@@ -236,7 +236,8 @@ def files_below(folder: ReadablePath) -> list[str]:
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""Half a character, of which no text consists."""
 MAX_PART, MAX_PARTS = 255, 64
 """Bytes of one part of a path, which is what file systems take, and parts."""
 
@@ -274,7 +275,7 @@ def _not_canonical(name: str, most: int) -> str:
         return "it has a part that is . or .."
     if "\\" in name or _CONTROL.search(name):
         return "it has a backslash or a control character"
-    if _SURROGATE.search(name):
+    if SURROGATE.search(name):
         return "it has half a character, which no file system takes"
     if len(parts) > most:
         return f"it has {len(parts)} parts, and at most {most} are taken"

@@ -226,6 +226,11 @@ def _name_of(obj: Any, name: str | None = None) -> str:
     return f"{pickle.whichmodule(obj, name)}.{name}"  # type: ignore[attr-defined]  # missing in typeshed
 
 
+def _is_vouched(cls: Any) -> bool:
+    """Whether the user has vouched for a stub's class, which nobody can for what does harm."""
+    return isinstance(cls, StubType) and cls.stub_vouched and not is_harmful(cls.stub_name)
+
+
 def _path_to(wanted: Any, tree: Any) -> str:
     """Where something is in a tree, for messages."""
     seen, todo = set[int](), [("", tree)]
@@ -371,15 +376,14 @@ class _Pickler(_PythonPickler):
         state, lists, dicts, setter = (*rest, None, None, None, None)[:4]
         items, name = lists is not None or dicts is not None, _name_of(cls)
         ours = name in MADE_BY_US and not isinstance(obj, Stub)
-        vouched = isinstance(cls, StubType) and cls.stub_vouched and not is_harmful(name)
         if setter is not None or not (
-            ours or vouched or may_be_made(name, new=new, args=given, state=state, items=items)
+            ours or _is_vouched(cls) or may_be_made(name, new=new, args=given, state=state, items=items)
         ):
             self._refused.setdefault(name, obj)
         super().save_reduce(func, args, *rest, obj=obj)
 
     def _save_stub_class(self, cls: StubType) -> None:
-        if not may_stand(cls.stub_name) and (not cls.stub_vouched or is_harmful(cls.stub_name)):
+        if not may_stand(cls.stub_name) and not _is_vouched(cls):
             self._refused.setdefault(cls.stub_name, cls)
 
         def write(cls: StubType) -> None:

@@ -38,7 +38,8 @@ from .paths import storage_error
 MANIFEST_NAME = "mcore_rlhf.json"
 _JOINED = "joined"
 _NOTE_NBYTES = 256
-_PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
+PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
+"""Seconds that are waited in turn; together far longer than a living process takes to replace a folder."""
 _FOREIGN_PATIENCE_S = 24 * 3600
 """A lock of another host may be held although it seems free: some network file systems lock per host only."""
 
@@ -81,7 +82,11 @@ class Places:
     @property
     def resumable(self) -> bool:
         """Whether there is something that could be gone on with, and that this user has begun: another's may be a trap."""
-        return _is_own(self.journal, stat.S_ISREG) and _is_own(self.staging, stat.S_ISDIR) and not _is_there(self.old)
+        return (
+            _is_own(self.journal, stat.S_ISREG)
+            and _is_own(self.staging, stat.S_ISDIR)
+            and not os.path.lexists(self.old)
+        )
 
     @property
     def old(self) -> Path:
@@ -241,7 +246,7 @@ def _transaction(places: Places) -> str:
 
 def _stays(places: Places) -> bool:
     """Whether an old target lies aside, and nobody goes on."""
-    for pause in (0.0, *_PAUSES):
+    for pause in (0.0, *PAUSES):
         time.sleep(pause)
         if _is_held(places.lock) or _is_occupied(places.target) or not places.old.exists():
             return False
@@ -339,7 +344,7 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
             yield f"put {places.target} back: its replacement was interrupted"
         else:  # somebody made a new target meanwhile: both are kept
             yield f"kept {places.old}: {places.target} was made anew by someone else"
-    if _is_there(places.staging) or _is_there(places.doomed):
+    if os.path.lexists(places.staging) or os.path.lexists(places.doomed):
         _remove_staging(places)
         yield f"removed {places.staging}: it was left half-written"
     places.journal.unlink(missing_ok=True)
@@ -360,7 +365,7 @@ def remove_tree(folder: Path) -> None:
     Raises:
         OSError: It cannot be removed, or something in it.
     """
-    for pause in (*_PAUSES, None):
+    for pause in (*PAUSES, None):
         try:
             remove(folder)
             return
@@ -368,11 +373,6 @@ def remove_tree(folder: Path) -> None:
             if pause is None:
                 raise
         time.sleep(pause or 0)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether anything has that name, be it a link that leads nowhere."""
-    return os.path.lexists(path)
 
 
 def _is_own(path: Path, kind: Callable[[int], bool]) -> bool:

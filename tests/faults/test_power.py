@@ -31,7 +31,7 @@ EVERY = [pytest.param(11, id="sample"), pytest.param(1, id="all", marks=pytest.m
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the disk keeps is said by the model, not by the disk of this machine; and who is dead does not go on."""
     monkeypatch.setattr(os, "fsync", os.fstat)
-    monkeypatch.setattr(transactions, "_PAUSES", (0.0,))
+    monkeypatch.setattr(transactions, "PAUSES", (0.0,))
 
 
 def recorded(live: Path, action: Callable[[], object]) -> list[Op]:

@@ -15,13 +15,12 @@ from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 from mcore_rlhf.storage.patience import identity, is_still, names_in
 from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.transactions import PAUSES
 
 from . import steps
 from .mirror_status import MirrorStatus, resumable
 from .options import ManagerOptions, Mirror, Reporter
 from .steps import Step
-
-_PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class Candidates:
 
 def _lying_aside(root: Path) -> list[int]:
     """Steps that lie aside with nothing in their place, for longer than replacing them takes."""
-    for pause in (*_PAUSES, 0.0):
+    for pause in (*PAUSES, 0.0):
         names = _names(root)
         found = [(steps.step_of_aside(Path(name)), name) for name in names if ".old-" in name]
         aside = [step for step, _ in found if step is not None and steps.step_folder(root, step).name not in names]

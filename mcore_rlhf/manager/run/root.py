@@ -222,8 +222,8 @@ def _content(path: Path) -> bytes:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     """What a lock file says of a process; nothing where it says none."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        about = json.loads(content)
+    with suppress(ValueError, TypeError, KeyError):
+        about = reading.parse_json(content)
         return {**about, "pid": int(about["pid"]), "host": str(about["host"])}
     return {}
 

@@ -368,7 +368,7 @@ def test_one_that_reads_while_the_step_it_reads_is_deleted(root: Path, monkeypat
 
 
 def test_one_that_reads_does_not_pass_over_a_step_that_lies_aside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "_PAUSES", (0.0,))
+    monkeypatch.setattr(candidates, "PAUSES", (0.0,))
     aside = (root / "global_step_2").rename(root / ".global_step_2.old-1")
     run = Run(7)
     with run.manager(root, replace(QUIET, read_only=True)) as manager:

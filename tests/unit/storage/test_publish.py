@@ -178,7 +178,7 @@ LOCKS = {"lost": None, "empty": "", "zeroed": "\0" * 12, "another host's": "anot
 def test_what_lies_aside_is_put_back_whatever_became_of_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
-    monkeypatch.setattr(transactions, "_PAUSES", (0.001,))
+    monkeypatch.setattr(transactions, "PAUSES", (0.001,))
     for transaction in ("1", "2"):  # of two, the newest
         places = Places(tmp_path / "o[u]t", transaction)
         publish(places.old, transaction)
@@ -192,7 +192,7 @@ def test_what_lies_aside_is_put_back_whatever_became_of_the_lock(
 
 
 def test_what_a_living_process_moved_aside_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transactions, "_PAUSES", (0.001,))
+    monkeypatch.setattr(transactions, "PAUSES", (0.001,))
     places = Places(tmp_path / "out", "1")
     publish(places.old, "old")
     lock = Lock(places.lock)
