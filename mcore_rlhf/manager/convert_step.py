@@ -28,7 +28,7 @@ from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.installation import to_install
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
-from mcore_rlhf.storage.paths import ReadablePath, files_below
+from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
 from mcore_rlhf.storage.publish import LocalPublication, check_space
 from mcore_rlhf.storage.transactions import joined, recover
 from mcore_rlhf.storage.upload import StorePublication
@@ -135,7 +135,7 @@ def _unlisted(source: Subject) -> list[str]:
     if source.manifest is None:
         return []
     known = (*source.models, steps.MANIFEST, NOTE)
-    names = (name for name in files_below(source.folder) if name.partition("/")[0] not in known)
+    names = (name for name in files_below(source.folder, refused) if name.partition("/")[0] not in known)
     return [name for name in names if name not in source.manifest.files]
 
 

@@ -15,7 +15,7 @@ from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.paths import ReadablePath, files_below
+from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
 from mcore_rlhf.storage.patience import gone, identity, patiently, settled
 from mcore_rlhf.storage.urls import checkpoint_path
 
@@ -353,5 +353,5 @@ def _opened(folder: ReadablePath, options: ReadOptions) -> Subject | None:
 
 def _others(folder: ReadablePath, manifest: Manifest | None, models: Mapping[str, ReadablePath]) -> tuple[str, ...]:
     """Everything that no model has; of a step of ours, what its manifest lists."""
-    names = sorted(manifest.files) if manifest is not None else files_below(folder)
+    names = sorted(manifest.files) if manifest is not None else files_below(folder, refused)
     return tuple(name for name in names if name.partition("/")[0] not in models)

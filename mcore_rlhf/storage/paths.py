@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import unquote
@@ -199,8 +199,26 @@ def real_path(path: _Path) -> _Path:
     return type(path)(os.path.realpath(path)) if isinstance(path, Path) else path
 
 
-def walk(folder: _Path) -> Iterator[tuple[_Path, list[str]]]:
-    """Every folder from one down, itself first, with the names of its files; links to folders are not entered, nor what cannot be listed.
+Unlisted = Callable[[ReadablePath, OSError], None]
+"""What is done about a folder that cannot be listed: it is passed over, where that raises nothing."""
+
+
+def passed_over(_folder: ReadablePath, _error: OSError) -> None:
+    """Nothing depends on what may be in a folder that cannot be listed."""
+
+
+def refused(folder: ReadablePath, error: OSError) -> None:
+    """Nobody may say what is in a folder, or that there is nothing else, who could not look.
+
+    Raises:
+        Unreadable: An I/O error, or another user's folder.
+    """
+    if says_nothing(error):
+        raise cannot_open(error, folder) from error
+
+
+def walk(folder: _Path, unlisted: Unlisted = passed_over) -> Iterator[tuple[_Path, list[str]]]:
+    """Every folder from one down, itself first, with the names of its files; links to folders are not entered.
 
     However deep: ``os.walk`` and ``rglob`` call themselves for every level, and end in RecursionError after some hundred.
     """
@@ -209,7 +227,8 @@ def walk(folder: _Path) -> Iterator[tuple[_Path, list[str]]]:
         here = waiting.pop()
         try:
             children = sorted(_listed(here))
-        except OSError:
+        except OSError as error:
+            unlisted(here, error)
             continue
         yield here, [name for name, is_folder, _ in children if not is_folder]
         waiting += [here / name for name, is_folder, is_link in reversed(children) if is_folder and not is_link]
@@ -229,9 +248,9 @@ def _listed(folder: ReadablePath) -> Iterator[tuple[str, bool, bool]]:
             yield entry.name, is_folder, entry.is_symlink()
 
 
-def files_below(folder: ReadablePath) -> list[str]:
+def files_below(folder: ReadablePath, unlisted: Unlisted = passed_over) -> list[str]:
     """The paths of all files below a folder, relative to it, with ``/``, in order."""
-    found = (parent / name for parent, names in walk(folder) for name in names)
+    found = (parent / name for parent, names in walk(folder, unlisted) for name in names)
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
 
 

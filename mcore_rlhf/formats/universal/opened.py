@@ -14,7 +14,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Probl
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.storage.paths import ReadablePath, walk
+from mcore_rlhf.storage.paths import ReadablePath, refused, walk
 from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
 
 from .files import (
@@ -272,7 +272,7 @@ def _weights_alone(located: UniversalFolder, folder: ZeroFolder) -> bool:
 
 def _folders(zero: ReadablePath, problems: Problems) -> Iterator[tuple[str, list[str]]]:
     """Every folder that has files: ``(name, files)``; a module's name may hold a slash."""
-    for parent, files in walk(zero):
+    for parent, files in walk(zero, refused):
         name = parent.relative_to(zero).as_posix()
         if name == ".":
             files = [file for file in files if file != OPTIMIZER_FILE]

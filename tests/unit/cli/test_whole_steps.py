@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
+from mcore_rlhf.storage import patience
 from tests.helpers.independent_reader import differences, read
 from tests.unit.manager.roots import make_step
 
@@ -89,6 +91,30 @@ def test_what_the_manifest_does_not_list_is_left_behind_by_name(cli: Cli, root: 
     (line,) = [line for line in outcome.json["report"]["step"] if "notes/why.txt" in line["text"]]
     assert line["fate"] == "left behind"
     assert not (tmp_path / "new" / "global_step_2" / "notes").exists()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["a manifest", "none"])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
+    cli: Cli, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """A step that is converted without what nobody could see would be called lossless."""
+    more = root / "global_step_2" / "data" / "more"
+    more.mkdir()
+    if not kept:
+        (root / "global_step_2" / steps.MANIFEST).unlink()
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path) == str(more):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(more))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(patience, "_PAUSES", (0.0,))
+    done = cli("convert", root / "global_step_2", tmp_path / "out" / "global_step_2", "--tp", 1, "--pp", 1)
+    assert done.code == 2
+    assert "more: cannot read: Input/output error" in done.stderr
+    assert not (tmp_path / "out" / "global_step_2").exists()
 
 
 def test_a_relative_target_is_named_as_it_was_given(
