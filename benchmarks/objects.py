@@ -101,9 +101,9 @@ def _one_rank(store: _Store, root: Path) -> tuple[int, int]:
     job = prepare(there, ConvertOptions(write=WriteOptions(tp=4)))
     needed, _ = 0, store.counted()
     with open_files(there) as files:
-        for file, plan in job.plans():
-            if "mp_rank_00" in file.path:
-                FileRun(plan, file.layout().records, files, _Nowhere(), Ledger(())).run()
+        for plan, records, _ in job.plans():
+            if "mp_rank_00" in plan.file:
+                FileRun(plan, records, files, _Nowhere(), Ledger(())).run()
                 needed += sum(copy.numel * copy.source.dtype.itemsize for copy in plan.copies)
     return store.counted()[1], needed
 

@@ -13,13 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER, Traced
-from mcore_rlhf.core.plan import plan_file, seldom_collecting
+from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.plan import plan_file
+from mcore_rlhf.core.tally import Tally
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
-from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout, Records
+from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.new_layout import NewLayout
-from mcore_rlhf.formats.megatron.parameters import Holder, MegatronCatalog
+from mcore_rlhf.families.megatron.ranks import RankLayout
+from mcore_rlhf.formats.megatron.parameters import Holder, StoredTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, ParamSpec, Partition
@@ -92,7 +95,7 @@ def blueprint(spec: ModelSpec, parallel: ParallelConfig) -> Blueprint:
     return Blueprint("actor", spec, args, choices, chunks, order, _MOMENTS, {})
 
 
-def source_catalog(spec: ModelSpec, parallel: ParallelConfig) -> MegatronCatalog:
+def source_catalog(spec: ModelSpec, parallel: ParallelConfig) -> Chunks:
     """What opening such a checkpoint would give, without files."""
     whole, holders = blueprint(spec, parallel), dict[str, list[Holder]]()
     for at in file_ranks(parallel):
@@ -101,7 +104,7 @@ def source_catalog(spec: ModelSpec, parallel: ParallelConfig) -> MegatronCatalog
         for item in rank.items:
             name = item.item.name
             holders.setdefault(name, []).append(Holder(at, rank.params[item.vpp_rank, item.key], states.get(name, {})))
-    return MegatronCatalog("actor", spec, (MASTER, *_MOMENTS), parallel, holders)
+    return StoredTensors("actor", spec, (MASTER, *_MOMENTS), parallel, holders).table()
 
 
 def _states(rank: RankLayout) -> dict[str, dict[str, StoredTensor]]:
@@ -118,37 +121,28 @@ def _states(rank: RankLayout) -> dict[str, dict[str, StoredTensor]]:
 
 
 def _apart() -> None:
-    """What the account costs: each file is planned with it and without, in turns, since a machine is seldom quiet for long.
-
-    Each has a catalogue of its own, which keeps what it was asked for: the second to ask one for it would be the faster.
-    """
+    """What the account costs: each file is planned with it and without, in turns, since a machine is seldom quiet for long."""
     spec = model()
-    silent, traced, whole = *(Traced(source_catalog(spec, SOURCE)) for _ in range(2)), blueprint(spec, TARGET)
-    spent = {"with": 0.0, "without": 0.0}
-
-    def planned(how: str, records: Records) -> None:
-        began = time.process_time()
-        if how == "without":
-            plan_file(records.file, records.entries, silent)
-        else:
-            with traced:
-                plan_file(records.file, records.entries, traced)
-            traced.plan(records.entries)
-        spent[how] += time.process_time() - began
-
-    with seldom_collecting():
-        for number, at in enumerate(file_ranks(TARGET)):
-            rank = RankLayout(whole, at, "iter_0000001")
-            for records in (rank.model, rank.distrib):
-                for how in ("with", "without") if number % 2 else ("without", "with"):
-                    planned(how, records)
+    catalog, whole, spent = source_catalog(spec, SOURCE), blueprint(spec, TARGET), {"with": 0.0, "without": 0.0}
+    tally = Tally(catalog)
+    for number, at in enumerate(file_ranks(TARGET)):
+        rank = RankLayout(whole, at, "iter_0000001")
+        for records in (rank.model, rank.distrib):
+            holds = records.holds()
+            plan_file(records.file, holds, catalog)  # lays the rows, of which the second to ask is the faster
+            for how in ("with", "without") if number % 2 else ("without", "with"):
+                began = time.process_time()
+                plan = plan_file(records.file, holds, catalog)
+                if how == "with":
+                    tally.add(plan, holds, catalog)
+                spent[how] += time.process_time() - began
     began = time.process_time()
-    assert traced.complete
-    assert not any(traced.unplanned().values())
+    assert tally.complete
+    assert not any(tally.unplanned().values())
     print(json.dumps({**spent, "with": spent["with"] + time.process_time() - began}))
 
 
-def measured(make: Callable[[], MegatronCatalog], blueprint: Callable[[], Blueprint]) -> None:
+def measured(make: Callable[[], Chunks], blueprint: Callable[[], Blueprint]) -> None:
     """Make a catalogue, plan every file of a target of it, and print what that took.
 
     Args:
@@ -157,31 +151,27 @@ def measured(make: Callable[[], MegatronCatalog], blueprint: Callable[[], Bluepr
     """
     imports, start, cpu = status("VmHWM") / MIB, time.perf_counter(), time.process_time()
     copies = files = wanted = 0
-    with seldom_collecting():
-        catalog = Traced(make())
-        made, made_cpu = time.perf_counter() - start, time.process_time() - cpu
-        whole = blueprint()
-        for at in file_ranks(whole.choices.parallel):
-            rank = RankLayout(whole, at, "iter_0000001")
-            for records in (rank.model, rank.distrib):
-                with catalog:
-                    plan = plan_file(records.file, records.entries, catalog)
-                catalog.plan(records.entries)
-                plan.problems.raise_if_any()
-                copies, files = copies + len(plan.copies), files + 1
-                wanted += sum(len(entry.chunks) for entry in records.entries)
-    assert catalog.complete
-    assert not any(catalog.unplanned().values())
+    catalog = make()
+    tally = Tally(catalog)
+    made, made_cpu = time.perf_counter() - start, time.process_time() - cpu
+    whole = blueprint()
+    for at in file_ranks(whole.choices.parallel):
+        rank = RankLayout(whole, at, "iter_0000001")
+        for records in (rank.model, rank.distrib):
+            holds = records.holds()
+            plan = plan_file(records.file, holds, catalog)
+            tally.add(plan, holds, catalog)
+            plan.problems.raise_if_any()
+            copies, files = copies + len(plan.copies), files + 1
+            wanted += len(holds.tensors.rows.start)
+    assert tally.complete
+    assert not any(tally.unplanned().values())
     found = {
         "wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, "made": made, "made cpu": made_cpu,
-        "memory": status("VmHWM") / MIB, "imports": imports,
+        "memory": status("VmHWM") / MIB, "imports": imports, "tensors": len(catalog), "chunks": len(catalog.tensors.rows.start),
+        "copies": copies, "files": files, "wanted": wanted,
     }  # fmt: skip
-    chunks = sum(len(entry.chunks) for name in catalog if (entry := catalog.get(name)) is not None)
-    print(
-        json.dumps(
-            {**found, "tensors": len(catalog), "chunks": chunks, "copies": copies, "files": files, "wanted": wanted}
-        )
-    )
+    print(json.dumps(found))
 
 
 def _main() -> None:

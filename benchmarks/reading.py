@@ -89,9 +89,9 @@ def _one_rank(checkpoint: Checkpoint) -> tuple[int, int]:
     needed = 0
     with OpenFiles(checkpoint.root) as files:
         counting = _Counting(files)
-        for file, plan in job.plans():
-            if "mp_rank_00" in file.path:
-                FileRun(plan, file.layout().records, counting, _Nowhere(), Ledger(())).run()
+        for plan, records, _ in job.plans():
+            if "mp_rank_00" in plan.file:
+                FileRun(plan, records, counting, _Nowhere(), Ledger(())).run()
                 needed += sum(copy.numel * copy.source.dtype.itemsize for copy in plan.copies)
     return sum(len(pages) << 12 for pages in counting.pages.values()), needed
 

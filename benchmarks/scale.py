@@ -15,21 +15,24 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Traced
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import Problems
-from mcore_rlhf.execution.fingerprint import Binding, Digests, identity, of_options
+from mcore_rlhf.execution.fingerprint import Binding, identity, of_options
 from mcore_rlhf.execution.parts import share
 from mcore_rlhf.execution.saved import SavedPlan, write_plan
-from mcore_rlhf.execution.work import FileTask, PlannedFile, PlannedTarget, Work, in_blocks
+from mcore_rlhf.execution.spool import PlannedFile, Spool, Task
+from mcore_rlhf.execution.work import PlannedTarget, Work, in_blocks
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
-from mcore_rlhf.families.megatron.layout import Blueprint, RankLayout
+from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.new_layout import NewLayout
+from mcore_rlhf.families.megatron.ranks import RankLayout
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import StoredFile
-from mcore_rlhf.formats.megatron.parameters import Holder, MegatronCatalog
+from mcore_rlhf.formats.megatron.parameters import Holder, StoredTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, Partition
@@ -110,7 +113,7 @@ def blueprint(spec: ModelSpec, parallel: ParallelConfig) -> Blueprint:
     return Blueprint("actor", spec, args, choices, chunks, [param.name for param in spec.params], _MOMENTS, {})
 
 
-def source_catalog(spec: ModelSpec) -> MegatronCatalog:
+def source_catalog(spec: ModelSpec) -> Chunks:
     """What opening such a checkpoint would give, without files."""
     whole, holders = blueprint(spec, SOURCE), dict[str, list[Holder]]()
     for at in file_ranks(SOURCE):
@@ -119,29 +122,28 @@ def source_catalog(spec: ModelSpec) -> MegatronCatalog:
         for item in rank.items:
             name = item.item.name
             holders.setdefault(name, []).append(Holder(at, rank.params[item.vpp_rank, item.key], states.get(name, {})))
-    return MegatronCatalog("actor", spec, (MASTER, *_MOMENTS), SOURCE, holders)
+    return StoredTensors("actor", spec, (MASTER, *_MOMENTS), SOURCE, holders).table()
 
 
 def _saved(folder: Path) -> None:
     """Save the plan of it, of files that are there by name only; what they hold besides tensors is made up."""
     spec = model()
-    catalog, whole = Traced(source_catalog(spec)), blueprint(spec, TARGET)
+    catalog, whole = source_catalog(spec), blueprint(spec, TARGET)
     root = folder / "source"
-    for name in {chunk.record.file for one in catalog for chunk in catalog.get(one).chunks}:
+    for name in {chunk.record.file for entry in catalog.entries() for chunk in entry.chunks}:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
     stored = [StoredFile(path.relative_to(root).as_posix(), 0, ()) for path in sorted(root.rglob("*.pt"))]
-    digests, files = Digests(), list[FileTask]()
+    spool, files = Spool(), list[Task]()
     for at in file_ranks(TARGET):
         rank = RankLayout(whole, at, "iter_0000001")
         for records in (rank.model, rank.distrib):
             tree = PickledTree(bytes(36_000), {record.key: record.nbytes for record in records.records})
-            planned = PlannedFile(plan_file(records.file, records.entries, catalog), records.records, Pickled(tree))
-            digests.add(planned.layout, planned.plan)
-            files.append(FileTask(records.file, sum(tree.records.values()), lambda planned=planned: planned))
-    binding = Binding(root, identity(root, stored), of_options(ConvertOptions()), digests.lines)
+            planned = PlannedFile(plan_file(records.file, records.holds(), catalog), records.records, Pickled(tree))
+            files.append(spool.write(planned))
+    binding = Binding(root, identity(root, stored), of_options(ConvertOptions()), [file.told for file in files])
     blocks = partial(in_blocks, pairs(catalog, Problems(), replicas=True, parity=True), "compared :")
-    work = Work("", files, lambda problems: blocks(), tuple, nullcontext)
+    work = Work("", files, spool, lambda problems: blocks(), tuple, nullcontext)
     target = PlannedTarget([work], Manifest({}), fingerprint=binding.fingerprint())
     cpu = time.process_time()
     nbytes = write_plan(folder / "plan", target, {"": binding}, root, {}, ConvertOptions())
@@ -153,7 +155,7 @@ def _first(folder: Path) -> None:
     start, cpu = time.perf_counter(), time.process_time()
     conversion = SavedPlan(folder / "plan").load(folder / "source", ConvertOptions())
     mine = share(conversion.works, PartNumber(3, 16))
-    next(file for work in conversion.works for file in work.files if file.path in mine).planned()
+    next(work.planned(file) for work in conversion.works for file in work.files if file.path in mine)
     found = {"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, "memory": status("VmHWM") / MIB}
     tasks = sum(len(work.files) + len([*work.compared(Problems())]) for work in conversion.works)
     print(json.dumps({**found, "tasks": tasks}))

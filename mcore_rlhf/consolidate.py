@@ -22,13 +22,11 @@ from mcore_rlhf.core.catalog import (
     FLOATING,
     MASTER,
     PARAM,
-    Catalog,
-    FixedCatalog,
     Record,
     TensorEntry,
     TensorName,
 )
-from mcore_rlhf.core.plan import plan_file
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -71,7 +69,7 @@ class Fp32StateDict:
 
     source: Source
     tensors: list[WrittenTensor]
-    catalog: Catalog
+    catalog: Chunks
     order: list[str]
 
 
@@ -116,7 +114,7 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
     problems.raise_if_any()
     names = {name for part in tensors for name in part.names}
     order = dict.fromkeys([*family.order, *(name for part in tensors for name in part.names)])
-    return Fp32StateDict(source, tensors, FixedCatalog(found), [name for name in order if name in names])
+    return Fp32StateDict(source, tensors, Chunks.of(found.values()), [name for name in order if name in names])
 
 
 def copy_into(
@@ -128,20 +126,7 @@ def copy_into(
     progress: Progress | None = None,
 ) -> dict[str, FileEntry]:
     """Copy what is wanted, and check what was read: the optimizer's states are neither read nor checked."""
-    problems, used, nbytes = Problems(), set(), 0
-    for file in files:
-        layout = file.layout()
-        plan = plan_file(file.path, layout.holds, wanted.catalog)
-        problems.extend(plan.problems.found)
-        used |= {(copy.source.file, copy.source.key) for copy in plan.copies}
-        nbytes += sum(record.nbytes for record in layout.records)
-    problems.raise_if_any()
     source = wanted.source
-    stored = tuple(
-        replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in used), whole=None)
-        for file in source.files
-    )
-    narrowed = replace(source, catalog=wanted.catalog, files=stored)
     target = Target(
         format="fp32",
         parallel=source.parallel,
@@ -150,8 +135,17 @@ def copy_into(
         texts=dict(texts or {}),
         report=source.notes,
     )
+    job, problems = Job(source, target), Problems()
+    plans = [job.plan(file, problems)[1] for file in files]
+    problems.raise_if_any()
+    used = {(record.file, record.key) for plan in plans for record in plan.read}
+    stored = tuple(
+        replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in used), whole=None)
+        for file in source.files
+    )
+    job.source = replace(source, catalog=wanted.catalog, files=stored)
     how = replace(options, write=WriteOptions(no_optimizer=True))  # masters are not compared with what nobody reads
-    return write_target(Job(narrowed, target, nbytes), to, how, progress)
+    return write_target(job, to, how, progress)
 
 
 def load_fp32_state_dict(
@@ -223,7 +217,7 @@ class _Memory(Destination):
 
 def _memory_layout(part: WrittenTensor, file: str) -> FileLayout:
     record = Record(file, "all", part.dtype, prod(part.shape), 0)
-    return FileLayout([part.placed(record)], [record], Raw([record]))
+    return FileLayout(Chunks.of([part.placed(record)]), [record], Raw([record]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,4 +294,4 @@ def _bin_layout(shard: Shard) -> FileLayout:
     tree = OrderedDict(stored)
     tree.update({alias: stored[part.names[0]] for part in shard.parts for alias in part.names[1:]})
     entries = [part.placed(record) for part, record in pairs]
-    return FileLayout(entries, records, Pt.of(tree))
+    return FileLayout(Chunks.of(entries), records, Pt.of(tree))

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from .core.account import Account, Fate, Report
-from .core.catalog import Traced
 from .core.lowrank import LowRankSum
-from .core.plan import FilePlan, plan_file, seldom_collecting
+from .core.plan import FilePlan, plan_file
+from .core.tally import Tally
 from .errors import Lossy, Problems, Untrusted, UsageError
-from .execution.fingerprint import Binding, Digests, identity, of_options
+from .execution.fingerprint import Binding, identity, of_options, told_texts
 from .execution.parts import Coverage, with_readings
 from .execution.run import Execution, publish
 from .execution.run import Progress as Progress
-from .execution.work import FileTask, Known, PlannedFile, PlannedTarget, Sums, Work, in_blocks
-from .families.crossing import crossed
-from .families.crossing.quantized import dequantized
-from .families.lora.bridge import with_peft_names
-from .families.lora.names import refuse_adapters
-from .families.lora.parts import adapter_alone
+from .execution.spool import PlannedFile, Spool, Task, planned_file
+from .execution.work import Known, PlannedTarget, Sums, Work, in_blocks
 from .families.options import ConvertOptions as ConvertOptions
-from .families.options import ReadOptions, WriteOptions, refuse
+from .families.passes import CONVERTED, Passage, through
 from .families.source import Source, bytes_of
 from .formats.accounting import account_of
-from .formats.base import Format, Target, TargetFile
+from .formats.base import FileLayout, Target, TargetFile
 from .formats.carried import bring_along
-from .formats.deepspeed.files import LATEST
-from .formats.hf import FORMAT as HF
-from .formats.merging import merged
-from .formats.peft import FORMAT as PEFT
-from .formats.registry import FORMATS, format_named, open_checkpoint
-from .formats.universal.files import LATEST as LATEST_UNIVERSAL
+from .formats.registry import format_at, format_named, open_checkpoint, wanted_format
 from .storage.destination import Destination, Names, Publication
 from .storage.links import followed
 from .storage.manifest import FileEntry, Manifest, provenance
@@ -59,7 +49,8 @@ class Job:
         seen: The source under the names of the target's family of formats; None where they are its own.
         account: What becomes of every item of the source.
         binding: What decides every byte of the target; None where nobody asked.
-        sizes: Bytes of the records of every file.
+        tasks: Its files.
+        spool: Where their plans stand.
         coverage: What of the source is read in one run each; None where nobody asked.
     """
 
@@ -72,7 +63,8 @@ class Job:
     seen: Source | None = None
     account: Account = field(default_factory=lambda: Account({}, ()))
     binding: Binding | None = None
-    sizes: dict[str, int] = field(default_factory=dict)
+    tasks: list[Task] = field(default_factory=list)
+    spool: Spool = field(default_factory=Spool)
     coverage: Coverage | None = None
 
     @property
@@ -84,6 +76,11 @@ class Job:
     def lossless(self) -> bool:
         """Whether everything that the source has is in the target, or can be derived from it."""
         return self.account.lossless
+
+    @property
+    def tag(self) -> str:
+        """What the target's tracker will say; empty where it has none."""
+        return str(self.target.texts.get(format_named(self.target.format).tracker, ""))
 
     @property
     def part(self) -> dict[str, str]:
@@ -107,10 +104,27 @@ class Job:
         """Bytes that the target will take on the disk, its texts left out."""
         return self.nbytes + sum(path.stat().st_size for path in self.target.carried.values())
 
-    def plans(self) -> Iterator[tuple[TargetFile, FilePlan]]:
+    def plan(self, file: TargetFile, problems: Problems) -> tuple[FileLayout, FilePlan]:
+        """Lay a file out and plan it, once for all who ask for its plan.
+
+        Args:
+            file: The file.
+            problems: Told of what its plan is wrong with; with any, it is not noted.
+
+        Raises:
+            CheckpointError: What it is to hold cannot be written.
+        """
+        layout = file.layout()
+        plan = plan_file(file.path, layout.holds, self.target.source)
+        problems.extend(plan.problems.found)
+        if not problems:
+            self.tasks.append(self.spool.write(PlannedFile(plan, layout.records, layout.container)))
+        self.nbytes += sum(record.nbytes for record in layout.records)
+        return layout, plan
+
+    def plans(self) -> Iterator[PlannedFile]:
         """The plan of every file, one at a time."""
-        for file in self.target.files:
-            yield file, plan_file(file.path, file.layout().holds, self.target.source)
+        return (planned_file(self.spool, task) for task in self.tasks)
 
     def work(self, options: ConvertOptions, name: str = "", place: Callable[[str], str] = str) -> Work:
         """What has to be done, file by file.
@@ -128,10 +142,8 @@ class Job:
         made = () if read.computed is None else read.computed.computations.values()
         work = Work(
             name,
-            [
-                FileTask(place(file.path), self.sizes.get(file.path, 0), partial(self._planned, file))
-                for file in self.target.files
-            ],
+            [task._replace(path=place(task.path)) for task in self.tasks],
+            self.spool,
             lambda problems: in_blocks(pairs(self.source.catalog, problems, **checked), f"compared {name}:"),
             lambda: self.source.files,
             lambda: bytes_of(read),
@@ -140,11 +152,6 @@ class Job:
             any(isinstance(one, LowRankSum) for one in made),
         )
         return work if self.coverage is None else with_readings(work, self.coverage)
-
-    def _planned(self, file: TargetFile) -> PlannedFile:
-        layout = file.layout()
-        plan = plan_file(file.path, layout.holds, self.target.source)
-        return PlannedFile(plan, layout.records, layout.container)
 
     def conversion(self, options: ConvertOptions, below: str = "") -> PlannedTarget:
         """All of it; of a target with a tag, what is below the tag's folder, and no tracker."""
@@ -169,7 +176,6 @@ class Job:
         return {place(name): content_of for name, content_of in self.target.sums.items()}
 
 
-@seldom_collecting()
 def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = False) -> Job:
     """Open the source, describe the target and plan every copy; nothing is written.
 
@@ -182,43 +188,35 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
         UsageError: Options that mean nothing for the target, or impossible values; all of them.
         CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
     """
-    wanted = format_named(options.to)
-    refuse(wanted.name, read=options.read, write=options.write, run=options)
+    wanted = wanted_format(options)
     for given in (options.write.tokenizer, options.write.reference_config, options.write.base_model):
         if given is not None:
             checkpoint_path(Path(given).expanduser(), follow_links=options.read.follow_links)
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
         raise opened.refused(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
-    traced = opened.catalog
-    assert isinstance(traced, Traced)  # as all that was opened
-    whole, seen, write = _seen_by(wanted, opened, options.read, options.write)
-    job = Job(whole, wanted.target(seen, write), seen=None if seen is whole else seen)
+    tally = Tally(opened.catalog)
+    passage = Passage(opened, wanted, options.write, options.read, open_checkpoint)
+    seen = through(CONVERTED, passage)
+    job = Job(passage.whole, wanted.target(seen, passage.write), seen=None if seen is passage.whole else seen)
     job.coverage = Coverage() if by_parts else None
-    bring_along(seen, job.target)
-    problems, digests = Problems(), Digests()
-    _check_names(job.target, whole.root, problems)
-    for path, real in followed(whole.root).items():
+    bring_along(seen, job.target, wanted)
+    problems = Problems()
+    _check_names(job, problems)
+    for path, real in followed(job.source.root).items():
         job.report.add(Fate.NOTE, f"{path}: a link that leads out of the checkpoint, to {real}; it was followed")
     for file in job.target.files:
-        with traced:
-            layout = file.layout()
-            plan = plan_file(file.path, layout.holds, job.target.source)
-        traced.plan(layout.holds, plan.casts)
-        if options.resume and not plan.problems:
-            digests.add(layout.container.layout(file.path), plan)
-        problems.extend(plan.problems.found)
+        layout, plan = job.plan(file, problems)
+        tally.add(plan, layout.holds, job.target.source)
         if job.coverage is not None:
             job.coverage.copies(plan.copies)
-        job.sizes[file.path] = sum(record.nbytes for record in layout.records)
-        job.nbytes += job.sizes[file.path]
         job.copies += len(plan.copies)
         job.casts = job.casts or not plan.lossless
     problems.raise_if_any()
-    job.account = account_of(opened, seen, job.target, traced, without_optimizer=options.write.no_optimizer)
+    job.account = account_of(opened, seen, job.target, tally, without_optimizer=options.write.no_optimizer)
     job.report.close(job.account)
     if options.resume:
-        job.binding = _binding(job, options, digests)
+        job.binding = _binding(job, options)
     if options.strict and not job.lossless:
         raise Lossy(
             "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.account.lost)
@@ -226,77 +224,29 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     return job
 
 
-def _check_names(target: Target, root: ReadablePath, problems: Problems) -> None:
+def _check_names(job: Job, problems: Problems) -> None:
     """What every file of the target will be called, and its tag, before anything is written."""
+    target, root = job.target, job.source.root
     names = Names(root, (MANIFEST_NAME,))
     for name in chain((file.path for file in target.files), target.texts, target.carried, target.sums):
         try:
             names.add(name)
         except Untrusted as error:
             problems.add_error(error)
-    for tracker in (LATEST, LATEST_UNIVERSAL):
-        if tracker in target.texts:
-            canonical(str(target.texts[tracker]), root, "tag", parts=1)
+    if tag := job.tag:
+        canonical(tag, root, "tag", parts=1)
     problems.raise_if_any()
 
 
-def _binding(job: Job, options: ConvertOptions, digests: Digests) -> Binding:
+def _binding(job: Job, options: ConvertOptions) -> Binding:
     root = job.source.root if job.source.computed is None else job.source.computed.root
     made = (job.seen or job.source).computed
-    digests.computed({} if made is None else made.computations)
-    digests.texts(job.target.texts)
+    computations = {} if made is None else made.computations
+    lines = [task.told for task in job.tasks]
+    lines += (f"{name} {computations[name]!r}" for name in sorted(computations))  # copies say only where from
+    lines += told_texts(job.target.texts)
     files = identity(root, job.source.files, job.target.carried.values())
-    return Binding(root, files, of_options(options), digests.lines, made is not None)
-
-
-def _seen_by(
-    wanted: Format, opened: Source, read: ReadOptions, write: WriteOptions
-) -> tuple[Source, Source, WriteOptions]:
-    """A source as a target wants it: merged if that was asked for, and under the names of the target's family.
-
-    Args:
-        wanted: The target's format.
-        opened: The source.
-        read: How it was opened.
-        write: What the target is to be.
-
-    Returns:
-        All files that are read, as one source; what the target is made of; and what is left to be said to it.
-
-    Raises:
-        CheckpointError: The target cannot be made of it.
-    """
-    _refuse_contradictions(wanted, write)
-    model = dequantized(opened, write) if write.dequantize else opened
-    if write.merge_adapter:
-        opened, model, write = merged(opened, read, write)
-    elif wanted is HF or wanted.family == "megatron":
-        refuse_adapters(opened, wanted.name)
-    else:
-        model = with_peft_names(model, write)
-        model = adapter_alone(model, write.reference_config) if wanted is PEFT else model
-    return opened, crossed(model, wanted, write), write
-
-
-def _refuse_contradictions(wanted: Format, write: WriteOptions) -> None:
-    """What is asked for must be something that can be: a base that nobody looks at would be a base that nobody checks.
-
-    Raises:
-        UsageError: A merged model as an adapter, or a base without a merge.
-    """
-    if write.merge_adapter and wanted is PEFT:
-        raise UsageError(
-            f"--merge-adapter makes a whole model, and --to {wanted.name} writes an adapter alone\n"
-            "Give one of them: --to hf for the merged model."
-        )
-    if write.merge_adapter and write.dequantize:
-        raise UsageError(
-            "--dequantize: not together with --merge-adapter\nMake a plain base of the quantized one first: --to hf --dequantize."
-        )
-    if write.base_model is not None and not write.merge_adapter and wanted is not PEFT:
-        raise UsageError(
-            "--base-model: nothing is merged, so that the base would not be looked at\nAdd --merge-adapter, or leave it out."
-        )
+    return Binding(root, files, of_options(options), lines, made is not None)
 
 
 def convert(
@@ -319,7 +269,7 @@ def convert(
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
     source, target = checkpoint_path(source), checkpoint_path(target)
-    if options.to == "universal" and is_run(target):
+    if joins_run(options.to, target):
         job = add_to_run(source, target, options, progress)
         name_latest(target, job, options)
         return job
@@ -328,6 +278,18 @@ def convert(
         job = prepare(source, options)
         _publish(job, publication, options, progress)
     return job
+
+
+def joins_run(to: str, root: ReadablePath) -> bool:
+    """Whether a folder is a run that goes on, into which a checkpoint of a format is added, and none that was converted as a whole.
+
+    Args:
+        to: The format.
+        root: The folder.
+    """
+    wanted = format_named(to)
+    added = bool(wanted.joins) and (root / wanted.tracker).is_file() and not (root / MANIFEST_NAME).is_file()
+    return added or (bool(wanted.joins) and (root / wanted.joins).is_file())
 
 
 def add_to_run(
@@ -339,7 +301,7 @@ def add_to_run(
         CheckpointError: Something is wrong; nothing was published.
     """
     job = prepare(source, options)
-    folder = beneath(root, str(job.target.texts[LATEST_UNIVERSAL]), "tag", parts=1)
+    folder = beneath(root, job.tag, "tag", parts=1)
     read = {job.source.root / file.path.partition("/")[0] for file in job.source.files}
     if any(real_path(path) == real_path(folder) for path in read):
         raise UsageError(f"{folder}: source and target are the same folder.\nChoose another target.")
@@ -354,23 +316,16 @@ def publish_tag(job: Job, folder: ReadablePath, options: ConvertOptions, progres
         CheckpointError: Something is wrong; nothing was published.
     """
     with publication_of(folder, options) as publication:
-        _publish(job, publication, options, progress, tag=str(job.target.texts[LATEST_UNIVERSAL]))
+        _publish(job, publication, options, progress, tag=job.tag)
 
 
 def name_latest(root: ReadablePath, job: Job, options: ConvertOptions) -> None:
-    """Let a run's ``latest_universal`` name what a job wrote.
+    """Let a run's tracker, ``latest_universal``, name what a job wrote.
 
     Raises:
         StorageError: It could not be replaced.
     """
-    write_text(root / LATEST_UNIVERSAL, str(job.target.texts[LATEST_UNIVERSAL]), fsync=options.fsync)
-
-
-def is_run(root: ReadablePath) -> bool:
-    """Whether a folder is the root of a DeepSpeed run, and not a universal checkpoint that was converted as a whole."""
-    if (root / "latest").is_file():
-        return True
-    return (root / LATEST_UNIVERSAL).is_file() and not (root / MANIFEST_NAME).is_file()
+    write_text(root / format_named(job.target.format).tracker, job.tag, fsync=options.fsync)
 
 
 def publication_of(folder: ReadablePath, options: ConvertOptions) -> Publication:
@@ -415,4 +370,4 @@ def write_target(
 
 def is_checkpoint(path: ReadablePath) -> bool:
     """Whether a folder is one that ``--overwrite`` may replace."""
-    return (path / MANIFEST_NAME).is_file() or any(known.detect(path) for known in FORMATS)
+    return (path / MANIFEST_NAME).is_file() or format_at(path) is not None

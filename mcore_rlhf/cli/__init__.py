@@ -7,6 +7,7 @@ for people; ``describe`` has what several of them say. ``guard`` turns every err
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -19,7 +20,22 @@ def main() -> None:
         sys.exit(130)
 
 
+def _fill_closed_streams() -> None:
+    """Take the places of streams that were closed (``>&-``): the next file that is opened would be one of them.
+
+    What is written to standard output fails then, and is said; who closes standard error wants to hear nothing.
+    """
+    for fd, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(fd)
+            except OSError:
+                os.open(os.devnull, flags)  # the lowest that is free, which this one is
+            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
+
+
 def _run() -> None:
+    _fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names of files and tensors must never be what a terminal cannot print
             stream.reconfigure(errors="backslashreplace")

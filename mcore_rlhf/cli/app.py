@@ -11,6 +11,7 @@ from mcore_rlhf import __version__
 from mcore_rlhf.errors import UsageError
 
 from . import options as o
+from .completing import completion, names_of_configs, steps_of
 from .guard import GuardedGroup
 
 
@@ -35,7 +36,8 @@ app = GuardedGroup(
 app.command_class = o.Command
 
 _ROOT = o.argument("ROOT", "The run's root, which holds global_step_N folders.")
-_AT_LEAST_0, _AT_LEAST_1 = o.Integer(0), o.Integer(1)
+_AT_LEAST_1 = o.Integer(1)
+_STEP: dict[str, Any] = {"metavar": "STEP", "type": o.Integer(0), "shell_complete": completion(steps_of)}
 
 
 class _PatternIsOptional(o.Command):
@@ -81,7 +83,7 @@ def inspect(path: Path, tensors: str | None, json: bool, **given: Any) -> None:
         o.SOURCE,
         *o.table("plan"),
         o.CONFIG,
-        o.flag("--copies", "-v", help="Print the copies themselves."),
+        o.flag("--copies", help="Print the copies themselves."),
         o.Option("--save", help="Save the plan, for convert --plan.", type=o.FOLDER, metavar="FILE"),
         o.PROGRESS_OPTION,
         o.JSON_OPTION,
@@ -139,7 +141,7 @@ def verify(path: Path, quick: bool, deep: bool, json: bool, **given: Any) -> Non
             "--atol",
             help="Absolute tolerance; without one, bits are compared.",
             metavar="X",
-            type=click.FloatRange(0.0),
+            type=o.Real(0.0),
             default=0.0,
             show_default=True,
         ),
@@ -147,7 +149,7 @@ def verify(path: Path, quick: bool, deep: bool, json: bool, **given: Any) -> Non
             "--rtol",
             help="Relative tolerance.",
             metavar="X",
-            type=click.FloatRange(0.0),
+            type=o.Real(0.0),
             default=0.0,
             show_default=True,
         ),
@@ -218,7 +220,11 @@ def list_configs(json: bool) -> None:
     list_all(json)
 
 
-@configs.command("show", params=[o.argument("NAME", "Its name, as the list has it.", kind=str)], cls=o.Command)
+@configs.command(
+    "show",
+    params=[o.argument("NAME", "Its name, as the list has it.", kind=str, shell_complete=completion(names_of_configs))],
+    cls=o.Command,
+)
 def show_config(name: str) -> None:
     """Print one."""
     from .jobs import show
@@ -254,9 +260,9 @@ def demo(folder: Path | None) -> None:
     short_help="List the steps of a run, and what each is worth.",
     params=[
         _ROOT,
-        o.Option("--quarantine", help="Tell resume to leave this step alone.", metavar="STEP", type=_AT_LEAST_0),
+        o.Option("--quarantine", help="Tell resume to leave this step alone.", **_STEP),
         o.Option("--reason", help="Why, with --quarantine.", metavar="TEXT", default=""),
-        o.Option("--release", help="Take this step out of quarantine.", metavar="STEP", type=_AT_LEAST_0),
+        o.Option("--release", help="Take this step out of quarantine.", **_STEP),
         *o.table("steps"),
         o.JSON_OPTION,
     ],

@@ -13,11 +13,12 @@ import click
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.families.crossing import alike
+from mcore_rlhf.families.crossing.alike import alike
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of
-from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.registry import OF_ENGINES, detect, open_checkpoint
 from mcore_rlhf.manager.subject import Subject, look
+from mcore_rlhf.storage.paths import files_below
 from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance
 
@@ -104,16 +105,30 @@ def _compare_steps(a: Subject, b: Subject, tolerance: Tolerance, progress: Progr
     Keys: ``a``, ``b`` (see :func:`~.describe.step_facts`); ``equal``; ``models`` by role (see :func:`compare_facts`);
     ``others`` by file: ``equal``, ``different``, or which step lacks it.
     """
-    models = {}
+    models, others = dict[str, Facts](), dict[str, str]()
     for role in sorted(a.models.keys() & b.models.keys()):
-        models[role] = compare_facts(_open(a, role), _open(b, role), tolerance, None, progress, more)
-    others = {}
+        kept = _of_engines(a, b, role)
+        others |= {name: _compared(a, b, name) for name in kept}
+        if not kept or not (_unread(a, role) or _unread(b, role)):
+            models[role] = compare_facts(_open(a, role), _open(b, role), tolerance, None, progress, more)
     for role in sorted(a.models.keys() ^ b.models.keys()):
         others[role] = f"only {a.folder if role in a.models else b.folder} has it"
     for name in sorted({*a.others, *b.others}):
         others[name] = _compared(a, b, name)
     equal = all(facts["equal"] for facts in models.values()) and set(others.values()) <= {"equal"}
     return {"a": step_facts(a), "b": step_facts(b), "equal": equal, "models": models, "others": others}
+
+
+def _of_engines(a: Subject, b: Subject, role: str) -> list[str]:
+    """Files of a role that an engine wrote as it likes, in both: they may hold what nobody reads, and are held against each other whole."""
+    folders = [step.models[role] for step in (a, b)]
+    if not all(detect(folder) in OF_ENGINES for folder in folders):
+        return []
+    return sorted({f"{role}/{name}" for folder in folders for name in files_below(folder)})
+
+
+def _unread(subject: Subject, role: str) -> str:
+    return open_checkpoint(subject.models[role], subject.reading(role), partial=True).unread
 
 
 def _open(subject: Subject, role: str, states: str | None = None) -> Source:

@@ -5,7 +5,7 @@ and compared with the source.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,10 @@ from pathlib import Path
 import click
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress
-from mcore_rlhf.core.catalog import PARAM
+from mcore_rlhf.core.account import Fate, Kind
+from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.execution.journal import conversions_left
+from mcore_rlhf.execution.parts import begun
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
@@ -26,6 +27,8 @@ from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.objects import MANIFESTS
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.transactions import place_of
+from mcore_rlhf.storage.upload import conversions_left
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Tolerance
@@ -103,7 +106,7 @@ def _run_part(job: ConversionJob, subject: Subject, part: PartNumber, json: bool
     Keys: ``part`` (number, total), ``target``, ``files`` and ``bytes`` of the part, ``seconds``, ``bytes_per_second``.
     """
     target, began = job.target_folder(), time.monotonic()
-    with shown_progress() as progress:
+    with shown_progress() as progress, _said_of_a_part(target, part):
         files = convert_part(subject, target, job.options, part, progress, job.plan)
     seconds, nbytes = time.monotonic() - began, sum(entry.nbytes for entry in files.values())
     facts = {
@@ -149,7 +152,7 @@ def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict
         "lossless": done.lossless,
         "account": done.account.as_json(),
         "report": done.report.as_json(),
-        "load": format_named(done.target.format).load_hint(target, optimizer=optimizer),
+        "load": format_named(done.target.format).load_hint(target, optimizer=optimizer) + done.target.needs,
         **proofs.get(role, {}),
         "chosen": chosen_facts(step.source.chosen),
     }
@@ -202,8 +205,29 @@ def _said_when_interrupted(target: ReadablePath, published: ReadablePath | None 
         yield
     except KeyboardInterrupt as stop:
         signum = stop.args[0] if stop.args else 2
-        left = _published(published) if published is not None else _what_is_left(target, before)
+        left = f"{published} is published, and not verified" if published is not None else _what_is_left(target, before)
         raise Interrupted(left, signum) from None
+
+
+@contextmanager
+def _said_of_a_part(target: ReadablePath, part: PartNumber) -> Iterator[None]:
+    """Let an interrupt say what it left of a part."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        signum = stop.args[0] if stop.args else 2
+        raise Interrupted(_what_is_left_of(part, target), signum) from None
+
+
+def _what_is_left_of(part: PartNumber, target: ReadablePath) -> str:
+    places = begun(target.absolute(), part) if isinstance(target, Path) else []
+    done = next((place for place in places if place.is_dir()), None)
+    if done is not None:
+        return f"part {part} had just been done: {done}"
+    kept = next((left[0] for left, goes_on in map(_leftovers, places) if goes_on), None)
+    if kept is not None:
+        return f"part {part} is not done; what is finished of it is kept in {kept}: the same command goes on there"
+    return f"part {part} is not done; nothing of it is kept" if isinstance(target, Path) else f"part {part} is not done"
 
 
 def _what_is_left(target: ReadablePath, before: str | None) -> str:
@@ -235,7 +259,7 @@ def _leftovers(target: ReadablePath) -> tuple[list[str], bool]:
         return left, bool(left)
     if not isinstance(target, Path):
         return [], False
-    parent = target.absolute().parent
+    parent = place_of(target.absolute())
     names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     left = [str(parent / name) for name in names if name.startswith(f".{target.name}.partial-")]
     return left, bool(left) and any(name.startswith(f".{target.name}.journal-") for name in names)
@@ -272,11 +296,22 @@ def _prove(job: ConversionJob, done: Job, target: ReadablePath, progress: Progre
         if verdict["checkpoint"]
         else None
     )
+    if diff is not None:
+        _excuse(diff, {item.name for item in done.account.of_fate(Fate.LOST) if item.kind is Kind.MODEL})
     return {
         "verify": verdict,
         "diff": diff,
         "proved": verdict["intact"] and diff is not None and diff["equal"] and diff["tensors"] > 0,
     }
+
+
+def _excuse(diff: Facts, lost: Collection[str]) -> None:
+    """Values that were said to be lost before anything was written are no difference of what was written."""
+    excused = [found for found in diff["differences"] if found["name"] in lost]
+    if excused:
+        diff["differences"] = [found for found in diff["differences"] if found not in excused]
+        diff["equal"] = not diff["differences"]
+        diff["notes"].append(f"{len(excused)} values that are lost, as the report says, were left out")
 
 
 def compare_converted(a: Source, b: Source, progress: Progress, more: More | None = None) -> Facts:
@@ -289,7 +324,9 @@ def compare_converted(a: Source, b: Source, progress: Progress, more: More | Non
         more: What else is to be said; see :func:`~.comparing.compare_facts`.
     """
     compare = compare_facts if more is None else partial(compare_facts, more=more)
-    if a.states == b.states and _dtypes(a) == _dtypes(b):
+    # Adapters out of Megatron's files have masters, and no optimizer any more whose states they would be.
+    weights_alone = not a.states and not b.states and any(name.state == MASTER for name in a.catalog)
+    if a.states == b.states and _dtypes(a) == _dtypes(b) and not weights_alone:
         # What a folder has no place for was said before anything was written, and is no difference.
         alone = a.state.scheduler is not None and b.state.scheduler is None and not b.states
         return compare(a, b, Tolerance(), [PARAM] if alone else None, progress)

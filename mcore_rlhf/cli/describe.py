@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.errors import CheckpointError
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from mcore_rlhf.families.source import Source
     from mcore_rlhf.layouts.parallel import ParallelConfig
     from mcore_rlhf.manager.subject import ChosenStep, Subject
+    from mcore_rlhf.report.page import Origin
 
 _SHOWN_PROBLEMS = 20
+_OF_CONVERSIONS = ("account", "lines", "source", "converted_from")
+_OF_RUNS = ("save_seconds", "stall_seconds", "live")
 _REASONS = {
     "named": "one that was named",
     "newest committed": "newest that is committed",
@@ -99,7 +102,7 @@ def step_facts(step: Subject) -> Facts:
     """``path``, ``step``, ``chosen``, ``manifest`` (``time``, ``metrics``, ``files``, ``bytes``, ``lossless``, ``live`` state; or null),
     ``roles``, ``others`` (files beside the models).
     """
-    from mcore_rlhf.manager.run.steps import live_of, metrics_of
+    from mcore_rlhf.manager.run.measured import live_of, metrics_of
 
     manifest = step.manifest
     return {
@@ -118,6 +121,19 @@ def step_facts(step: Subject) -> Facts:
             "live": live_of(manifest),
         },
     }
+
+
+def origin_of(report: Mapping[str, object]) -> Origin:
+    """What wrote a checkpoint.
+
+    Only a conversion can be lossless: a run's own save and an adoption have no source that anything could be lost of.
+
+    Args:
+        report: What its manifest reports.
+    """
+    if any(key in report for key in _OF_CONVERSIONS):
+        return "conversion"
+    return "run" if any(key in report for key in _OF_RUNS) else "adoption" if "verified" in report else "unknown"
 
 
 def of_each(subject: Subject, look: Callable[[str], Facts]) -> dict[str, Facts]:

@@ -6,11 +6,12 @@ checkpoint, unsupported, target exists, I/O · 128 + signal where one stopped it
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,10 @@ from typing import Any, NoReturn
 import click
 
 from mcore_rlhf import __version__
-from mcore_rlhf.errors import UNPRINTABLE, CheckpointError, StorageError, clean, printable
+from mcore_rlhf.errors import CheckpointError, StorageError, clean, printable
+
+from .mistyped import answered, typed_as
+from .output import OutputError, emit_json, printing, reason
 
 JSON, DEBUG, PROGRESS = "mcore_rlhf.json", "mcore_rlhf.debug", "mcore_rlhf.progress"
 """Keys of a context's ``meta``: whether ``--json`` and ``--debug`` were given, and what ``--progress`` says."""
@@ -47,7 +51,7 @@ class GuardedGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read what stands before the command."""
-        with guarded(ctx):
+        with guarded(ctx), answered(ctx, args):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -71,35 +75,41 @@ def guarded(ctx: click.Context) -> Iterator[None]:
     try:
         with stopped_by_signals():
             yield
-        sys.stdout.flush()
+        with printing():
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has seen enough
         _leave_pipe()
     except KeyboardInterrupt as stop:
         _interrupted(stop)
     except Exception as error:
-        if isinstance(error, click.ClickException) and UNPRINTABLE.search(error.format_message()):
-            raise _usage(error) from None
-        if isinstance(error, click.Abort | click.ClickException | click.exceptions.Exit):
-            raise  # click's own: usage errors, and commands that are done
+        if isinstance(error, OutputError) or _is_of_output(error):
+            _leave_output(error)
+        if isinstance(error, click.Abort | click.exceptions.Exit | click.exceptions.NoArgsIsHelpError):
+            raise  # click's own: commands that are done
         if debug:
             _print_traceback()
         _fail(ctx, error)
 
 
-def _usage(error: click.ClickException) -> click.ClickException:
-    """An error of click's that shows what was typed, as something that can be read: names of a stranger's files are typed by ``*``."""
-    found = click.UsageError(printable(error.format_message()), getattr(error, "ctx", None))
-    found.exit_code = error.exit_code  # type: ignore[misc]  # click declares it of the class, and reads it of the instance
-    return found
+def _show_usage(error: click.UsageError) -> None:
+    """How a command is typed, before it is said what was typed wrongly."""
+    if error.ctx is not None:
+        click.echo(error.ctx.get_usage(), err=True)
+        click.echo(f"Try '{error.ctx.command_path} {error.ctx.help_option_names[-1]}' for help.\n", err=True)
 
 
 def _fail(ctx: click.Context, error: Exception) -> NoReturn:
     code, text = explain(error)
+    if isinstance(error, click.UsageError):
+        _show_usage(error)
     click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
     if ctx.meta.get(JSON):
-        from .output import emit_json
-
-        emit_json({"error": {"kind": type(error).__name__, "message": text, "exit_code": code}})
+        try:
+            emit_json({"error": {"kind": type(error).__name__, "message": text, "exit_code": code}})
+            with printing():
+                sys.stdout.flush()
+        except (OutputError, BrokenPipeError):
+            _forget_output()  # the error has been said
     raise click.exceptions.Exit(code) from None
 
 
@@ -112,6 +122,10 @@ def explain(error: Exception) -> tuple[int, str]:
 def _explained(error: Exception) -> tuple[int, str]:
     if isinstance(error, CheckpointError):
         return error.exit_code, str(error)
+    if isinstance(error, click.BadParameter) and error.param is not None and error.message:
+        return error.exit_code, f"{typed_as(error.param)}: {error.message}"
+    if isinstance(error, click.ClickException):
+        return error.exit_code, _as_ours(error.format_message())
     if isinstance(error, OSError):
         return StorageError.exit_code, _explain_os_error(error)
     if isinstance(error, MemoryError):
@@ -120,6 +134,11 @@ def _explained(error: Exception) -> tuple[int, str]:
         f"{type(error).__name__}{_place(error)}: {error}\n"
         f"This is a bug in mcore_rlhf {__version__}. `mcore-rlhf --debug …` (or MCORE_RLHF_DEBUG=1) shows the traceback to report with it."
     )
+
+
+def _as_ours(text: str) -> str:
+    """What click says (``No such command 'x'. Did you mean 'y'?``), spelled as everything else is."""
+    return f"{text[:1].lower()}{text[1:]}".replace(". Did you mean ", "; did you mean ").removesuffix(".")
 
 
 def _place(error: Exception) -> str:
@@ -144,9 +163,26 @@ def _print_traceback() -> None:
     click.echo(printable(traceback.format_exc()), err=True)
 
 
+def _forget_output() -> None:
+    """Let the interpreter not try again to print what could not be printed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_of_output(error: Exception) -> bool:
+    """Whether click failed to print the help or the version; errors of files name the file."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF)
+
+
+def _leave_output(error: Exception) -> NoReturn:
+    """Say what is wrong with standard output; what was printed is lost."""
+    _forget_output()
+    click.echo(f"{click.style('error:', fg='red', bold=True)} standard output: cannot write: {reason(error)}", err=True)
+    raise click.exceptions.Exit(StorageError.exit_code) from None
+
+
 def _leave_pipe() -> NoReturn:
     """End quietly, as a program does that SIGPIPE kills; the interpreter must not flush into the pipe again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _forget_output()
     raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
 
 
@@ -161,7 +197,8 @@ def stopped_by_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP all raise KeyboardInterrupt, once; a second one does not disturb the cleaning up.
 
     Signals that are ignored (``nohup``) stay so. While a module is being loaded, the interrupt waits until it is: native code
-    (torch, NumPy) does not bear an exception out of its own set-up, and aborts the process, or swallows it.
+    (torch, NumPy) does not bear an exception out of its own set-up, and aborts the process, or swallows it. Where Python has
+    nobody to raise it to (in a ``__del__``, or what a weak reference calls), it is raised again a little later.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -177,13 +214,17 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, _be_patient)
         if _imports(frame) <= loading:
             raise KeyboardInterrupt(signum)
+        stop_later(signum)
+
+    def stop_later(signum: int) -> None:
         signal.signal(signal.SIGALRM, lambda _, later: stop(signum, later))
         signal.setitimer(signal.ITIMER_REAL, _LATER_S)
 
     try:
         for number in taken:
             signal.signal(number, stop)
-        yield
+        with _none_lost(stop_later):
+            yield
     finally:
         if signal.getsignal(signal.SIGALRM) is not alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -191,6 +232,24 @@ def stopped_by_signals() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, *timer)
         for number in taken:
             signal.signal(number, before[number])
+
+
+@contextmanager
+def _none_lost(stop_later: Callable[[int], None]) -> Iterator[None]:
+    """An interrupt that Python drops, since nobody called where it was raised, comes again, and is not printed as an ignored error."""
+    hook = sys.unraisablehook
+
+    def unheard(lost: sys.UnraisableHookArgs) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt) and lost.exc_value.args:
+            stop_later(lost.exc_value.args[0])
+        else:
+            hook(lost)
+
+    sys.unraisablehook = unheard
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _imports(frame: FrameType | None) -> int:

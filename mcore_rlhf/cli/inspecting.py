@@ -24,7 +24,16 @@ from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 
-from .describe import chosen_facts, iteration_text, layout_text, of_each, print_choice, source_facts, step_facts
+from .describe import (
+    chosen_facts,
+    iteration_text,
+    layout_text,
+    of_each,
+    origin_of,
+    print_choice,
+    source_facts,
+    step_facts,
+)
 from .output import Column, Facts, count, emit_json, print_facts, print_table, say, size
 
 if TYPE_CHECKING:
@@ -281,7 +290,8 @@ def _manifest(manifest: Facts | None) -> str:
     if "error" in manifest:
         return f"damaged: {manifest['error']}"
     made = manifest["provenance"]
-    kept = {True: ", lossless", False: ", not lossless"}.get(manifest["lossless"], "")
+    converted = origin_of(manifest["report"]) == "conversion"
+    kept = {True: ", lossless", False: ", not lossless"}.get(manifest["lossless"], "") if converted else ""
     above = manifest["path"].split("/")[-2] if manifest["inside"] is not None else ""
     where = f"of {above}, the step above, which lists these: " if above else ""
     return f"{where}{count(manifest['files'], 'file')}{kept}, mcore_rlhf {made.get('mcore_rlhf', '?')}, {made.get('time', '?')}"

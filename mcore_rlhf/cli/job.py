@@ -16,7 +16,6 @@ count from where the command runs, the ``rules`` file from where the job file li
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -24,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
-from mcore_rlhf.errors import Problems, UsageError, shown
+from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml, wrong_yaml
+from mcore_rlhf.errors import NotACheckpoint, Problems, UsageError, shown
 from mcore_rlhf.families.job_options import JobOptions
 from mcore_rlhf.families.options import (
     ConvertOptions,
@@ -35,13 +34,13 @@ from mcore_rlhf.families.options import (
     of_command,
     placed,
     read_values,
-    refuse,
 )
-from mcore_rlhf.formats.registry import format_named
+from mcore_rlhf.formats.registry import wanted_format
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.settings import SETTINGS
 from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.suggestions import FLAGS, did_you_mean
 
 from .options import default_workers
 from .progress import shown_progress
@@ -94,10 +93,19 @@ class ConversionJob(JobOptions):
         if self.newest_intact:
             with shown_progress() as progress:
                 return find(path, options, chosen_step(path, newest_intact=True, progress=progress))
-        found = find(path, options)
+        try:
+            found = find(path, options)
+        except NotACheckpoint as error:
+            raise NotACheckpoint(f"{error}{self._swapped(path)}") from None
         if found.chosen is not None:
             found.chosen.require_newest()
         return found
+
+    def _swapped(self, source: ReadablePath) -> str:
+        """Whether source and target may have been given in the wrong order; a line of advice, or nothing."""
+        if not self.target or source.exists() or not Path(self.target).is_dir():
+            return ""
+        return f"\nAre the two swapped? {self.target}, given as the target, is there; SRC comes before DST."
 
     def target_folder(self) -> ReadablePath:
         """The target.
@@ -134,7 +142,7 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
     at = placed({"workers": default_workers(), **values})
     SETTINGS.set(StoreOptions(**at["store"]).settings())
     options = ConvertOptions(read=ReadOptions(**at["read"]), write=WriteOptions(**at["write"]), **at["run"])
-    refuse(format_named(options.to).name, read=options.read, write=options.write, run=options)
+    wanted_format(options)
     if at["job"].get("newest_intact") and options.read.step is not None:
         raise UsageError(f"--newest-intact and --step {options.read.step} contradict each other\nGive one of them.")
     if at["job"].get("part") and (at["job"].get("finish") or at["job"].get("verify")):
@@ -162,10 +170,14 @@ def read_job_file(path: Path) -> dict[str, Any]:
         text = reading.read_text(path, MAX_NBYTES)
         check_yaml(text)
         document = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the conversion job: {error.strerror}") from None
+    except ValueError as error:
         raise UsageError(f"{path}: cannot read the conversion job: {error}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: the conversion job is not valid YAML: {wrong_yaml(error)}") from None
     if not isinstance(document, dict):
-        raise UsageError(f"{path}: expected a mapping such as 'tp: 8', found {type(document).__name__}")
+        raise UsageError(f"{path}: expected a mapping such as 'tp: 8', found {shown(document)}")
     problems = Problems()
     _check_keys(path, document, problems)
     keys = {name: _filled(path, name, value, problems) if name in _PATHS else value for name, value in document.items()}
@@ -175,12 +187,15 @@ def read_job_file(path: Path) -> dict[str, Any]:
     return keys
 
 
+_ENDS = {"SRC": "source", "DST": "target"}
+_OTHERS = {word: _ENDS.get(option, option.removeprefix("--").replace("-", "_")) for word, option in FLAGS.items()}
+
+
 def _check_keys(path: Path, keys: Iterable[object], problems: Problems) -> None:
     known = [*_TEXTS, *_ROWS]
     for key in keys:
         if key not in known:
-            close = difflib.get_close_matches(str(key).replace("-", "_"), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(str(key), known, _OTHERS)
             problems.add(UsageError, f"{path}: unknown key {shown(key)}{hint}", f"Known keys: {', '.join(known)}")
 
 

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.suggestions import did_you_mean
 
 from .output import Column, emit_json, print_table, say
 
@@ -25,11 +26,14 @@ def folder() -> Path:
     raise UsageError("configs: this installation came without them\nInstall the wheel, or use a clone.")
 
 
+def known() -> dict[str, Path]:
+    """All of them, by name."""
+    return {path.stem: path for path in sorted(folder().glob("*.yaml"))}
+
+
 def list_all(json: bool) -> None:
     """Print name, what it is (a job's target, or a run) and its description, which is its first comment."""
-    found = [
-        {"name": path.stem, "kind": _kind(path), "about": _about(path)} for path in sorted(folder().glob("*.yaml"))
-    ]
+    found = [{"name": name, "kind": _kind(path), "about": _about(path)} for name, path in known().items()]
     if json:
         emit_json(found)
     else:
@@ -42,10 +46,10 @@ def show(name: str) -> None:
     Raises:
         UsageError: There is none of that name.
     """
-    known = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
-    if name not in known:
-        raise UsageError(f"configs: there is no {name!r}; there are: {', '.join(known)}")
-    say(known[name].read_text(encoding="utf-8"), nl=False)
+    there = known()
+    if name not in there:
+        raise UsageError(f"configs: there is no {name!r}{did_you_mean(name, there)}\nThere are: {', '.join(there)}.")
+    say(there[name].read_text(encoding="utf-8"), nl=False)
 
 
 def _kind(path: Path) -> str:

@@ -4,6 +4,7 @@ examples for the help of every command; and the installation of completion.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,9 +23,15 @@ from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.settings import stores_with
 
+from . import logs
+from .completing import completion, formats, roles_of, steps_of
 from .guard import DEBUG, JSON, PROGRESS
+from .mistyped import answered
 
-FORMATS = "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO 0 to 3), universal, dcp (FSDP), hf, peft; they are detected."
+FORMATS = (
+    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO 0 to 3), universal, dcp (FSDP), hf, peft; they are detected, and so is "
+    "TorchEngine's state.pt, which is read alone."
+)
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "inspect": (
@@ -139,8 +146,25 @@ def install_completion(ctx: click.Context, param: click.Parameter, shell: str | 
 
 Group = TypeVar("Group")
 
-FOLDER = click.Path(path_type=Path, readable=False)  # whether it can be read is said when it is, in our words
-_FOLDER_TEXT = click.Path(readable=False)
+
+class PlaceName(click.Path):
+    """A path; an empty one is a variable that is not set, and not the folder here.
+
+    Whether it can be read is said when it is, in our words.
+    """
+
+    def __init__(self, path_type: type | None = None) -> None:
+        super().__init__(path_type=path_type, readable=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read it."""
+        if value == "":
+            self.fail("should be a path, found ''", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FOLDER = PlaceName(Path)
+_FOLDER_TEXT = PlaceName()
 _OTHERS = "Options"
 
 
@@ -148,6 +172,46 @@ class Integer(click.IntRange):
     """A whole number within limits."""
 
     name = "integer"  # what is no number is no valid integer, whatever the limits
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read it; what is wrong is said as the table's options say it of a job's."""
+        try:
+            found = int(value)
+        except ValueError:
+            self.fail(f"should be a valid integer, found {value!r}", param, ctx)
+        if self.min is not None and found < self.min:
+            self.fail(f"should be greater than or equal to {self.min}, found {found}", param, ctx)
+        if self.max is not None and found > self.max:
+            self.fail(f"should be less than or equal to {self.max}, found {found}", param, ctx)
+        return found
+
+
+class Real(click.FloatRange):
+    """A number within limits, said as :class:`Integer` says it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read it; no comparison refuses what is no number (nan), so that it is refused first."""
+        try:
+            found = float(value)
+        except ValueError:
+            found = math.nan
+        if math.isnan(found):
+            self.fail(f"should be a number, found {value!r}", param, ctx)
+        if self.min is not None and (found <= self.min if self.min_open else found < self.min):
+            wanted = "greater than" if self.min_open else "greater than or equal to"
+            self.fail(f"should be {wanted} {self.min:g}, found {found:g}", param, ctx)
+        return found
+
+
+class Word(click.Choice[str]):
+    """One of a few words, said as the table's options say it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Read it."""
+        if value not in self.choices:
+            *most, last = map(repr, self.choices)
+            self.fail(f"should be {', '.join(most)} or {last}, found {value!r}", param, ctx)
+        return str(value)
 
 
 class Option(click.Option):
@@ -165,7 +229,17 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help has its options under headings, and whose stores are asked as its options say."""
+    """A command whose help has its options under headings, and whose stores are asked, and work is told of, as its options say."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own, those that every command has, and --help."""
+        *own, help_option = super().get_params(ctx)
+        return [*own, *LOG_OPTIONS, help_option]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line; of an option that there is not, say which may be meant."""
+        with answered(ctx, args):
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it. What a job file says of stores is said by :func:`.job.make_job`."""
@@ -175,7 +249,7 @@ class Command(click.Command):
             else {row.name for row in of_command(str(ctx.info_name)) if row.group == STORES}
         )
         values = read_values({name: ctx.params.pop(name) for name in rows})
-        with stores_with(StoreOptions(**placed(values)["store"]).settings()):
+        with logs.logged(ctx), stores_with(StoreOptions(**placed(values)["store"]).settings()):
             return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -197,6 +271,11 @@ class Command(click.Command):
 
 class CommandGroup(click.Group):
     """Commands of one subject, with examples."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read what stands before the command."""
+        with answered(ctx, args):
+            return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write examples."""
@@ -258,12 +337,25 @@ JSON_OPTION = flag("--json", help="Print JSON alone on standard output.", callba
 PROGRESS_OPTION = Option(
     "--progress",
     help="How far it is, on standard error: a bar or lines (auto), JSON lines for schedulers, or none.",
-    type=click.Choice(["auto", "json", "none"]),
+    type=Word(["auto", "json", "none"]),
     default="auto",
     show_default=True,
     callback=_remember(PROGRESS),
     expose_value=False,
 )
+LOG_OPTIONS = (
+    Option(
+        "--verbose", "-v", help="Say what is done; -vv: what is asked of stores, too.", count=True,
+        callback=_remember(logs.VERBOSE), expose_value=False,
+    ),
+    flag(
+        "--quiet", "-q", help="Say nothing but results and errors.", callback=_remember(logs.QUIET), expose_value=False
+    ),
+    Option(
+        "--log-file", help="Append everything that is done to this file, with the time.", metavar="FILE", type=FOLDER,
+        callback=_remember(logs.FILE), expose_value=False,
+    ),
+)  # fmt: skip
 CHECKPOINT = argument("PATH", "A run's root, a step, a role's folder, or a checkpoint's own folder.")
 
 # Of a conversion
@@ -294,22 +386,23 @@ def _own(metavar: str, help: str, value: Any = None, *names: str, **more: Any) -
 
 _PAIR = {"type": FOLDER, "nargs": 2}
 _POSITIVE = {"type": Integer(1)}
+_ABOVE_0 = {"type": Real(0.0, min_open=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
     """What ``interval`` is told; None where nothing is said. See :class:`~mcore_rlhf.manager.run.interval.Costs`."""
 
-    step_seconds: float | None = _own("S", "Time of a training step.", type=float)
-    save_seconds: float | None = _own("S", "Time from the start of a save until it is committed.", type=float)
+    step_seconds: float | None = _own("S", "Time of a training step.", **_ABOVE_0)
+    save_seconds: float | None = _own("S", "Time from the start of a save until it is committed.", **_ABOVE_0)
     stall_seconds: float | None = _own(
-        "S", "How long an asynchronous save stops training. [default: all of it]", type=float
+        "S", "How long an asynchronous save stops training. [default: all of it]", type=Real(0.0)
     )
-    mtbf_hours: float | None = _own("H", "Mean time between failures of the whole job.", type=float)
-    restart_seconds: float = _own("S", "From a failure until training goes on.", 0.0)
-    steps: int = _own("N", "Length of the run.", 1000)
+    mtbf_hours: float | None = _own("H", "Mean time between failures of the whole job.", **_ABOVE_0)
+    restart_seconds: float = _own("S", "From a failure until training goes on.", 0.0, type=Real(0.0))
+    steps: int = _own("N", "Length of the run.", 1000, **_POSITIVE)
     size: str | None = _own("SIZE", "Size of one step, such as 1.2TB.")
-    keep_last: int | None = _own("N", "Steps kept at a time, for the disk use.", type=int)
+    keep_last: int | None = _own("N", "Steps kept at a time, for the disk use.", **_POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +417,7 @@ class ResumeCheckOptions:
     kill_after: str = _own("MOMENT", "The moment: step-commit, during-save or random.", "step-commit")
     runs: int = _own("K", "How many runs are killed and resumed.", 1, **_POSITIVE)
     seed: int = _own("S", "Draws random moments.", 0)
-    timeout: float = _own("S", "Seconds that one start may take.", 3600.0, type=click.FloatRange(1.0))
+    timeout: float = _own("S", "Seconds that one start may take.", 3600.0, type=Real(1.0))
     ignore: tuple[str, ...] = _own(
         "FILE:KEY|metrics:NAME", "A value that may differ, with *; may be repeated.", (), multiple=True
     )
@@ -374,6 +467,10 @@ def table(command: str) -> list[Option]:
     return [_of_row(row) for row in of_command(command)]
 
 
+_COMPLETED = {"to": formats, "dtype": lambda _: ("bf16", "fp16", "fp32"), "role": roles_of, "step": steps_of}
+"""What a shell completes values to, of options whose words the table does not say."""
+
+
 def _of_row(row: option_types.Option) -> Option:
     kind = row.kind
     help = f"{row.help} [default: {row.default}]" if row.default else row.help
@@ -381,8 +478,8 @@ def _of_row(row: option_types.Option) -> Option:
         return flag(row.name, f"{row.flag}/{row.opposite}", help=help, group=row.group, default=None)
     word = Integer(kind.least, kind.most) if kind.word is int else _FOLDER_TEXT if kind.path else click.STRING
     more: dict[str, Any] = {"type": word, "metavar": kind.metavar, "multiple": kind.repeated}
-    if kind.words:
-        more["shell_complete"] = lambda ctx, param, begun: [word for word in kind.words if word.startswith(begun)]
+    words = _COMPLETED.get(row.name) or (lambda _: kind.words)
+    more["shell_complete"] = None if kind.path else completion(words)
     return Option(row.name, row.flag, help=help, group=row.group, **more)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from shutil import get_terminal_size
@@ -20,13 +21,39 @@ Facts = dict[str, Any]
 
 _NARROWEST = 8
 """Characters below which no column of a table is folded."""
+_MIB = 1 << 20
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class OutputError(Exception):
+    """What a command found cannot be printed: standard output is closed, or on a full disk. Raised from the OSError."""
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Tell a failure to print from all others.
+
+    Raises:
+        OutputError: It cannot be printed; a reader that has seen enough is a BrokenPipeError as ever.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(reason(error)) from error
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with standard output."""
+    return f"{error.strerror} (errno {error.errno})" if isinstance(error, OSError) else str(error)
 
 
 def emit_json(facts: Any) -> None:
     """Print facts as JSON, and nothing else."""
     text = json.dumps(plain(facts), indent=2, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write(UNPRINTABLE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n")
+    with printing():
+        sys.stdout.write(UNPRINTABLE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n")
 
 
 def plain(value: Any) -> Any:
@@ -48,7 +75,8 @@ def say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
         err: Whether it goes to standard error.
         nl: Whether a line ends with it.
     """
-    click.echo(printable(text), err=err, nl=nl)
+    with printing() if not err else nullcontext():
+        click.echo(printable(text), err=err, nl=nl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +116,10 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], limit:
     ):
         widths[widths.index(max(widths))] -= 1
     heading, *body = (list(_lines(columns, widths, row)) for row in table)
-    click.echo("\n".join(click.style(line, bold=True) for line in heading))
-    if body:
-        click.echo("\n".join(line for lines in body for line in lines))
+    with printing():
+        click.echo("\n".join(click.style(line, bold=True) for line in heading))
+        if body:
+            click.echo("\n".join(line for lines in body for line in lines))
     if limit is not None and len(listed) > limit:
         say(f"  … and {len(listed) - limit:,} more")
 
@@ -110,12 +139,18 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], row: Sequence[str])
 
 def size(nbytes: int) -> str:
     """A number of bytes: ``3.21 GiB``."""
-    value, unit = float(nbytes), _BINARY[0]
-    for unit in _BINARY:
-        if value < 1024 or unit == _BINARY[-1]:
-            break
-        value /= 1024
-    return count(nbytes, "byte") if unit == "bytes" else f"{value:.2f} {unit}"
+    power = _power(nbytes)
+    return f"{nbytes / 1024**power:.2f} {_BINARY[power]}" if power else count(nbytes, "byte")
+
+
+def of_total(nbytes: int, total: int) -> str:
+    """How many bytes of all are done, in one unit: ``0.21 of 3.21 GiB``."""
+    power = _power(total)
+    return f"{nbytes / 1024**power:.2f} of {size(total)}" if power else f"{nbytes} of {size(total)}"
+
+
+def _power(nbytes: float) -> int:
+    return next((power for power in range(len(_BINARY)) if nbytes < 1024 ** (power + 1)), len(_BINARY) - 1)
 
 
 def count(number: int, thing: str = "") -> str:
@@ -127,10 +162,11 @@ def count(number: int, thing: str = "") -> str:
     return f"{number:,} {thing}"
 
 
-def rate(nbytes: int, seconds: float) -> str:
-    """A speed, in the units of :func:`size`: ``1.25 GiB/s``, ``0.8 MiB/s``."""
-    speed = nbytes / max(seconds, 1e-9) / (1 << 20)
-    return f"{speed / 1024:.2f} GiB/s" if speed >= 100 else f"{speed:.1f} MiB/s"
+def rate(nbytes: int, seconds: float, total: int = 0) -> str:
+    """A speed, in the units of :func:`size`: ``1.25 GiB/s``; beside a total in the unit of that, from MiB on."""
+    speed = nbytes / max(seconds, 1e-9)
+    power = _power(total) if total >= _MIB else max(_power(10 * speed), _power(_MIB))
+    return f"{speed / 1024**power:.{2 if power > _power(_MIB) else 1}f} {_BINARY[power]}/s"
 
 
 def duration(seconds: float) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mcore_rlhf.convert import Job
 from mcore_rlhf.core.catalog import Record
-from mcore_rlhf.core.plan import Copy, plan_file
-from mcore_rlhf.formats.base import TargetFile
+from mcore_rlhf.core.plan import Copy
+from mcore_rlhf.execution.spool import PlannedFile
 from mcore_rlhf.manager.convert_step import prepare_step, save_plan
 
 from .converting import print_step, step_job_facts
@@ -74,7 +74,7 @@ def _model_facts(job: Job, copies: bool, limit: int | None) -> Facts:
         copies: Whether the copies themselves are listed.
         limit: How many of them per file.
     """
-    files = [_file_facts(job, file, copies, limit) for file in job.target.files]
+    files = [_file_facts(planned, copies, limit) for planned in job.plans()]
     totals = {key: sum(file[key] for file in files) for key in ("records", "copies", "bytes", "casts")}
     return {
         "source": source_facts(job.source),
@@ -87,15 +87,14 @@ def _model_facts(job: Job, copies: bool, limit: int | None) -> Facts:
     }
 
 
-def _file_facts(job: Job, file: TargetFile, copies: bool, limit: int | None) -> Facts:
-    layout = file.layout()
-    plan = plan_file(file.path, layout.holds, job.target.source)
+def _file_facts(planned: PlannedFile, copies: bool, limit: int | None) -> Facts:
+    plan, records = planned.plan, planned.records
     facts: Facts = {
-        "path": file.path,
-        "records": len(layout.records),
+        "path": plan.file,
+        "records": len(records),
         "copies": len(plan.copies),
-        "bytes": sum(record.nbytes for record in layout.records),
-        "casts": sum(copy.cast is not None for copy in plan.copies),
+        "bytes": sum(record.nbytes for record in records),
+        "casts": plan.casts_done,
     }
     if copies:
         facts["copy_list"] = [_copy_facts(copy) for copy in plan.copies[:limit]]

@@ -17,7 +17,8 @@ from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import printable
 
 from .guard import PROGRESS
-from .output import duration, rate, size
+from .logs import QUIET, SHOWN
+from .output import duration, of_total, rate, size
 
 _BAR_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
@@ -43,7 +44,8 @@ def shown_progress(stages: int = 0) -> Iterator[Progress]:
 
 def _reporter() -> _Reporter:
     context = click.get_current_context(silent=True)
-    wanted = "auto" if context is None else context.meta.get(PROGRESS, "auto")
+    told = {} if context is None else context.meta
+    wanted = "none" if told.get(QUIET) else told.get(PROGRESS, "auto")
     if wanted == "none":
         return _Reporter()
     if wanted == "json":
@@ -70,6 +72,7 @@ class _Reporter(Progress):
             numbered = f" (stage {self._number} of {max(self._number, self.stages)})" if self.stages > 1 else ""
             self._text, self._total, self._done = printable(f"{text}{numbered}"), total_bytes, 0
             self._began = self._shown = time.monotonic()
+        SHOWN.info("%s: %s", self._text, size(total_bytes) if total_bytes else "…")
         self._begin_stage()
 
     def advance(self, nbytes: int) -> None:
@@ -84,6 +87,7 @@ class _Reporter(Progress):
 
     def note(self, text: str) -> None:
         """Say it at once."""
+        SHOWN.info("%s", text)
         self._say(text)
 
     def close(self, *, completed: bool) -> None:
@@ -93,8 +97,17 @@ class _Reporter(Progress):
 
     def _end(self) -> None:
         if self._text:
-            self._end_stage(time.monotonic() - self._began)
+            seconds = time.monotonic() - self._began
+            SHOWN.info("%s: done, %s", self._text, self._moved(seconds))
+            self._end_stage(seconds)
         self._text = ""
+
+    def _moved(self, seconds: float) -> str:
+        return (
+            f"{size(self._done)} in {duration(seconds)}, {rate(self._done, seconds)}"
+            if self._done
+            else duration(seconds)
+        )
 
     def _left(self, seconds: float) -> float | None:
         """Seconds that are left, at the speed so far; None where nobody knows."""
@@ -132,6 +145,7 @@ class _JsonLines(_Reporter):
 
     def note(self, text: str) -> None:
         """As an object of its own."""
+        SHOWN.info("%s", text)
         self._say(json.dumps({"note": text}))
 
     def _tell(self, *, done: bool) -> None:
@@ -161,13 +175,12 @@ class _Lines(_Reporter):
         left = self._left(seconds) or 0.0
         share = 100 * self._done // self._total
         self._say(
-            f"{self._text}: {size(self._done)} of {size(self._total)} ({share} %), {rate(self._done, seconds)}, "
+            f"{self._text}: {of_total(self._done, self._total)} ({share} %), {rate(self._done, seconds, self._total)}, "
             f"{duration(left)} left"
         )
 
     def _end_stage(self, seconds: float) -> None:
-        moved = f"{size(self._done)} in {duration(seconds)}, {rate(self._done, seconds)}"
-        self._say(f"{self._text}: done, {moved if self._done else duration(seconds)}")
+        self._say(f"{self._text}: done, {self._moved(seconds)}")
 
 
 class _Bar(_Reporter):
@@ -178,13 +191,12 @@ class _Bar(_Reporter):
     def __init__(self) -> None:
         super().__init__()
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            DownloadColumn(binary_units=True),
-            TextColumn("{task.fields[speed]}", markup=False),
+            TextColumn("{task.fields[moved]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=Console(stderr=True, markup=False, highlight=False),
             transient=True,
@@ -196,11 +208,12 @@ class _Bar(_Reporter):
         self._bar.console.print(printable(text))
 
     def _begin_stage(self) -> None:
-        self._task = self._bar.add_task(self._text, total=self._total or None, speed="")
+        self._task = self._bar.add_task(self._text, total=self._total or None, moved="")
 
     def _show(self) -> None:
-        speed = rate(self._done, time.monotonic() - self._began)
-        self._bar.update(self._task, completed=self._done, speed=speed)
+        seconds = time.monotonic() - self._began
+        done = of_total(self._done, self._total) if self._total else size(self._done)
+        self._bar.update(self._task, completed=self._done, moved=f"{done}, {rate(self._done, seconds, self._total)}")
 
     def _end_stage(self, seconds: float) -> None:
         self._bar.remove_task(self._task)

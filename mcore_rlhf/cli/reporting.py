@@ -12,22 +12,24 @@ from mcore_rlhf.errors import CheckpointError, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
 from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.measured import metrics_of
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.report.heat import heat_map
 from mcore_rlhf.report.page import Compared, Conversion, Model, Page, made, write
 from mcore_rlhf.report.page import Subject as Shown
+from mcore_rlhf.report.saved import saved_roles
 from mcore_rlhf.report.shards import shard_map
 from mcore_rlhf.report.timeline import RunFacts, chrome_trace, run_facts
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import replace_text
+from mcore_rlhf.storage.publish import make_folder_of, replace_text
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth
 from mcore_rlhf.verify.differ import Comparison, Tolerance
 
 from .comparing import compare_subjects
 from .converting import compare_converted
-from .describe import of_each, problem_facts
+from .describe import of_each, origin_of, problem_facts
 from .inspecting import model_facts
 from .options import ReportOptions, default_workers
 from .output import Facts, emit_json, plain, say, size
@@ -71,7 +73,7 @@ def _page(paths: tuple[Path, ...], options: ReadOptions, request: ReportOptions,
     try:
         subjects = [find(path, options) for path in paths]
     except CheckpointError as error:
-        if history is None:
+        if history is None or not _is_role(paths[0], options.role):
             raise
         problems.append(str(error))
     shown = [_shown(subject, request, progress) for subject in subjects]
@@ -95,6 +97,11 @@ def _page(paths: tuple[Path, ...], options: ReadOptions, request: ReportOptions,
     }
 
 
+def _is_role(root: Path, role: str | None) -> bool:
+    """Whether some step of a run has a role; none is all of them."""
+    return role is None or any(role in step.roles for step in steps.listed(checkpoint_path(root)))
+
+
 def _run_of(path: Path, events: Path | None) -> RunFacts | None:
     """The run whose root a path is; None where it is none."""
     root = checkpoint_path(path)
@@ -110,7 +117,7 @@ def _shown(subject: Subject, request: ReportOptions, progress: Progress) -> Show
     """A step or a lone checkpoint, model by model."""
     models = of_each(subject, lambda role: _model(subject, role, request, progress))
     step = subject.manifest
-    manifest = None
+    manifest: Facts | None = None
     if step is not None:
         manifest = {
             "path": str(subject.folder / steps.MANIFEST), "files": len(step.files), "lossless": step.lossless,
@@ -124,7 +131,10 @@ def _shown(subject: Subject, request: ReportOptions, progress: Progress) -> Show
         "path": str(subject.folder),
         "models": {role: _told(model) for role, model in models.items()},
         "manifest": stated and {key: value for key, value in stated.items() if key != "report"},
+        "origin": None if stated is None else origin_of(stated["report"]),
         "conversion": None if stated is None else _conversion(stated),
+        "saved": [] if step is None else saved_roles(subject.folder, step, list(models)),
+        "metrics": {} if step is None else metrics_of(step),
         "step_verdict": None if step is None else _step_verdict(subject, request, progress),
     }
 
@@ -151,7 +161,7 @@ def _step_verdict(subject: Subject, request: ReportOptions, progress: Progress) 
 
 
 def _conversion(manifest: Mapping[str, Any]) -> Conversion | None:
-    """What a manifest says of the conversion that wrote it; None where it was none, or an older release's."""
+    """What a manifest says of the conversion that wrote it; None where it was none."""
     report = manifest["report"]
     account, lines = report.get("account"), report.get("lines")
     alone = isinstance(account, Mapping) and "items" in account
@@ -204,8 +214,10 @@ def _verdict_of(path: Path | None) -> Facts | None:
         return None
     try:
         found = reading.read_json(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--resume-check {path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise storage_error(error, path, "read") from None
+    except ValueError as error:
+        raise UsageError(f"--resume-check {path}: is no JSON: {error}") from None
     if not isinstance(found, dict) or not {"verdict", "passed", "runs"} <= found.keys():
         raise UsageError(f"--resume-check {path}: is not what mcore-rlhf resume-check --json prints")
     return found
@@ -216,6 +228,7 @@ def _write_trace(path: Path, run: RunFacts | None) -> None:
         raise UsageError(
             "--trace writes the timeline of a run\nGive the root of a run, with its global_step_N folders."
         )
+    make_folder_of(path)
     try:
         replace_text(path, json.dumps(chrome_trace(run)), fsync=False)
     except OSError as error:
@@ -223,5 +236,10 @@ def _write_trace(path: Path, run: RunFacts | None) -> None:
 
 
 def _sections(page: Page) -> list[str]:
-    names = {"run": page["run"], "comparison": page["diff"], "shard map": page["subjects"]}
-    return [name for name, content in names.items() if content]
+    names = {
+        "run": page["run"] is not None,
+        "metrics": page["run"] is not None and any(step["metrics"] for step in page["run"]["steps"]),
+        "comparison": page["diff"] is not None,
+        "shard map": any("shards" in model for subject in page["subjects"] for model in subject["models"].values()),
+    }
+    return [name for name, there in names.items() if there] or ["overview"]

@@ -12,12 +12,13 @@ import argparse
 import fcntl
 import hashlib
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mcore_rlhf.cli.guard import explain
 from mcore_rlhf.cli.output import say
@@ -25,6 +26,7 @@ from mcore_rlhf.errors import CheckpointError, printable
 from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove
 from mcore_rlhf.storage.manifest import JOB, Manifest
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.waiting import waiting_for
 
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
@@ -94,7 +96,8 @@ def _locked(path: Path) -> int:
     while True:
         fd = open_to_lock(path)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            with waiting_for(f"the lock {path}, which another process of the job holds"):
+                fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError:
             return fd  # no locks on this file system: two at once are told apart when they publish
         with suppress(FileNotFoundError):
@@ -131,6 +134,11 @@ EXIT_CODES = (
 
 class _Parser(argparse.ArgumentParser):
     """Says what was typed as something that can be read; names of a stranger's files are typed by ``*``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong as every command here does."""
+        self.print_usage(sys.stderr)
+        self.exit(2, f"error: {message}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable(message), file)

@@ -11,16 +11,20 @@ from typing import Literal, cast
 import click
 
 from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems, UsageError
+from mcore_rlhf.families.megatron.folders import newer_non_persistent
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.formats.registry import is_model
 from mcore_rlhf.manager.run import adopt, retention, steps
 from mcore_rlhf.manager.run.adopt import Adoption
-from mcore_rlhf.manager.run.mirror_status import MirrorStatus
+from mcore_rlhf.manager.run.events import EVENTS_NAME
+from mcore_rlhf.manager.run.mirror_status import STATUS, MirrorStatus
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath, absolute, parse_size
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.suggestions import did_you_mean
 from mcore_rlhf.verify.checkpoint import Depth
 
 from .output import Column, Facts, count, emit_json, print_table, say, size
@@ -58,6 +62,9 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
         emit_json([step_facts(step, mirror) for step in found])
     else:
         _print_steps(root, found, mirror)
+    newer = newer_non_persistent(root, max((step.step for step in found), default=None))
+    if newer:
+        say(f"note: {newer}", err=json)
     if not any(step.state == "committed" for step in found):
         raise click.exceptions.Exit(2 if any(step.state == "unreadable" for step in found) else 1)
 
@@ -87,7 +94,30 @@ def require_root(given: Path) -> ReadablePath:
         raise NotACheckpoint(f"{root}: " + ("expected a folder, found a file" if root.exists() else "no such folder"))
     if steps.step_of(absolute(root)) is not None:
         raise UsageError(f"{root}: is one step, but the root of a run is wanted\nGive the folder above: {root.parent}")
+    _require_steps(root)
     return root
+
+
+_OF_A_ROOT = (EVENTS_NAME, STATUS)
+
+
+def _require_steps(root: ReadablePath) -> None:
+    """An empty folder is a run that has saved nothing yet; one that holds other things is no run's.
+
+    Raises:
+        NotACheckpoint: It is no run's.
+    """
+    names = [child.name for child in root.iterdir()]
+    if not names or any(name in _OF_A_ROOT or name.startswith(".") for name in names) or steps.listed(root):
+        return
+    below = next((root / name for name in sorted(names) if (root / name).is_dir() and steps.listed(root / name)), None)
+    hint = f"Is {below} meant?" if below is not None else "Give the folder that holds global_step_N folders."
+    if is_model(root):
+        newer = newer_non_persistent(root, None)
+        hint = f"It is a checkpoint itself. Look at it: mcore-rlhf inspect {root}" + (
+            f"\nBeside: {newer}" if newer else ""
+        )
+    raise NotACheckpoint(f"{root}: is no root of a run: it holds no step, such as a folder global_step_N\n{hint}")
 
 
 def step_facts(step: Step, mirror: MirrorStatus | None = None) -> Facts:
@@ -164,7 +194,10 @@ def retention_of(
     if not keep and max_size is None:
         raise UsageError("nothing says what to keep\nGive --keep-last, --keep-every, --keep-best or --max-size.")
     try:
-        cap = SizeCap(parse_size(max_size)) if max_size is not None else None
+        nbytes = parse_size(max_size) if max_size is not None else None
+        if nbytes == 0:
+            raise ValueError(f"should be greater than 0, found {max_size!r}")
+        cap = SizeCap(nbytes) if nbytes is not None else None
     except ValueError as error:
         raise UsageError(f"--max-size: {error}") from None
     return Retention(keep, cap)
@@ -249,8 +282,10 @@ def _require_metrics(root: ReadablePath, policy: Retention) -> None:
     known = sorted({name for step in steps.committed(root) for name in step.metrics})
     for rule in policy.keep:
         if isinstance(rule, KeepBest) and rule.metric not in known:
+            hint = did_you_mean(rule.metric, known)
+            forms = "\nIts forms are METRIC, METRIC:min and METRIC:max:3." if ":" in rule.metric else ""
             raise UsageError(
-                f"{root}: no committed step has the metric {rule.metric!r}; known: {', '.join(known) or 'none'}"
+                f"{root}: no committed step has the metric {rule.metric!r}; known: {', '.join(known) or 'none'}{hint}{forms}"
             )
 
 

@@ -44,6 +44,7 @@ class Reason(str, Enum):
     UNLISTED = "is not listed by the step's manifest: somebody put it there later"
     OUTDATED = "describes how weights were quantized that are plain now"
     TOO_MANY = "comes after 10,000 other files"
+    CALLS = "is a pickle, and calls what is on no list of harmless names: --stub NAME vouches for one"
     TOO_DEEP = "lies 64 folders deep"
     NO_RUN = "a release has no run that goes on"
     OF_ENGINE = "a setting of the other framework's run, of which a new run has its own"

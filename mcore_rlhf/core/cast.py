@@ -179,7 +179,8 @@ def as_floats(words: Words, dtype: DType) -> Words:
     """The values of elements as float64, or complex128, for comparing with a tolerance."""
     if dtype.name == "float8_e8m0fnu":  # powers of two, and nothing else
         return np.where(words == 0xFF, np.nan, np.ldexp(1.0, words.astype(np.int32) - 127))
-    return numbers(words, dtype).astype(np.complex128 if "complex" in dtype.name else np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        return numbers(words, dtype).astype(np.complex128 if "complex" in dtype.name else np.float64)
 
 
 def numbers(words: Words, dtype: DType) -> Words:

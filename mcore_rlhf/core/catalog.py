@@ -1,14 +1,16 @@
-"""The words of the one idea, as pure values: boxes, element types, records, chunks, entries, and catalogues of them.
+"""The words of the one idea, as pure values: boxes, element types, records, chunks and entries; :mod:`.chunks` is the table of them.
 
 A box is a half-open rectangle of a tensor, counted in elements; a plan needs no more of an element type than how wide it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from mcore_rlhf.suggestions import did_you_mean
 
 Shape = tuple[int, ...]
 
@@ -182,16 +184,18 @@ FLOATING = frozenset(dtype for dtype in _BY_NAME.values() if "float" in dtype.na
 
 
 def dtype_of(name: object) -> DType:
-    """The element type of that name; ``torch.bfloat16``, ``"torch.bfloat16"``, ``"bfloat16"`` and ``"bf16"`` are one.
+    """The element type of that name; ``torch.bfloat16``, ``"torch.bfloat16"``, ``"bfloat16"``, ``"BF16"`` and ``"bf16"`` are one.
 
     Raises:
         ValueError: The name is not known.
     """
-    text = str(name).removeprefix("torch.")
+    text = str(name).lower().removeprefix("torch.")
     try:
         return _BY_NAME[_ALIASES.get(text, text)]
     except KeyError:
-        raise ValueError(f"unknown dtype {text!r}; known: {', '.join(sorted(_BY_NAME))}") from None
+        known = sorted(_BY_NAME)
+        hint = did_you_mean(text, [*known, *_ALIASES]) or f"; known: {', '.join(known)}"
+        raise ValueError(f"unknown dtype {str(name)!r}{hint}") from None
 
 
 PARAM = "param"
@@ -295,24 +299,11 @@ class TensorEntry:
     global_shape: Shape
     dtype: DType
     chunks: tuple[Chunk, ...]
-    _primary: list[tuple[Chunk, ...]] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def primary(self) -> tuple[Chunk, ...]:
         """One chunk for every distinct box: the first replica of each."""
-        if len(self.chunks) < 2:
-            return self.chunks
-        if not self._primary:  # every rank of a target asks
-            self._primary.append(self._firsts())
-        return self._primary[0]
-
-    def _firsts(self) -> tuple[Chunk, ...]:
-        objects: dict[
-            int, Chunk
-        ] = {}  # ranks that hold the same mostly share one box: hundreds of them need no comparison
-        for chunk in self.chunks:
-            objects.setdefault(id(chunk.box), chunk)
         first: dict[Box, Chunk] = {}
-        for chunk in objects.values():
+        for chunk in self.chunks:
             first.setdefault(chunk.box, chunk)
         return tuple(first.values())
 
@@ -323,123 +314,3 @@ class TensorEntry:
             kept = first.setdefault(chunk.box, chunk)
             if kept is not chunk:
                 yield kept, chunk
-
-
-class Catalog(Protocol):
-    """A lazy mapping from names to entries: iterating costs no chunks, looking up computes those of one tensor."""
-
-    def __iter__(self) -> Iterator[TensorName]: ...
-
-    def __len__(self) -> int: ...
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedCatalog:
-    """A catalogue whose entries are already there."""
-
-    entries: Mapping[TensorName, TensorEntry]
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        return self.entries.get(name)
-
-
-_MOST_CHUNKS = 100_000
-"""Of the entries that are kept: about 50 MB. Those of a pipeline stage should fit, as each of its ranks asks for all of them."""
-
-
-@dataclass(slots=True)
-class Traced:
-    """An opened source's catalogue, which remembers what was planned of it: all views of it end here.
-
-    Entries are kept for a while: every rank of a target's stage asks for the same tensors, of which every rank of the source may have
-    a replica; and parts of one stored tensor (experts that are packed in it) are asked for in turn.
-
-    Args:
-        catalog: The format's own.
-    """
-
-    catalog: Catalog
-    _planned: dict[str, int] = field(default_factory=dict)
-    _states: dict[str, int] = field(default_factory=dict)
-    _wanted: set[str] = field(default_factory=set)
-    _masters: set[str] = field(default_factory=set)
-    _casts: dict[tuple[str, DType, DType], set[str]] = field(default_factory=dict)
-    _missing: int = 0
-    _planning: bool = False
-    _recent: dict[TensorName, TensorEntry] = field(default_factory=dict)
-    _chunks: int = 0
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return iter(self.catalog)
-
-    def __len__(self) -> int:
-        return len(self.catalog)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        found = self._recent.get(name) or self._looked_up(name)
-        if self._planning and found is not None:
-            bit = self._states.setdefault(name.state, 1 << len(self._states))
-            known = self._planned.get(name.param, 0)
-            self._planned[name.param] = known | bit
-            self._missing += 0 if known else prod(found.global_shape)
-        return found
-
-    def _looked_up(self, name: TensorName) -> TensorEntry | None:
-        found = self.catalog.get(name)
-        if found is not None:
-            if self._chunks > _MOST_CHUNKS:
-                self._recent.clear()
-                self._chunks = 0
-            self._recent[name] = found
-            self._chunks += len(found.chunks)
-        return found
-
-    def plan(self, holds: Iterable[TensorEntry], casts: Mapping[TensorName, tuple[DType, DType]]) -> None:
-        """Note the tensors that a target file holds parts of, under the target's names, and those that are converted for it."""
-        for name, (source, target) in casts.items():
-            self._casts.setdefault((name.state, source, target), set()).add(name.param)
-        for want in holds:
-            if want.name.state == MASTER and want.name not in casts:
-                self._masters.add(want.name.param)
-            if want.name.param not in self._wanted:
-                self._wanted.add(want.name.param)
-                self._missing -= prod(want.global_shape)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the tensors that are written have as many elements as those that they are made of, or more.
-
-        A state has the shape of its parameter, and is cut and padded with it: each parameter counts once.
-        """
-        return self._missing <= 0
-
-    def __enter__(self) -> None:
-        self._planning = True
-
-    def __exit__(self, *_: object) -> None:
-        self._planning = False
-
-    def casts(self) -> list[tuple[str, DType, DType]]:
-        """The conversions of the target's states, but for those of parameters whose masters are in the target as they are."""
-        return [cast for cast, params in self._casts.items() if cast[0] != PARAM or params - self._masters]
-
-    def unplanned(self) -> dict[str, list[str]]:
-        """By state the parameters of which no plan was made; every state is there."""
-        found: dict[str, list[str]] = {}
-        for name in self.catalog:
-            missing = found.setdefault(name.state, [])
-            if not self._planned.get(name.param, 0) & self._states.get(name.state, 0):
-                missing.append(name.param)
-        return found

@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from .cast import Words, convert
-from .catalog import FLOAT32, Box, Chunk, DType, FixedCatalog, Record, TensorEntry, TensorName, row_major
+from .catalog import FLOAT32, Box, Chunk, DType, Record, TensorEntry, TensorName, row_major
+from .chunks import Chunks
 from .execute import WINDOW_BYTES, WORDS, FileRun, SourceBytes
 from .plan import plan_file
 
@@ -95,7 +96,7 @@ def gather(entry: TensorEntry, boxes: Sequence[Box], dtype: DType, source: Sourc
     """
     record = Record(_FILE, _FILE, dtype, sum(box.numel for box in boxes), 0)
     wanted = TensorEntry(entry.name, entry.global_shape, dtype, tuple(_placed(boxes, record)))
-    plan = plan_file(_FILE, [wanted], FixedCatalog({entry.name: entry}))
+    plan = plan_file(_FILE, Chunks.of([wanted]), Chunks.of([entry]))
     plan.problems.raise_if_any()
     memory = _Memory(bytearray(record.nbytes))
     FileRun(plan, [record], source, memory, memory).run()

@@ -23,8 +23,8 @@ from megatron.core.utils import unwrap_model
 
 from mcore_rlhf.demo import megatron_args
 from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.families.megatron.folders import TRACKER
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 
 

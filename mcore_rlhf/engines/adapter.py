@@ -26,7 +26,6 @@ from mcore_rlhf.families.lora.names import (
     BASE_LAYER,
     CONFIG,
     DEFAULT,
-    OLD_ORIGIN,
     PREFIX,
     SAFETENSORS,
     in_memory,
@@ -34,6 +33,7 @@ from mcore_rlhf.families.lora.names import (
     without_prefix,
 )
 from mcore_rlhf.families.sidecar import STATE
+from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.safetensors import Safetensors, SafetensorsFile, read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
@@ -102,7 +102,7 @@ class AdapterEngine:
         """
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
             return LiveState(
-                "peft", self.layout, (), state_tensors=self._state_tensors(Memory(), self._rest.live(step))
+                FORMAT.name, self.layout, (), state_tensors=self._state_tensors(Memory(), self._rest.live(step))
             )
         self.adapter.refuse_merged()
         if self._known_base is None:  # it is frozen: once is enough
@@ -115,7 +115,7 @@ class AdapterEngine:
         }
         memory = Memory()
         weights, rest = self._weights(memory), self._rest.live(step)
-        return LiveState("peft", self.layout, (weights, *rest.files), texts, self._state_tensors(memory, rest))
+        return LiveState(FORMAT.name, self.layout, (weights, *rest.files), texts, self._state_tensors(memory, rest))
 
     def _state_tensors(self, memory: Memory, rest: LiveState) -> tuple[StateTensor, ...]:
         """What is trained, the same on all ranks; the base is none of the step's."""
@@ -200,7 +200,7 @@ class AdapterLoad:
     rng: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
-        names = (SAFETENSORS, CONFIG, STATE, OLD_ORIGIN)
+        names = (SAFETENSORS, CONFIG, STATE)
         beside = [self.folder / name for name in names if (self.folder / name).is_file()]
         self.files = [*beside, *(self.rest.files if self.rest is not None else ())]
         if self.rest is not None:

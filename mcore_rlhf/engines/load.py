@@ -20,10 +20,8 @@ import torch
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
     Box,
-    Catalog,
     Chunk,
     DType,
-    FixedCatalog,
     Record,
     Shape,
     TensorEntry,
@@ -33,8 +31,9 @@ from mcore_rlhf.core.catalog import (
     flat_boxes,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.execute import FileRun, SourceBytes
-from mcore_rlhf.core.plan import Copy, FilePlan, plan_file
+from mcore_rlhf.core.plan import Copy, FilePlan, coalesced, plan_file
 from mcore_rlhf.errors import CheckpointError, Problem, Problems
 from mcore_rlhf.families.source import Computed, Source, open_bytes
 from mcore_rlhf.layouts.tensor import LocalLayout
@@ -105,7 +104,7 @@ class Slots(Generic[T]):
 
 
 def planned(
-    slots: Iterable[Slot[T]], holds: Callable[[Slot[T]], Iterable[TensorEntry]], catalog: Catalog, problems: Problems
+    slots: Iterable[Slot[T]], holds: Callable[[Slot[T]], Iterable[TensorEntry]], catalog: Chunks, problems: Problems
 ) -> FilePlan:
     """Plan a load out of a source's catalogue.
 
@@ -116,7 +115,7 @@ def planned(
         problems: What was found before; with any, nothing is planned. They become the plan's.
     """
     entries = (entry for slot in slots for entry in holds(slot) if entry.chunks)
-    plan = FilePlan(LIVE) if problems else plan_file(LIVE, list(entries), catalog)
+    plan = FilePlan(LIVE) if problems else plan_file(LIVE, Chunks.of(entries), catalog)
     plan.problems.extend(problems.found)
     return plan
 
@@ -145,7 +144,7 @@ def planned_locally(
         stored[name] = TensorEntry(name, (numel,), place.record.dtype, (whole,))
         if here.numel:
             wanted.append(slot.entry(name, (numel,), [Chunk(here, slot.record, 0, (1,))]))
-    plan = plan_file(LIVE, wanted, FixedCatalog(stored))
+    plan = plan_file(LIVE, Chunks.of(wanted), Chunks.of(stored.values()))
     plan.problems.extend(problems.found)
     return plan
 
@@ -157,17 +156,15 @@ def fill_places(root: ReadablePath, pairs: Iterable[Pair]) -> None:
         root: Folder of the files.
         pairs: See :data:`Pair`.
     """
-    slots, plan = Slots[None](), FilePlan(LIVE)
+    slots, copies = Slots[None](), list[Copy]()
     for place, tensor in pairs:
         if tensor.numel():
             slot = slots.add(None, "", dtype_of(tensor.dtype), tensor.numel(), lambda tensor=tensor: tensor)  # type: ignore[misc]
             shape, box = place.shape, Box.whole(place.shape)
             have = Chunk(box, place.record, place.start, place.strides)
             want = Chunk(box, slot.record, 0, tuple(tensor.stride()) if _is_dense(tensor) else row_major(shape))
-            name = TensorName("", slot.record.key)
-            source = FixedCatalog({name: TensorEntry(name, shape, place.record.dtype, (have,))})
-            plan.copies += plan_file(LIVE, [slot.entry(name, shape, [want])], source).copies
-    Filling(root, None, plan, slots.found).run()
+            copies.append(coalesced(shape, have, want))
+    Filling(root, None, FilePlan(LIVE, copies), slots.found).run()
 
 
 class Hooks(Protocol):

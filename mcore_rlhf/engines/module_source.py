@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FLOATING, MASTER, Catalog, DType, Shape, TensorName
-from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
+from mcore_rlhf.core.catalog import FLOATING, MASTER, PARAM, DType, Shape, TensorName
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -127,11 +128,11 @@ class ModuleSource:
                 self.problems.add(LayoutMismatch, text, _ADVICE)
 
     def _has(self, stored: str) -> bool:
-        return StateOrder(self.source.catalog, EITHER).get(TensorName(self.source.role, stored)) is not None
+        return any(TensorName(self.source.role, stored, state) in self.source.catalog for state in EITHER[PARAM])
 
-    def view(self) -> Catalog:
+    def view(self) -> Chunks:
         """The source's catalogue, with weights rounded from their masters where this run has another element type."""
-        return Remembered(StateOrder(self.source.catalog, FROM_MASTERS if self._from_masters() else EITHER))
+        return self.source.catalog.states(FROM_MASTERS if self._from_masters() else EITHER)
 
     def _from_masters(self) -> bool:
         if MASTER not in self.source.states:

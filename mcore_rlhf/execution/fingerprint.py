@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from mcore_rlhf import __version__
-from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import StorageError
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import StoredFile
@@ -18,11 +17,6 @@ from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.paths import ReadablePath, storage_error
 from mcore_rlhf.storage.store import StoreStat
 from mcore_rlhf.storage.urls import checkpoint_path
-
-if TYPE_CHECKING:
-    from mcore_rlhf.core.computed import Computation
-    from mcore_rlhf.storage.record_file import Layout
-
 
 _LISTED = "crc32 "
 
@@ -76,7 +70,7 @@ class Binding:
         root: The source's folder.
         files: Its files, as :func:`identity` has them.
         options: See :class:`Fingerprint`.
-        lines: What decides the bytes of the target, line by line; see :class:`Digests`.
+        lines: What decides the bytes of the target, a line for each file, and for what is computed.
         computed: Whether values are computed on the way.
     """
 
@@ -153,49 +147,11 @@ def _facts(path: ReadablePath) -> str:
     return f"{there.st_size} {there.st_mtime_ns} {there.st_ctime_ns}"
 
 
-@dataclass(slots=True)
-class Digests:
-    """Collects what decides the bytes of a target, as its files are planned one after the other.
-
-    Args:
-        lines: A line for each file, whose digest is that of the target.
-    """
-
-    lines: list[str] = field(default_factory=list)
-
-    def add(self, layout: Layout, plan: FilePlan) -> None:
-        """A file of the target."""
-        self.lines.append(planned_line(layout, plan))
-
-    def computed(self, computations: Mapping[str, Computation]) -> None:
-        """What is computed on the way, with its numbers: copies say only where from."""
-        self.lines += (f"{name} {computations[name]!r}" for name in sorted(computations))
-
-    def texts(self, texts: Mapping[str, str | bytes]) -> None:
-        """The target's small files."""
-        for name, text in sorted(texts.items()):
-            data = text.encode() if isinstance(text, str) else text
-            self.lines.append(f"{name} {len(data)} {crc32(data)}")
-
-
-def planned_line(layout: Layout, plan: FilePlan) -> str:
-    """What decides the bytes of one file of a target: its path, its length, its records, what is known of it, its copies."""
-    whole, known = hashlib.sha256(), 0
-    for offset, data, key in layout.known:
-        view = memoryview(data).cast("B")
-        whole.update(f"{offset} {len(view)} {key};".encode("utf-8", "surrogateescape"))
-        whole.update(view)
-        known += len(view)
-    for key, place in layout.records.items():
-        whole.update(f"{key} {place!r};".encode("utf-8", "surrogateescape"))
-    for copy in plan.copies:
-        source, target = copy.source, copy.target
-        text = (
-            f"{source.file}:{source.byte_offset!r}:{copy.source_start!r}:{copy.source_strides}:{source.dtype}>"
-            f"{target.key}:{copy.target_start!r}:{copy.target_strides}:{copy.shape}:{target.dtype};"
-        )
-        whole.update(text.encode("utf-8", "surrogateescape"))
-    return f"{plan.file} {layout.nbytes} {known} {whole.hexdigest()}"
+def told_texts(texts: Mapping[str, str | bytes]) -> Iterator[str]:
+    """A target's small files, a line each."""
+    for name, text in sorted(texts.items()):
+        data = text.encode() if isinstance(text, str) else text
+        yield f"{name} {len(data)} {crc32(data)}"
 
 
 def of_options(options: ConvertOptions) -> str:

@@ -1,19 +1,15 @@
 """A conversion by many processes, on as many hosts: each does a part, and publishes what it did; one of them joins all parts.
 
-For a target ``out``, beside it:
-
-* ``.out.parts-<plan>-of-<N>/part-0003/``   what part 3 of N wrote, and ``part.json``: lengths, CRCs, and what it read of the source
-
-A part is published as every folder is, by one rename: tried twice, even at once, it is there once. Parts of another source, of other
-options or of another release lie under another name, so that they are never joined with these. Which task is whose follows from the
-plan alone, so that it is the same on every host.
+Where parts lie, on a disk and in a store, is :mod:`mcore_rlhf.storage.parts`'s. Parts of another source, of other options or of another
+release lie under another name, so that they are never joined with these. Which task is whose follows from the plan alone, so that
+it is the same on every host.
 """
 
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -22,21 +18,24 @@ from mcore_rlhf.core.plan import Copy, coalesced
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, StorageError, Unsupported
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ConvertOptions
-from mcore_rlhf.storage.destination import Publication
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
+from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.destination import check_entry
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
+from mcore_rlhf.storage.parts import LEDGER, Parts, part_of, parts_of, parts_there
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import LocalPublication
-from mcore_rlhf.storage.transactions import note_joining, recover, remove_joined
+from mcore_rlhf.storage.transactions import JOINED
+from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.verify.audit import Pair
 
 from .fingerprint import Fingerprint
-from .journal import Done
-from .run import Execution, Progress, journal_of
+from .journal import Done, Finished
+from .run import Execution, Progress, journal_of, written
 from .work import PlannedTarget, Reading, Work, in_blocks
 
-LEDGER = "part.json"
 _COSTS = {"write": 20, "compare": 6, "read": 3}
 """What a byte costs of each kind of task, relative to one another."""
+_LEDGERS = f"{part_of('*')}/{LEDGER}"
 _SHOWN = 8
 
 
@@ -131,24 +130,24 @@ def _checks(works: Iterable[Work]) -> Iterator[tuple[int, str]]:
             yield _COSTS["read"] * reading.nbytes, reading.name
 
 
-def parts_folder(target: Path, fingerprint: Fingerprint, count: int) -> Path:
-    """Where the parts of a plan are published."""
-    return target.with_name(f".{target.name}.parts-{fingerprint.key}-of-{count}")
-
-
-def is_of(folder: Path, target: Path, conversion: PlannedTarget) -> bool:
-    """Whether a folder is that of the parts of a plan, whatever their number."""
-    return folder.name.startswith(f".{target.name}.parts-{_asked(conversion).key}-of-")
+def begun(target: Path, part: PartNumber) -> list[ReadablePath]:
+    """Where a part of any plan for a local target is, or will be once it is done."""
+    there = parts_there(LocalPublication(target))
+    return [parts.place(part.number) for parts in there if parts.count == part.total]
 
 
 def run_part(
-    conversion: PlannedTarget, target: Path, part: PartNumber, options: ConvertOptions, progress: Progress
+    conversion: PlannedTarget,
+    publication: LocalPublication | StorePublication,
+    part: PartNumber,
+    options: ConvertOptions,
+    progress: Progress,
 ) -> Mapping[str, FileEntry]:
     """Do one part of a conversion, and publish what was done.
 
     Args:
         conversion: All of it, with readings.
-        target: What all parts together become.
+        publication: Of what all parts together become; not begun.
         part: Which one.
         options: How it runs.
         progress: Is told how far it is.
@@ -160,17 +159,18 @@ def run_part(
         CheckpointError: Something is wrong; the part was not published.
     """
     fingerprint = _asked(conversion)
-    folder = parts_folder(target, fingerprint, part.total) / f"part-{part.number:04d}"
-    if not options.resume:
-        recover(folder, LEDGER)
-    try:
-        with LocalPublication(folder, fsync=options.fsync, manifest_name=LEDGER, resumable=True) as publication:
-            return _done(conversion, part, publication, options, progress)
-    except StorageError:
-        if not (folder / LEDGER).is_file():
-            raise
-        progress.note(f"part {part} is done already: {folder}")
-        return _ledger(folder, part, fingerprint).files
+    parts = parts_of(publication, fingerprint.key, part.total)
+    earlier = _ledger(parts, part, fingerprint)
+    if earlier is None:
+        try:
+            return _done(conversion, parts, part, options, progress)
+        except StorageError:
+            with suppress(CheckpointError):
+                earlier = _ledger(parts, part, fingerprint)
+            if earlier is None:
+                raise  # else another process was quicker
+    progress.note(f"part {part} is done already: {parts.place(part.number)}")
+    return earlier.files
 
 
 def _asked(conversion: PlannedTarget) -> Fingerprint:
@@ -179,161 +179,181 @@ def _asked(conversion: PlannedTarget) -> Fingerprint:
 
 
 def _done(
-    conversion: PlannedTarget, part: PartNumber, publication: Publication, options: ConvertOptions, progress: Progress
+    conversion: PlannedTarget, parts: Parts, part: PartNumber, options: ConvertOptions, progress: Progress
 ) -> Mapping[str, FileEntry]:
     mine = share(conversion.works, part)
-    with journal_of(conversion, publication, options) as journal:
-        assert journal is not None  # a local folder has one
-        for line in publication.recovered:
-            progress.note(line)
-        nbytes = sum(file.nbytes for work in conversion.works for file in work.files if file.path in mine)
-        publication.check_space(nbytes - sum(entry.nbytes for entry in journal.files.values()))
-        files: dict[str, FileEntry] = {}
-        for work in conversion.works:
-            files |= Execution(work, publication, options, progress, journal, mine).run()
+    nbytes = sum(file.nbytes for work in conversion.works for file in work.files if file.path in mine)
+    with (
+        parts.begin(part.number, anew=not options.resume) as publication,
+        journal_of(conversion, publication) as journal,
+    ):
+        assert journal is not None  # a part has one
+        files = written(conversion, publication, options, progress, journal, nbytes, mine)
         told = {name: replace(done, entry=None).as_plain() for name, done in journal.done.items()}
         report = {"part": list(part), "fingerprint": asdict(_asked(conversion)), "done": told}
         publication.commit(Manifest(files, provenance=provenance(), report=report))
         return files
 
 
-@dataclass(slots=True)
-class Joined:
-    """What all parts did, as if it stood in one journal."""
-
-    done: dict[str, Done]
-    folders: dict[str, Path]
-    durable: bool = False
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.done
-
-    def add(self, name: str, done: Done) -> None:
-        """What no part had done, and is done now."""
-        self.done[name] = done
-
-
 def finish(
-    conversion: PlannedTarget, target: Path, publication: Publication, options: ConvertOptions, progress: Progress
+    conversion: PlannedTarget,
+    publication: LocalPublication | StorePublication,
+    options: ConvertOptions,
+    progress: Progress,
 ) -> ReadablePath:
     """Join the parts of a conversion, hold everything that they read against the source's checksums, and publish.
 
     Args:
         conversion: All of it.
-        target: What it becomes.
-        publication: Of the target; it has begun.
+        publication: Of the target; not begun.
         options: How it runs.
         progress: Is told how far it is.
 
     Returns:
-        What was published.
+        What was published; by a process that was killed before it could remove the parts, where they were joined before.
 
     Raises:
         Incomplete: Parts are missing; they are named.
         CheckpointError: Something is wrong; nothing was published, and the parts are still there.
     """
-    folder, joined = joined_parts(target, _asked(conversion))
-    files: dict[str, FileEntry] = {}
-    for work in conversion.works:
-        files |= Execution(work, publication, options, progress, joined, joins=True).run()
-        missing = [file.path for file in work.files if file.path not in joined.folders]
+    parts = _found(publication, _asked(conversion))
+    if parts.is_joined():
+        parts.remove()
+        return publication.target
+    with parts.joining as whole:
+        ledgers = _ledgers(parts, _asked(conversion))
+        joined, files = _finished(ledgers.values()), dict[str, FileEntry]()
+        for work in conversion.works:
+            files |= Execution(work, whole, options, progress, joined, joins=True).run()
+        missing = [file.path for work in conversion.works for file in work.files if file.path not in files]
         if missing:
             raise Corrupt(
-                f"{folder}: no part has written {', '.join(missing[:_SHOWN])}\nRemove the folder, and do all parts again."
+                f"{parts}: no part has written {', '.join(missing[:_SHOWN])}\nRemove the folder, and do all parts again."
             )
-    for name in files:
-        publication.take(joined.folders[name] / name, name)
-    files |= conversion.put_known(publication, files)
-    note_joining(folder, publication.transaction)
-    published = publication.commit(replace(conversion.manifest, files=files))
-    remove_joined(folder)
+        for part, ledger in ledgers.items():
+            for name in files.keys() & ledger.files.keys():
+                parts.take(part.number, name)
+        files |= conversion.put_known(whole, files)
+        parts.notes.put(JOINED, whole.transaction.encode())
+        published = whole.commit(replace(conversion.manifest, files=files))
+    parts.remove()
     return published
 
 
-def joined_parts(target: Path, fingerprint: Fingerprint) -> tuple[Path, Joined]:
-    """The parts of a plan, all of them, and the folder that they lie in.
+def were_joined(publication: LocalPublication | StorePublication) -> bool:
+    """Whether a target was published of parts that are still there: who joined them was killed."""
+    return any(parts.is_joined() for parts in parts_there(publication))
+
+
+def _found(publication: LocalPublication | StorePublication, fingerprint: Fingerprint) -> Parts:
+    """Those parts of a plan that can be joined, or were; where they are several, of which most are done.
 
     Raises:
-        Incomplete: There are none, or some are missing.
-        Unsupported: There are only those of another plan.
-        Corrupt: One of them is damaged.
+        Incomplete: There are none.
+        Unsupported: There are only those of another plan, or of a target that was replaced since then.
     """
-    folder, count = _folder_of(target, fingerprint)
-    parts = [PartNumber(number, count) for number in range(1, count + 1)]
-    places = {part: folder / f"part-{part.number:04d}" for part in parts}
-    missing = [str(part) for part in parts if not (places[part] / LEDGER).is_file()]
-    if missing:
-        some = ", ".join(missing[:_SHOWN]) + (f", … ({len(missing)} of {count})" if len(missing) > _SHOWN else "")
-        raise Incomplete(f"{target}: parts are not done yet: {some}\nDo them with --part, and then --finish again.")
-    done: dict[str, Done] = {}
-    folders: dict[str, Path] = {}
-    for part, place in places.items():
-        ledger = _ledger(place, part, fingerprint)
-        _check_files(place, ledger)
-        for name, told in ledger.report["done"].items():
-            entry = ledger.files.get(name)
-            done[name] = replace(Done.of_plain(told), entry=entry)
-            if entry is not None:
-                folders[name] = place
-    return folder, Joined(done, folders)
-
-
-def _check_files(place: Path, ledger: Manifest) -> None:
-    """Look at the length of every file of a part, and read those again that somebody touched after its ledger was written; ``ctime``
-    is the time that nobody can set back.
-
-    Raises:
-        CheckpointError: Some are missing, or damaged.
-    """
-    problems = check(place, ledger, sizes_only=True)
-    if not problems:
-        noted = (place / LEDGER).stat().st_mtime_ns
-        files = {name: entry for name, entry in ledger.files.items() if (place / name).stat().st_ctime_ns > noted}
-        problems = check(place, replace(ledger, files=files))
-    if problems:
-        problems.add(
-            Corrupt, f"{place}: is not what the part has left there", "Remove that folder, and do the part again."
-        )
-    problems.raise_if_any()
-
-
-def _folder_of(target: Path, fingerprint: Fingerprint) -> tuple[Path, int]:
-    """The folder of the parts of a plan that has most of them, and how many there should be."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.parts-([0-9a-f]+)-of-(\d+)")
-    there = [(path, found) for path in sorted(target.parent.glob(".*")) if (found := pattern.fullmatch(path.name))]
-    mine = [(path, int(found[2])) for path, found in there if found[1] == fingerprint.key]
+    there, current = parts_there(publication), parts_of(publication, fingerprint.key, 0).since
+    mine = [one for one in there if one.plan == fingerprint.key and (one.since == current or one.is_joined())]
     if mine:
-        return max(mine, key=lambda one: len(list(one[0].glob(f"part-*/{LEDGER}"))) / one[1])
+        return max(mine, key=lambda one: (not one.is_joined(), sum(1 for _ in one.notes.list(_LEDGERS)) / one.count))
     if there:
-        why = {_why_foreign(path, fingerprint) for path, _ in there}
+        why = {_why_foreign(parts, fingerprint) for parts in there}
         raise Unsupported(
-            f"{target}: there are parts, and they are of {' or of '.join(sorted(why))}: {', '.join(str(path) for path, _ in there)}\n"
+            f"{publication.target}: there are parts, and they are of {' or of '.join(sorted(why))}: {', '.join(map(str, there))}\n"
             "Give the options that the parts were given, or do all parts again."
         )
-    raise Incomplete(f"{target}: no part has been done\nDo them with --part 1/N to --part N/N, and then --finish.")
+    raise Incomplete(
+        f"{publication.target}: no part has been done\nDo them with --part 1/N to --part N/N, and then --finish."
+    )
 
 
-def _why_foreign(folder: Path, fingerprint: Fingerprint) -> str:
-    for ledger in sorted(folder.glob(f"part-*/{LEDGER}")):
+def _why_foreign(parts: Parts, fingerprint: Fingerprint) -> str:
+    if parts.plan == fingerprint.key:
+        return "this plan, from before the target was published"
+    for data in parts.notes.read(_LEDGERS):
         try:
-            return fingerprint.differs(Manifest.read(ledger).report["fingerprint"])
+            return fingerprint.differs(Manifest.from_json(data, str(parts)).report["fingerprint"])
         except (CheckpointError, KeyError):
             continue
     return "another plan"
 
 
-def _ledger(folder: Path, part: PartNumber, fingerprint: Fingerprint) -> Manifest:
-    """What a part says that it did.
+def _ledgers(parts: Parts, fingerprint: Fingerprint) -> dict[PartNumber, Manifest]:
+    """What all parts say that they did, and that it is there.
+
+    Raises:
+        Incomplete: Some are missing.
+        Corrupt: One of them is damaged, or what it left is not there any more as it was; those are to be done again.
+        StorageError: That cannot be told.
+    """
+    numbers = [PartNumber(number, parts.count) for number in range(1, parts.count + 1)]
+    found = {part: ledger for part in numbers if (ledger := _ledger(parts, part, fingerprint)) is not None}
+    missing = [str(part) for part in numbers if part not in found]
+    if missing:
+        some = ", ".join(missing[:_SHOWN])
+        more = f", … ({len(missing)} of {parts.count})" if len(missing) > _SHOWN else ""
+        raise Incomplete(
+            f"{parts.whole.target}: parts are not done yet: {some}{more}\nDo them with --part, and then --finish again."
+        )
+    problems = Problems()
+    for part, ledger in found.items():
+        problems.extend(_changed(parts, part, ledger).found)
+    problems.raise_if_any()
+    return found
+
+
+def _finished(ledgers: Iterable[Manifest]) -> Finished:
+    """What parts did, as if it stood in one journal."""
+    done: dict[str, Done] = {}
+    for ledger in ledgers:
+        for name, told in ledger.report["done"].items():
+            done[name] = replace(Done.of_plain(told), entry=ledger.files.get(name))
+    return Finished(done)
+
+
+def _changed(parts: Parts, part: PartNumber, ledger: Manifest) -> Problems:
+    """Look at the length and the version of every file of a part, and read those again that are not as they were noted. Where one is
+    another, the part is not done any more.
+    """
+    place, problems = parts.place(part.number), Problems()
+    done, there = _finished([ledger]).done, parts.versions(part.number)
+    for name, entry in ledger.files.items():
+        nbytes, version = there.get(name, (-1, ""))
+        if nbytes == entry.nbytes and version and name in done and version == done[name].version:
+            continue
+        try:
+            if nbytes < 0:
+                raise Incomplete(f"{place}/{name}: is missing; the manifest lists it with {entry.nbytes} bytes")
+            crc = 0
+            for piece in parts.files(part.number).again(name) if nbytes == entry.nbytes else ():
+                crc = crc32(piece, crc)
+            check_entry(f"{place}/{name}", FileEntry(nbytes, crc), entry)
+        except (Corrupt, Incomplete) as error:
+            problems.add_error(error)
+    if problems:
+        parts.notes.remove(f"{part_of(part.number)}/{LEDGER}")
+        problems.add(
+            Corrupt,
+            f"{place}: is not what part {part} has left there",
+            f"Its ledger was removed: do it again with --part {part}, and then --finish.",
+        )
+    return problems
+
+
+def _ledger(parts: Parts, part: PartNumber, fingerprint: Fingerprint) -> Manifest | None:
+    """What a part says that it did; None where it is not done.
 
     Raises:
         CheckpointError: It is damaged, or is another part's.
     """
+    name = f"{part_of(part.number)}/{LEDGER}"
+    where, text = f"{parts.notes}/{name}", parts.notes.get(name)
+    if text is None:
+        return None
     try:
-        found = Manifest.read(folder / LEDGER)
+        found = Manifest.from_json(text, where)
     except CheckpointError as error:
-        raise type(error)(f"{error}\nRemove {folder}, and do part {part} again.") from error
+        raise type(error)(f"{error}\nRemove it, and do part {part} again.") from error
     if found.report.get("part") != list(part) or found.report.get("fingerprint") != asdict(fingerprint):
-        raise Corrupt(
-            f"{folder / LEDGER}: is not that of part {part} of this plan\nRemove {folder}, and do the part again."
-        )
+        raise Corrupt(f"{where}: is not that of part {part} of this plan\nRemove it, and do the part again.")
     return found

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from threading import Event, Semaphore
-from typing import Protocol
 
 from mcore_rlhf.core.catalog import UINT8, Record
 from mcore_rlhf.core.execute import WINDOW_BYTES, FileRun, SourceBytes
 from mcore_rlhf.core.lowrank import products_in_one_thread
-from mcore_rlhf.errors import Problems, StorageError
+from mcore_rlhf.errors import Problems, StorageError, log_of
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.storage.destination import Destination, Publication
 from mcore_rlhf.storage.manifest import FileEntry
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, human
 from mcore_rlhf.verify.audit import Audit, Ledger, Pair, Watched, read_checksums, read_on
 
 from .fingerprint import digest
-from .journal import Done, Journal, StoreJournal, open_journal
-from .work import Block, FileTask, PlannedTarget, Reading, Work
+from .journal import Done, Finished, Journal, open_journal
+from .spool import Task
+from .work import Block, PlannedTarget, Reading, Work
+
+_log = log_of(__name__)
 
 _BUFFERS_PER_WORKER = 8
 """A worker's buffer, the window of the source behind it, and what numpy makes of both while it gathers."""
@@ -62,36 +63,58 @@ def publish(
     Raises:
         CheckpointError: Something is wrong; nothing was published.
     """
-    with journal_of(conversion, publication, options) as journal:
-        for line in publication.recovered:
-            progress.note(line)
-        done = {} if journal is None else journal.files
-        publication.check_space(conversion.space - sum(entry.nbytes for entry in done.values()))
-        files: dict[str, FileEntry] = {}
-        for work in conversion.works:
-            files |= Execution(work, publication, options, progress, journal).run()
+    with journal_of(conversion, publication) as journal:
+        files = written(conversion, publication, options, progress, journal, conversion.space)
         files |= conversion.put_known(publication, files)
         return publication.commit(replace(conversion.manifest, files=files))
 
 
+def written(
+    conversion: PlannedTarget,
+    publication: Publication,
+    options: ConvertOptions,
+    progress: Progress,
+    journal: Journal | None,
+    nbytes: int,
+    only: Collection[str] | None = None,
+) -> dict[str, FileEntry]:
+    """Write the files of a conversion.
+
+    Args:
+        conversion, publication, options, progress: See :func:`publish`.
+        journal: Of the publication.
+        nbytes: Bytes that all of it takes.
+        only: See :class:`Execution`.
+
+    Returns:
+        What was written, now or before a kill, by path.
+    """
+    for line in publication.recovered:
+        progress.note(line)
+    done = {} if journal is None else journal.files
+    publication.check_space(nbytes - sum(entry.nbytes for entry in done.values()))
+    files: dict[str, FileEntry] = {}
+    for work in conversion.works:
+        files |= Execution(work, publication, options, progress, journal, only).run()
+    return files
+
+
 @contextmanager
-def journal_of(
-    conversion: PlannedTarget, publication: Publication, options: ConvertOptions
-) -> Iterator[Journal | StoreJournal | None]:
+def journal_of(conversion: PlannedTarget, publication: Publication) -> Iterator[Journal | None]:
     """The journal of what is published, with what a killed process did; None where none is kept.
 
-    Where the process is asked to end (SIGTERM), the disk is full or storage fails, what is finished stays for the next one, as after
-    a kill.
+    Where the process is asked to end (Ctrl-C, SIGTERM), the disk is full or storage fails, what is finished stays for the next one, as
+    after a kill.
     """
     fingerprint = conversion.fingerprint
-    journal = None if fingerprint is None else open_journal(fingerprint, publication, durable=options.fsync)
+    journal = None if fingerprint is None else open_journal(fingerprint, publication)
     if journal is None:
         yield None
         return
     try:
         yield journal
-    except KeyboardInterrupt as stop:
-        if stop.args[:1] == (signal.SIGTERM,) and journal.files:
+    except KeyboardInterrupt:
+        if journal.files:
             publication.leave()
         raise
     except StorageError as error:
@@ -101,27 +124,10 @@ def journal_of(
             raise
         publication.leave()
         raise StorageError(
-            f"{error}\nWhat is finished is kept {journal.left}: the same command goes on there; with --no-resume it begins anew."
+            f"{error}\nWhat is finished is kept {publication.left}: the same command goes on there; with --no-resume it begins anew."
         ) from error
     finally:
-        journal.close()
-
-
-class Tasks(Protocol):
-    """Which tasks were done before, and who hears of those that are done."""
-
-    durable: bool
-
-    @property
-    def done(self) -> Mapping[str, Done]:
-        """By the task's name."""
-        ...
-
-    def __contains__(self, name: str, /) -> bool: ...
-
-    def add(self, name: str, done: Done) -> None:
-        """A task is done."""
-        ...
+        journal.notes.close()
 
 
 @dataclass(slots=True)
@@ -142,7 +148,7 @@ class Execution:
     to: Destination
     options: ConvertOptions
     progress: Progress
-    journal: Tasks | None = None
+    journal: Finished | None = None
     only: Collection[str] | None = None
     joins: bool = False
     stopped: Event = field(default_factory=Event)
@@ -199,15 +205,16 @@ class Execution:
             if name in mine or self.work.owns(name):
                 yield done.seen
 
-    def _write(self, file: FileTask, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
-        planned, watched = file.planned(), Watched(ledger)
+    def _write(self, file: Task, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
+        planned, watched = self.work.planned(file), Watched(ledger)
         fsync = self.options.fsync or (self.journal is not None and self.journal.durable)
         with self.to.writer(file.path, planned.layout) as writer:
             records = sorted(planned.records, key=lambda record: writer.offset(record.key))  # in the file's order
             run = FileRun(planned.plan, records, source, writer, watched, self._window(), self._advance, writer.offset)
             files[file.path] = writer.finish(run.run(), fsync=fsync)
+        _log.info("wrote %s: %s", file.path, human(files[file.path].nbytes))
         if self.journal is not None:
-            self.journal.add(file.path, Done(files[file.path], watched.spans))
+            self.journal.add(file.path, Done(files[file.path], seen=watched.spans))
 
     def _compare(self, block: Block[Pair], audit: Audit, ledger: Ledger) -> None:
         watched, problems = Watched(ledger), Problems()

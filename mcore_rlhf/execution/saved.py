@@ -14,43 +14,34 @@ Nothing of it is run, and nothing of it is believed that can be asked:
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
-from dataclasses import fields as fields_of
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mcore_rlhf import __version__
-from mcore_rlhf.core.catalog import FLOATING, Box, Chunk, DType, Record, TensorName, dtype_of
-from mcore_rlhf.core.plan import Copy, FilePlan
-from mcore_rlhf.errors import Corrupt, Problems, StorageError, Unsupported, UsageError
+from mcore_rlhf.core.catalog import FLOATING, Box, Chunk, Record, TensorName
+from mcore_rlhf.errors import Corrupt, Problems, Unsupported, UsageError
 from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import open_bytes
 from mcore_rlhf.storage.beneath import move, open_new, remove
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.containers import CONTAINERS
-from mcore_rlhf.storage.dcp.writer import ObjectItem, TensorItem
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath, canonical, real_path, storage_error
-from mcore_rlhf.storage.pickling import PickledTree
-from mcore_rlhf.storage.pt import Pickled
-from mcore_rlhf.storage.reading import opened, parse_json
-from mcore_rlhf.storage.record_file import Container
-from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.reading import opened
+from mcore_rlhf.storage.record_file import naturals
 from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.audit import Pair
 
-from .fingerprint import Binding, Fingerprint, changed, digest, planned_line, told_options
-from .work import Block, FileTask, PlannedFile, PlannedTarget, Reading, Work
+from .fingerprint import Binding, Fingerprint, changed, digest, told_options
+from .spool import Line, Task, line_of, record_of, told_record, value_of
+from .work import Block, PlannedTarget, Reading, Work
 
 _VERSION = 1
-_TAIL = '{{"head":[{:20d},{:20d}]}}'
-_TAIL_NBYTES = 8 + 1 + len(_TAIL.format(0, 0)) + 1
+_TAIL_NBYTES = 8 + 1 + len('{"head":[,]}') + 2 * 20 + 1
 _SHOWN = 8
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 """What data can raise that is not what it should be."""
@@ -58,8 +49,11 @@ _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowE
 _WORK = {"name": str, "root": str, "files": dict, "lines": list, "distrust": str, "nbytes": int}
 """What the head says of every model."""
 
-Place = tuple[int, int]
-"""Where a line stands: offset and length."""
+
+def tail_of(head: Line) -> bytes:
+    """The last line, which is as long in every plan: where the head stands."""
+    text = f'{{"head":[{head.offset:20d},{head.nbytes:20d}]}}'.encode()
+    return b"%08x %s\n" % (crc32(text), text)
 
 
 def write_plan(
@@ -95,14 +89,14 @@ def write_plan(
     aside = path.with_name(f".{path.name}.tmp-{new_transaction()}")
     try:
         with open_new(aside) as out:
-            lines = _Lines(out)
+            lines = _Written(out)
             tasks = [task for number, work in enumerate(conversion.works) for task in _saved(lines, number, work)]
             works = [_work_told(work, bindings[work.name]) for work in conversion.works]
             head = {
                 "plan": _VERSION, "release": __version__, "source": _told_path(source), "options": told_options(options),
                 "fingerprint": _asked(conversion), "beside": dict(beside), "space": conversion.space, "works": works, "tasks": tasks,
             }  # fmt: skip
-            lines.add_text(_TAIL.format(*lines.add(head)))
+            lines.add(tail_of(lines.add(line_of(head))))
             out.flush()
             os.fsync(out.fileno())
         move(aside, path)
@@ -114,36 +108,28 @@ def write_plan(
 
 
 @dataclass(slots=True)
-class _Lines:
-    """Writes lines, each behind its CRC-32."""
+class _Written:
+    """A plan on its way into a file."""
 
     out: BinaryIO
     at: int = 0
 
-    def add(self, value: object) -> Place:
-        """A line of JSON; where it stands."""
-        return self.add_text(json.dumps(value, separators=(",", ":")))
-
-    def add_text(self, text: str) -> Place:
-        """A line."""
-        data = text.encode()
-        self.out.write(b"%08x %s\n" % (crc32(data), data))
-        place = self.at, len(data) + 10
-        self.at += place[1]
-        return place
+    def add(self, line: bytes) -> Line:
+        """A line; where it stands."""
+        self.out.write(line)
+        self.at += len(line)
+        return Line(self.at - len(line), len(line))
 
 
-def _saved(lines: _Lines, number: int, work: Work) -> Iterator[list[Any]]:
+def _saved(lines: _Written, number: int, work: Work) -> Iterator[list[Any]]:
     """Save the tasks of one model; what the head says of each: the model's number, what it is, its name, its bytes, its place."""
     for file in work.files:
-        planned = file.planned()
-        path = planned.plan.file
-        value = (path, planned.container.settled(path), planned.records, planned.plan.copies)
-        yield [number, "write", file.path, file.nbytes, *lines.add([file.path, _Encoder().plain(value)])]
+        yield [number, "write", file.path, file.nbytes, *lines.add(work.lines.read(file.place)), file.digest]
     problems = Problems()
     for kind, blocks in (("compare", work.compared(problems)), ("read", work.readings)):
         for block in blocks:
-            yield [number, kind, block.name, block.nbytes, *lines.add([block.name, _Encoder().plain(block.items())])]
+            line = line_of({"name": block.name, **_told_items(block.items())})
+            yield [number, kind, block.name, block.nbytes, *lines.add(line), ""]
     problems.raise_if_any()
 
 
@@ -201,8 +187,8 @@ class SavedPlan:
         with opened(self.path) as file:
             nbytes = file.nbytes
         try:
-            place = self._line(nbytes - _TAIL_NBYTES, _TAIL_NBYTES)["head"]
-            head = self._line(*place)
+            place = self._line(Line(nbytes - _TAIL_NBYTES, _TAIL_NBYTES))["head"]
+            head = self._line(Line(*place))
             version = head["plan"]
         except _WRONG as error:
             raise self._damaged("what stands at its end is not a plan's") from error
@@ -213,19 +199,20 @@ class SavedPlan:
             )
         return dict(head)
 
-    def _line(self, offset: int, nbytes: int) -> Any:
-        """What a line says."""
+    def read(self, place: Line) -> bytes:
+        """See :class:`.spool.Lines`."""
         with opened(self.path) as file:
+            offset, nbytes = place
             if type(offset) is not int or type(nbytes) is not int or not 0 <= offset <= offset + nbytes <= file.nbytes:
                 raise self._damaged(f"has no line at {offset}")
-            data = file.read(offset, nbytes)
-        crc, _, text = data.partition(b" ")
+            return file.read(offset, nbytes)
+
+    def _line(self, place: Line) -> Any:
+        """What a line says."""
         try:
-            if int(crc, 16) == crc32(text[:-1]) and text[-1:] == b"\n":
-                return parse_json(text)
-        except ValueError:
-            pass
-        raise self._damaged(f"the line at {offset} has not its checksum")
+            return value_of(self.read(place))
+        except ValueError as error:
+            raise self._damaged(f"the line at {place.offset} {error}") from None
 
     def _check(self, head: Mapping[str, Any], source: ReadablePath, options: ConvertOptions) -> None:
         here, there = _told_path(source), head["source"]
@@ -254,64 +241,38 @@ class SavedPlan:
 
     def _work(self, head: Mapping[str, Any], number: int) -> Work:
         told = head["works"][number]
-        tasks = [(kind, name, nbytes, place) for at, kind, name, nbytes, *place in head["tasks"] if at == number]
+        tasks = [task for at, *task in head["tasks"] if at == number]
         _expect(all(type(told[name]) is kind for name, kind in _WORK.items()))
-        for kind, name, nbytes, _ in tasks:
-            _expect((type(name), type(nbytes)) == (str, int) and kind in ("write", "compare", "read") and nbytes >= 0)
+        for kind, name, nbytes, *_, whole in tasks:
+            _expect((type(name), type(nbytes), type(whole)) == (str, int, str) and nbytes >= 0)
+            _expect(kind in ("write", "compare", "read"))
+        lines = {tuple(line.rsplit(" ", 2)[1:]) for line in told["lines"]}
+        files: list[Task] = []
+        for kind, name, nbytes, offset, length, whole in tasks:
             if kind == "write":
-                canonical(name, self.path)
-        lines = frozenset(told["lines"])
-        files = [
-            FileTask(name, nbytes, partial(self._file, name, lines, place))
-            for kind, name, nbytes, place in tasks
-            if kind == "write"
-        ]
+                _expect((str(nbytes), whole) in lines)
+                files.append(Task(canonical(name, self.path), nbytes, Line(offset, length), whole))
         compared, readings = (
             [
-                Block(name, nbytes, partial(self._items, of, name, place))
-                for kind, name, nbytes, place in tasks
+                Block(name, nbytes, partial(self._items, of, name, Line(offset, length)))
+                for kind, name, nbytes, offset, length, _ in tasks
                 if kind == what
             ]
             for what, of in (("compare", Pair), ("read", Reading))
         )
         return Work(
-            told["name"], files, lambda problems: compared, tuple, partial(open_bytes, checkpoint_path(told["root"]), None),
+            told["name"], files, self, lambda problems: compared, tuple, partial(open_bytes, checkpoint_path(told["root"]), None),
             told["distrust"], told["nbytes"], readings=readings,
         )  # fmt: skip
 
-    def _value(self, name: str, place: Place) -> Any:
-        """What the line of a task holds."""
-        told, value = self._line(*place)
-        if told != name:
-            raise ValueError(told)
-        return _Decoder().value(value)
-
-    def _items(self, of: type[Any], name: str, place: Place) -> Sequence[Any]:
+    def _items(self, of: type[Any], name: str, place: Line) -> Sequence[Any]:
         try:
-            items = self._value(name, place)
-            _expect(all(type(item) is of and _is_sound(item) for item in items))
+            told = self._line(place)
+            items = _items_of(of, told)
+            _expect(told["name"] == name and all(map(_is_sound, items)))
             return tuple(items)
         except _WRONG as error:
             raise self._damaged(f"{name} is no such task") from error
-
-    def _file(self, name: str, lines: Collection[str], place: Place) -> PlannedFile:
-        try:
-            path, container, records, copies = self._value(name, place)
-            _expect(isinstance(container, Container) and (name == path or name.endswith(f"/{path}")))
-            _expect(all(type(record) is Record for record in records) and all(type(copy) is Copy for copy in copies))
-            planned = PlannedFile(FilePlan(path, list(copies)), records, container)
-            layout, types = planned.layout, {record.key: record.dtype for record in records}
-            _expect(
-                {record.key: record.nbytes for record in records}
-                == {key: size for key, (_, size) in layout.records.items()}
-            )
-            _expect(all(copy.target.dtype == types[copy.target.key] for copy in copies))
-            _expect(planned_line(layout, planned.plan) in lines)
-            return planned
-        except (Corrupt, StorageError):
-            raise
-        except Exception as error:  # whatever it takes to lay out what nobody planned
-            raise self._damaged(f"{name} is not what was planned") from error
 
 
 def _option(name: str) -> str:
@@ -321,17 +282,17 @@ def _option(name: str) -> str:
 def _is_sound(item: Pair | Reading) -> bool:
     """Whether what is read lies in its record, and two that are compared have one shape."""
     if isinstance(item, Reading):
-        return item.offset >= 0 and 0 <= item.start <= item.stop
+        return item.start <= item.stop
     types = {chunk.record.dtype for chunk in (item.a, item.b)}
     alike = item.a.box.shape == item.b.box.shape and (types <= FLOATING if item.parity else len(types) == 1)
     return alike and _lies_in_record(item.a) and _lies_in_record(item.b)
 
 
 def _lies_in_record(chunk: Chunk) -> bool:
-    shape, strides, record = chunk.box.shape, chunk.strides, chunk.record
-    last = chunk.start + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    whole = min((chunk.start, record.byte_offset, *strides), default=0) >= 0 and not record.computed
-    return whole and min(shape, default=1) > 0 and last < record.numel
+    box, record = chunk.box, chunk.record
+    last = chunk.start + sum((count - 1) * stride for count, stride in zip(box.shape, chunk.strides, strict=True))
+    sides = len(box.offset) == len(box.shape) == len(box.steps) and min((*box.shape, *box.steps), default=1) > 0
+    return sides and not record.computed and last < record.numel
 
 
 def _expect(condition: bool) -> None:
@@ -339,101 +300,46 @@ def _expect(condition: bool) -> None:
         raise ValueError
 
 
-_KNOWN: tuple[type[Any], ...] = (
-    *CONTAINERS, Pickled, PickledTree, StoredTensor, TensorItem, ObjectItem, Box, Record, Chunk, Copy, TensorName, Pair, Reading,
-)  # fmt: skip
-_CLASSES: Mapping[str, type[Any]] = {one.__name__: one for one in _KNOWN}
-"""What a plan is made of."""
+def _told_items(items: Iterable[Pair | Reading]) -> dict[str, Any]:
+    """What a block is about as data for JSON, records once."""
+    records: dict[Record, int] = {}
+
+    def told(chunk: Chunk) -> list[Any]:
+        box = chunk.box
+        return [
+            box.offset,
+            box.shape,
+            box.step,
+            chunk.strides,
+            records.setdefault(chunk.record, len(records)),
+            chunk.start,
+        ]
+
+    found = [
+        [*one] if isinstance(one, Reading) else [[*one.name], told(one.a), told(one.b), one.parity] for one in items
+    ]
+    return {"items": found, "records": [told_record(record) for record in records]}
 
 
-@dataclass(slots=True)
-class _Encoder:
-    """Makes JSON of values: of classes with their fields in order, and of records once, then by their number."""
+def _items_of(kind: type[Pair] | type[Reading], told: Mapping[str, Any]) -> list[Pair] | list[Reading]:
+    """From :func:`_told_items`; ValueError, KeyError, TypeError or IndexError where it is something else."""
+    if kind is Reading:
+        return [_reading(*one) for one in told["items"]]
+    records = [record_of(one) for one in told["records"]]
 
-    known: dict[Record, int] = field(default_factory=dict)
+    def chunk(offset: Any, shape: Any, step: Any, strides: Any, record: Any, start: Any) -> Chunk:
+        box = Box(naturals(offset), naturals(shape), None if step is None else naturals(step))
+        number, at = naturals([record, start])
+        return Chunk(box, records[number], at, naturals(strides))
 
-    def plain(self, value: Any) -> Any:
-        """A value as data for JSON."""
-        if value is None or type(value) in (int, str, bool):
-            return value
-        if isinstance(value, DType):
-            return {"DType": value.name}
-        if isinstance(value, bytes | bytearray | memoryview):
-            return {"bytes": base64.b64encode(value).decode()}
-        if isinstance(value, Record):
-            if value in self.known:
-                return {"": self.known[value]}
-            self.known[value] = len(self.known)
-        kind = type(value)
-        if _CLASSES.get(kind.__name__) is kind:
-            return {kind.__name__: [self.plain(getattr(value, name)) for name in _fields(kind.__name__)]}
-        if isinstance(value, Mapping):
-            return {"Mapping": [[key, self.plain(one)] for key, one in value.items()]}
-        if isinstance(value, Sequence):
-            return [self.plain(one) for one in value]
-        raise Unsupported(f"{kind.__name__}: has no form in a saved plan\nLeave --save out: parts plan by themselves.")
+    pairs = [(name, chunk(*a), chunk(*b), parity) for name, a, b, parity in told["items"]]
+    _expect(
+        all(type(parity) is bool and len(name) == 3 and set(map(type, name)) == {str} for name, _, _, parity in pairs)
+    )
+    return [Pair(TensorName(*name), a, b, parity) for name, a, b, parity in pairs]
 
 
-@dataclass(slots=True)
-class _Decoder:
-    """Makes values of what :class:`_Encoder` made of them."""
-
-    records: list[Record] = field(default_factory=list)
-
-    def value(self, plain: Any) -> Any:
-        """A value; ValueError, KeyError, TypeError or IndexError where it is none."""
-        if isinstance(plain, list):
-            return tuple(map(self.value, plain))
-        if not isinstance(plain, dict):
-            return plain
-        ((kind, told),) = plain.items()
-        if kind in _CLASSES:
-            return self._made(_CLASSES[kind], told)
-        if kind == "Mapping":
-            return {key: self.value(one) for key, one in told}
-        if kind == "bytes":
-            return base64.b64decode(told, validate=True)
-        if kind == "DType":
-            return dtype_of(told)
-        _expect(kind == "" and type(told) is int and told >= 0)
-        return self.records[told]
-
-    def _made(self, kind: type[Any], told: list[Any]) -> Any:
-        values, wanted = [self.value(one) for one in told], _fields(kind.__name__).values()
-        _expect(all(fits(value) for fits, value in zip(wanted, values, strict=True)))
-        made = kind(*values)
-        if kind is Record:
-            self.records.append(made)
-        return made
-
-
-@cache
-def _fields(name: str) -> Mapping[str, Callable[[Any], bool]]:
-    """The fields of a class in order, each with what says whether a value fits."""
-    kind = _CLASSES[name]
-    if is_dataclass(kind):
-        return {one.name: _fits(str(one.type)) for one in fields_of(kind)}
-    return {name: _fits(getattr(told, "__forward_arg__", told)) for name, told in kind.__annotations__.items()}
-
-
-_UNIONS: Mapping[str, tuple[type[Any], ...]] = {
-    "int": (int,), "str": (str,), "bool": (bool,), "bytes": (bytes,), "memoryview": (bytes,), "DType": (DType,),
-    "Item": (TensorItem, ObjectItem),
-}  # fmt: skip
-
-
-@cache
-def _fits(told: str) -> Callable[[Any], bool]:
-    """Whether a value is of a type, as an annotation names it."""
-    if told.endswith(" | None"):
-        inner = _fits(told.removesuffix(" | None"))
-        return lambda value: value is None or inner(value)
-    outer, _, rest = told.partition("[")
-    if told == "Shape" or outer == "Sequence":
-        of = _fits("int" if told == "Shape" else rest[:-1])
-        return lambda value: type(value) is tuple and all(map(of, value))
-    if outer in ("Mapping", "dict"):
-        key, one = map(_fits, rest[:-1].split(", "))
-        return lambda value: type(value) is dict and all(key(name) and one(value[name]) for name in value)
-    types = _UNIONS.get(told) or (_CLASSES[told],)
-    return lambda value: type(value) in types
+def _reading(file: Any, key: Any, *numbers: Any) -> Reading:
+    _expect(type(file) is str and type(key) is str)
+    offset, start, stop = naturals([*numbers])
+    return Reading(file, key, offset, start, stop)

@@ -8,50 +8,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
-from mcore_rlhf.core.catalog import Record
 from mcore_rlhf.core.execute import SourceBytes
-from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import Corrupt, Problems
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import Destination
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.record_file import Container, Layout
 from mcore_rlhf.verify.audit import Pair
 
 from .fingerprint import Fingerprint
+from .spool import Lines, PlannedFile, Task, planned_file
 
 _BLOCK_NBYTES = 64 << 20
 """Pairs are compared, dealt out and noted as done in blocks of about so many bytes."""
-
-
-class PlannedFile(NamedTuple):
-    """A file of the target, planned, and what kind of file it is."""
-
-    plan: FilePlan
-    records: Sequence[Record]
-    container: Container
-
-    @property
-    def layout(self) -> Layout:
-        """Where everything lies in it."""
-        return self.container.layout(self.plan.file)
-
-
-@dataclass(frozen=True, slots=True)
-class FileTask:
-    """A file to be written.
-
-    Args:
-        path: In the folder that is published.
-        nbytes: Of its records; 0 where nobody has counted them.
-        planned: Lays it out and plans it.
-    """
-
-    path: str
-    nbytes: int
-    planned: Callable[[], PlannedFile]
 
 
 class Reading(NamedTuple):
@@ -114,6 +84,7 @@ class Work:
     Args:
         name: What its tasks are known by beside those of other models.
         files: The files to be written.
+        lines: Where their plans stand.
         compared: What must agree in the source, in blocks; problems that are seen on the way are noted.
         stored: The source's files, with their checksums.
         source: Opens the source's bytes.
@@ -124,7 +95,8 @@ class Work:
     """
 
     name: str
-    files: Sequence[FileTask]
+    files: Sequence[Task]
+    lines: Lines
     compared: Callable[[Problems], Iterable[Block[Pair]]]
     stored: Callable[[], Sequence[StoredFile]]
     source: Callable[[], AbstractContextManager[SourceBytes]]
@@ -132,6 +104,10 @@ class Work:
     nbytes: int = 0
     multiplies: bool = False
     readings: Sequence[Block[Reading]] = ()
+
+    def planned(self, task: Task) -> PlannedFile:
+        """One of its files, as it was planned; see :func:`.spool.planned_file`."""
+        return planned_file(self.lines, task)
 
     def owns(self, task: str) -> bool:
         """Whether a block is one of this work."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .option_types import CONTENT, SAFETY, flag, one_of, option
-
-_TARGETS = ("megatron-dist",)
+from .option_types import CONTENT, SAFETY, Takes, flag, one_of, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +16,7 @@ class DistOptions:
         "How a distributed optimizer's states are stored.",
         group=CONTENT,
         more="Megatron loads `fully_reshardable` on any layout, and `dp_reshardable`, its own default, at the same TP, PP and EP alone.",
-        targets=_TARGETS,
+        takes=Takes.TORCH_DIST,
         default="fully_reshardable",
     )
     integrity: bool = flag(
@@ -26,5 +24,5 @@ class DistOptions:
         "--no-integrity",
         group=SAFETY,
         more="Runs with `--verify-integrity` (megatron-core 0.17.1 and later) load no folder without it. Every file is read again for it.",
-        targets=_TARGETS,
+        takes=Takes.TORCH_DIST,
     )

@@ -25,6 +25,7 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import Carried
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import Stub, new_stub
+from mcore_rlhf.suggestions import hub_name
 
 from .inventory import OPAQUE
 from .source import Family, NewNames
@@ -85,6 +86,7 @@ class ModuleState(Family):
         without_frozen: Whether no frozen parameter is in the checkpoint and the model may have some, so that whoever loads it
             must not look for them.
         packs_experts: Whether the experts of a layer are one tensor, as transformers has them in memory, or one by one, as on disk.
+        laid_out: How the DCP folder that it came from has its keys, and where it lies; it waits for the way back. Empty for all others.
     """
 
     names: ClassVar[str] = "module"
@@ -99,6 +101,7 @@ class ModuleState(Family):
     config: Mapping[str, object] = field(default_factory=dict)
     without_frozen: bool = False
     packs_experts: bool = True
+    laid_out: Mapping[str, object] = field(default_factory=dict)
 
     def base(self) -> ModuleState:
         """The same without what one format knows of its own files; :func:`dataclasses.replace` changes it by field."""
@@ -196,11 +199,10 @@ def read_config(folder: str) -> dict[str, object]:
     try:
         config = reading.read_json(path)
     except OSError as error:
-        raise UsageError(
-            f"{path}: cannot read the model's config: {error.strerror}\nGive --reference-config the folder of a Hugging Face model."
-        ) from None
+        advice = hub_name(folder, local=True) or "\nGive --reference-config the folder of a Hugging Face model."
+        raise UsageError(f"{path}: cannot read the model's config: {error.strerror}{advice}") from None
     except ValueError as error:
-        raise UsageError(f"{path}: is no JSON: {error}") from None
+        raise UsageError(f"{path}: is no JSON: {error}\nTake it from where the model was published.") from None
     if not isinstance(config, dict):
         raise UsageError(f'{path}: expected an object such as {{"hidden_size": 4096}}, found {type(config).__name__}')
     return config

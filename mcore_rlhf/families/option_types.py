@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from mcore_rlhf.core.catalog import FLOATING, dtype_of
 from mcore_rlhf.models.spec import Rules, read_rules
 from mcore_rlhf.storage.paths import parse_size
 
-MEGATRON = ("megatron", "megatron-dist")
 READING = ("inspect", "plan", "convert", "verify", "diff")
 PLANNING = ("plan", "convert")
 CONVERTING = ("convert",)
@@ -29,6 +29,24 @@ SOURCE, LAYOUT, CONTENT, HUGGING_FACE, ADAPTERS, SAFETY, SPEED, STORES = GROUPS 
     "Object stores",
 )
 """The headings under which the help shows options, in its order."""
+
+
+class Takes(Enum):
+    """What some formats can be told and others cannot: a format says what it takes, and an option what it is about.
+
+    ``MEGATRON`` is what only a run of Megatron's is told, and ``MODEL_FOLDER`` what only ``from_pretrained`` reads.
+    """
+
+    MODEL_PARALLEL = auto()
+    DATA_PARALLEL = auto()
+    MEGATRON = auto()
+    TORCH_DIST = auto()
+    ZERO_STAGE = auto()
+    DTYPE = auto()
+    RNG = auto()
+    MASTERS = auto()
+    MODEL_FOLDER = auto()
+    PATTERNS = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +85,7 @@ class Option:
         more: What the page on the command line says besides.
         name: Key of a YAML job; the command line's has dashes. Empty for the field's own.
         commands: The commands that have it.
-        targets: The target formats for which it means something; empty for all there are.
+        takes: What it is about, where it means something for those target formats alone that take this; None for all formats.
         default: What is done without it, where that is not obvious.
         opposite: A flag's other name, by which the command line takes back what a job file says.
         negated: Whether the field says the opposite of the option.
@@ -80,7 +98,7 @@ class Option:
     more: str = ""
     name: str = ""
     commands: tuple[str, ...] = PLANNING
-    targets: tuple[str, ...] = ()
+    takes: Takes | None = None
     default: str = ""
     opposite: str = ""
     negated: bool = False
@@ -91,9 +109,9 @@ class Option:
         """How the command line spells it."""
         return f"--{self.name.replace('_', '-')}"
 
-    def is_for(self, to: str) -> bool:
-        """Whether it means something for a target format."""
-        return not self.targets or to in self.targets
+    def is_for(self, takes: Collection[Takes]) -> bool:
+        """Whether it means something for a target format, of which that is what it takes."""
+        return self.takes is None or self.takes in takes
 
 
 def number(least: int = 1, most: int | None = None, metavar: str = "N") -> OptionType:

@@ -2,7 +2,7 @@
 
 The rows are the fields of :class:`ReadOptions`, :class:`WriteOptions` and :class:`ConvertOptions`, and :mod:`.store_options`. The
 command line, the YAML jobs, the Python API and ``docs/reference/cli.md`` are made of them: which options a command has, with help and
-headings; what a value must be; for which target formats an option means something, so that for others it is refused.
+headings; what a value must be; what a target format must take for an option to mean something, so that for others it is refused.
 
 **To add an option**, add a field with its row, and use it. Nothing else: ``--some-name`` and the job's key ``some_name`` exist
 with the row; ``python -m tests.helpers.option_tables`` writes the page's tables.
@@ -10,7 +10,7 @@ with the row; ``python -m tests.helpers.option_tables`` writes the page's tables
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,6 @@ from .option_types import (
     IDS,
     LAYOUT,
     LIMITS,
-    MEGATRON,
     NAME,
     NAMES,
     PATTERN,
@@ -45,6 +44,7 @@ from .option_types import (
     SPEED,
     WORD,
     Option,
+    Takes,
     flag,
     number,
     one_of,
@@ -56,6 +56,8 @@ from .store_options import StoreOptions as StoreOptions
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from .source import Names
 
 _RULES = Option(
     RULES,
@@ -126,25 +128,21 @@ class WriteOptions(DistOptions):
         "Tensor-parallel degree. Omitted degrees keep the source's.",
         group=LAYOUT,
         more="For `deepspeed`: the source's, or 1.",
-        targets=(*MEGATRON, "deepspeed"),
+        takes=Takes.MODEL_PARALLEL,
     )
     pp: int | None = option(
-        COUNT,
-        "Pipeline stages.",
-        group=LAYOUT,
-        more="For `deepspeed`: the source's.",
-        targets=(*MEGATRON, "deepspeed"),
+        COUNT, "Pipeline stages.", group=LAYOUT, more="For `deepspeed`: the source's.", takes=Takes.MODEL_PARALLEL
     )
     vpp: int | None = option(
-        COUNT, "Model chunks per pipeline stage.", group=LAYOUT, more="1 with one stage.", targets=MEGATRON
+        COUNT, "Model chunks per pipeline stage.", group=LAYOUT, more="1 with one stage.", takes=Takes.MEGATRON
     )
-    ep: int | None = option(COUNT, "Expert-parallel degree.", group=LAYOUT, targets=MEGATRON)
+    ep: int | None = option(COUNT, "Expert-parallel degree.", group=LAYOUT, takes=Takes.MEGATRON)
     etp: int | None = option(
         COUNT,
         "Tensor-parallel degree of experts.",
         group=LAYOUT,
         more="Without it, it follows TP where it did in the source.",
-        targets=MEGATRON,
+        takes=Takes.MEGATRON,
     )
     dp: int | None = option(
         COUNT,
@@ -153,7 +151,7 @@ class WriteOptions(DistOptions):
         more="Where the default is not whole, or cannot hold the experts, the smallest that can. In Megatron's files it decides only "
         "how optimizer buckets are padded and what `args` say; for `deepspeed` it is the number of ranks, for `dcp` that of parts, and "
         "of files.",
-        targets=(*MEGATRON, "deepspeed", "dcp"),
+        takes=Takes.DATA_PARALLEL,
         default="the source's ranks ÷ TP·PP·CP",
     )
     pipeline_layout: str | None = option(
@@ -162,7 +160,7 @@ class WriteOptions(DistOptions):
         group=LAYOUT,
         more="Chunks stand in the order in which a token passes them. Counts that differ only in the first and last stage become "
         "Megatron's first/last options, others a string.",
-        targets=MEGATRON,
+        takes=Takes.MEGATRON,
     )
     hybrid_layer_pattern: str | None = option(
         PATTERN,
@@ -170,21 +168,17 @@ class WriteOptions(DistOptions):
         group=LAYOUT,
         more="`|` marks stages. Attention and feed-forward in turn, as the model has them: see "
         "[hybrid models](formats-megatron.md#hybrid-models).",
-        targets=MEGATRON,
+        takes=Takes.MEGATRON,
     )
     dtype: str | None = option(
-        DTYPE,
-        "Element type of the parameters.",
-        group=CONTENT,
-        more="Rounded from their masters.",
-        targets=(*MEGATRON, "deepspeed", "dcp", "hf", "peft"),
+        DTYPE, "Element type of the parameters.", group=CONTENT, more="Rounded from their masters.", takes=Takes.DTYPE
     )
     no_optimizer: bool = flag("Leave the optimizer out.", "--keep-optimizer", group=CONTENT, more="It counts as lost.")
     optimizer: str | None = option(
         one_of("distributed", "plain"),
         "Kind of optimizer state to write.",
         group=CONTENT,
-        targets=MEGATRON,
+        takes=Takes.MEGATRON,
         default="the source's",
     )
     rng: str | None = option(
@@ -192,7 +186,7 @@ class WriteOptions(DistOptions):
         "RNG states.",
         group=CONTENT,
         more="See [what is exact](../explanation/exactness.md).",
-        targets=(*MEGATRON, "dcp"),
+        takes=Takes.RNG,
         default="keep for an unchanged layout, else derive",
     )
     vocab_size: int | None = field(default=None, metadata={"option": _VOCABULARY})
@@ -201,7 +195,7 @@ class WriteOptions(DistOptions):
         "Rows of the embedding.",
         group=LAYOUT,
         more="The rule: a multiple of `make_vocab_size_divisible_by` × TP; unchanged where TP is.",
-        targets=MEGATRON,
+        takes=Takes.MEGATRON,
         default="Megatron's own rule",
     )
     zero_stage: int | None = option(
@@ -209,7 +203,7 @@ class WriteOptions(DistOptions):
         "ZeRO stage of a DeepSpeed target.",
         group=LAYOUT,
         more="Or that of its `ds_config`.",
-        targets=("deepspeed",),
+        takes=Takes.ZERO_STAGE,
         default="the source's",
     )
     reference_config: str | None = option(
@@ -223,21 +217,21 @@ class WriteOptions(DistOptions):
         "Whose parameter names a Megatron target made of Hugging Face's has.",
         group=LAYOUT,
         more="Without it: as before, otherwise Transformer Engine's.",
-        targets=MEGATRON,
+        takes=Takes.MEGATRON,
     )
     lr_limits: tuple[float, float] | None = option(
         LIMITS,
         "max_lr and min_lr of param groups that have none.",
         group=CONTENT,
         more="Megatron-core 0.19 finds a group by them: the `--lr` and `--min-lr` of the run that goes on.",
-        targets=MEGATRON,
+        takes=Takes.MEGATRON,
     )
     max_shard_size: int | None = option(
         size(),
         "Largest file of a Hugging Face folder.",
         group=HUGGING_FACE,
         more="Such as `2GB` or `512MiB`. No tensor is ever cut.",
-        targets=("hf",),
+        takes=Takes.MODEL_FOLDER,
         default="5GB",
     )
     tokenizer: str | None = option(
@@ -245,14 +239,14 @@ class WriteOptions(DistOptions):
         "Folder whose tokenizer files go into a Hugging Face folder.",
         group=HUGGING_FACE,
         more="Without it, the source's own.",
-        targets=("hf",),
+        takes=Takes.MODEL_FOLDER,
     )
     generation_config: str | None = option(
         FILE,
         "generation_config.json for a Hugging Face folder.",
         group=HUGGING_FACE,
         more="Without it, that beside the tokenizer, then the source's.",
-        targets=("hf",),
+        takes=Takes.MODEL_FOLDER,
     )
     eos_token_ids: tuple[int, ...] = option(
         IDS,
@@ -260,14 +254,14 @@ class WriteOptions(DistOptions):
         (),
         group=HUGGING_FACE,
         more="`1,2`: into `generation_config.json` and `config.json`.",
-        targets=("hf",),
+        takes=Takes.MODEL_FOLDER,
     )
     masters: bool = flag(
         "Take the parameters from their fp32 masters.",
         "--params",
         group=CONTENT,
         more="The masters themselves, as parameters.",
-        targets=("hf", "peft"),
+        takes=Takes.MASTERS,
     )
     with_optimizer: bool = flag(
         "Keep the optimizer beside a Hugging Face folder.",
@@ -294,7 +288,7 @@ class WriteOptions(DistOptions):
         more="Computed in fp32 and rounded once, so that it counts as lossy. Without it quantized weights are refused, unless "
         "`--to hf` keeps them as they are.",
     )
-    unused_patterns: bool = flag("Let patterns match no parameter.", targets=("universal",), commands=PYTHON_ONLY)
+    unused_patterns: bool = flag("Let patterns match no parameter.", takes=Takes.PATTERNS, commands=PYTHON_ONLY)
     ignore_fields: tuple[str, ...] = option(
         NAMES,
         "Pass over an argument, or a field of config.json, that the other family cannot express.",
@@ -444,11 +438,12 @@ def placed(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return made
 
 
-def refuse(to: str, **sections: DataclassInstance) -> None:
+def refuse(to: Names, known: Sequence[Names], **sections: DataclassInstance) -> None:
     """Refuse options that mean nothing for a target, or have values that they cannot have.
 
     Args:
-        to: The target's format, which is one of the registry's.
+        to: The target's format.
+        known: All formats, in the order in which they are named.
         sections: ``read``, ``write``, ``run``: the options' objects.
 
     Raises:
@@ -456,7 +451,7 @@ def refuse(to: str, **sections: DataclassInstance) -> None:
     """
     problems = Problems()
     for row, value in given(**sections):
-        _check(row, value, to, problems)
+        _check(row, value, to, known, problems)
     problems.raise_if_any()
 
 
@@ -480,10 +475,10 @@ def _default(holder: DataclassInstance, name: str) -> object:
     return place.default_factory() if place.default_factory is not MISSING else place.default
 
 
-def _check(row: Option, value: object, to: str, problems: Problems) -> None:
-    if not row.is_for(to):
-        meant = " or ".join(f"--to {name}" for name in row.targets)
-        text = f"{row.flag}: means nothing with --to {to}; it is for {meant}"
+def _check(row: Option, value: object, to: Names, known: Sequence[Names], problems: Problems) -> None:
+    if not row.is_for(to.takes):
+        meant = " or ".join(f"--to {one.name}" for one in known if row.is_for(one.takes))
+        text = f"{row.flag}: means nothing with --to {to.name}; it is for {meant}"
         problems.add(UsageError, text, "Leave it out, or say which format is meant.")
     try:
         row.kind.read(value)
@@ -493,4 +488,8 @@ def _check(row: Option, value: object, to: str, problems: Problems) -> None:
 
 def wrong(where: str, error: ValueError, value: object) -> str:
     """What is said of a value that an option cannot have."""
-    return f"{where}: {error}" if "found" in str(error) else f"{where}: {error}, found {shown(value, 200)}"
+    return (
+        f"{where}: {error}"
+        if "found" in str(error) or repr(value) in str(error)
+        else f"{where}: {error}, found {shown(value, 200)}"
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.catalog import Catalog
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import UsageError
 
 from .options import ReadOptions
@@ -190,8 +190,6 @@ def renamed(source: Source, rename: Rename) -> Source:
         source: An opened checkpoint.
         rename: The new name of a tensor.
     """
-    from mcore_rlhf.core.views import Renamed  # seldom is a part asked for
-
     names = _names(source, rename)
     specs = [
         replace(spec, name=new) for new, old in names.owners.items() if (spec := source.model.get(old)) is not None
@@ -199,7 +197,7 @@ def renamed(source: Source, rename: Rename) -> Source:
     model = replace(source.model.having(specs), tied=source.family.tied(names, source.model.tied))
     trained = any(spec.trainable for spec in model.params)
     groups = tuple(_groups(source.state.groups, names.new())) if trained else ()
-    view = Renamed(source.catalog, source.role, names.owners)
+    view = source.catalog.renamed(source.role, names.owners)
     return replace(
         source, model=model, catalog=view, state=replace(source.state, groups=groups), files=_touched(source, view),
         states=source.states if trained else (), optimizer=source.optimizer if trained else None,
@@ -229,7 +227,7 @@ def _groups(groups: Iterable[ParamGroup], new: Mapping[str, list[str]]) -> Itera
             yield replace(group, params=members)
 
 
-def _touched(source: Source, view: Catalog) -> tuple[StoredFile, ...]:
+def _touched(source: Source, view: Chunks) -> tuple[StoredFile, ...]:
     """The files, without the checksums of records that hold nothing but what is left out: nobody need read them."""
     kept = _records(view)
     gone = _records(source.catalog) - kept
@@ -238,9 +236,8 @@ def _touched(source: Source, view: Catalog) -> tuple[StoredFile, ...]:
     )
 
 
-def _records(catalog: Catalog) -> set[tuple[str, str]]:
+def _records(catalog: Chunks) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
-    for name in catalog:
-        entry = catalog.get(name)
-        found.update((chunk.record.file, chunk.record.key) for chunk in (entry.chunks if entry is not None else ()))
+    for entry in catalog.entries():
+        found.update((chunk.record.file, chunk.record.key) for chunk in entry.chunks)
     return found

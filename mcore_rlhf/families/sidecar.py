@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 FOLDER = "mcore_rlhf"
 STATE, ARRAYS = f"{FOLDER}/state.json", f"{FOLDER}/state.safetensors"
 _FORMAT, _VERSION = "mcore_rlhf.state", 1
-_OLD_FORMAT = "mcore_rlhf.optimizer"
-"""Of ``optimizer/state.json``, which Hugging Face folders had before: the same fields."""
 _GROUP = ("fields", "expert", "params", "scalars")
 _TRAINING = ("iteration", "release", "args", "groups", "scheduler", "grad_scaler", "other")
 _MODULE = ("tag", "order", "buffers", "shared", "per_rank", "keys", "pipeline", "config", "without_frozen")
@@ -126,13 +124,12 @@ class Sidecar:
         return texts, [what.removeprefix("/") for what in encoder.lost]
 
     @classmethod
-    def read(cls, folder: ReadablePath, stubs: Sequence[str] = (), file: str = STATE) -> Sidecar | None:
+    def read(cls, folder: ReadablePath, stubs: Sequence[str] = ()) -> Sidecar | None:
         """What lies beside a step's files, or None where nothing does.
 
         Args:
             folder: The step's folder.
             stubs: Further classes that may become inert stubs.
-            file: Where it is.
 
         Raises:
             Corrupt: It is not what :meth:`texts` makes.
@@ -140,7 +137,7 @@ class Sidecar:
             Untrusted: It names classes that are not allowed.
             StorageError: It cannot be read.
         """
-        path = folder / file
+        path = folder / STATE
         try:
             content = reading.read_json(path)
         except FileNotFoundError:
@@ -148,7 +145,7 @@ class Sidecar:
         except OSError as error:
             raise cannot_open(error, path) from error
         except ValueError as error:
-            raise Corrupt(f"{path}: is no JSON: {error}") from None
+            raise Corrupt(f"{path}: is no JSON: {error}\nCopy the file again from where it came from.") from None
         from mcore_rlhf.storage.exact_json import decode  # most checkpoints have no such file
         from mcore_rlhf.storage.safetensors import read_safetensors
 
@@ -196,7 +193,7 @@ def beside(source: Source, stubs: Sequence[str] = ()) -> tuple[str, Sidecar] | N
 def _check_version(content: object, path: ReadablePath) -> None:
     if not isinstance(content, dict):
         raise Unsupported(f"{path}: expected a JSON object, found {type(content).__name__}")
-    if content.get("format") not in (_FORMAT, _OLD_FORMAT):
+    if content.get("format") != _FORMAT:
         raise Unsupported(
             f"{path}: was not written by mcore_rlhf; another program's {path.parent.name} folder is not read"
         )
@@ -283,7 +280,7 @@ class FormerFamily:
 
     Args:
         values: Of Megatron's: ``iteration``, ``config``, ``args``, ``spelling``, ``experts``, ``mtp``, ``scheduler``, ``other``; of a
-            module's: ``iteration``, ``module``.
+            module's: ``iteration``, ``module``, ``laid_out``.
     """
 
     values: Mapping[str, object]
@@ -328,6 +325,11 @@ class FormerFamily:
             experts = str(self.values.get("experts") or experts)
         return table.Spelling(engine, experts, str(self.values.get("mtp") or table.MTP_MODEL_LAYER))
 
+    @property
+    def laid_out(self) -> dict[str, object]:
+        """How the keys of its DCP folder were made, whatever step it is at now."""
+        return self._section("laid_out")
+
     def module(self, iteration: int) -> dict[str, object]:
         """What a run under a module's names had, unless the run went on since."""
         return self._section("module") if self.values.get("iteration") == iteration else {}
@@ -365,7 +367,10 @@ def origin_of_module(source: Source, family: ModuleState) -> dict[str, object]:
         "optimizer": dict(family.optimizer),
     }  # fmt: skip
     left = {key: value for key, value in held.items() if value}
-    return {"iteration": old.iteration, "module": {**left, "tag": family.tag}} if left else {}
+    if not left:
+        return {}
+    made: dict[str, object] = {"iteration": old.iteration, "module": {**left, "tag": family.tag}}
+    return {**made, "laid_out": dict(family.laid_out)} if family.laid_out else made
 
 
 def plain(values: Mapping[str, object]) -> dict[str, object]:

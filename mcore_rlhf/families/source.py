@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Inventory, Item, Report, Said
-from mcore_rlhf.core.catalog import Catalog
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
-from mcore_rlhf.storage.leftovers import Carried
+from mcore_rlhf.storage.leftovers import Carried, Leftover
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.store import open_files
 from mcore_rlhf.storage.torchzip import Directory
+
+from .option_types import Takes
 
 if TYPE_CHECKING:
     from mcore_rlhf.core.computed import Computation  # needs numpy, which opening a source does not
@@ -39,6 +41,20 @@ class ParamGroup:
     expert: bool = False
     params: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+
+
+BASE_LRS = "base_lrs"
+"""A scheduler's learning rates, one for each param group. Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LRScheduler``)."""
+
+
+def scheduled_groups(scheduler: Mapping[str, object] | None) -> int | None:
+    """How many param groups a scheduler of torch's has learning rates for; None where it is another's, or there is none.
+
+    Args:
+        scheduler: Its state.
+    """
+    rates = None if scheduler is None else scheduler.get(BASE_LRS)
+    return len(rates) if isinstance(rates, list) else None
 
 
 @dataclass(slots=True)
@@ -120,17 +136,17 @@ class Family:
         return source.family if isinstance(source.family, cls) else None
 
     @classmethod
-    def needed(cls: type[SomeFamily], source: Source, to: str) -> SomeFamily:
+    def needed(cls: type[SomeFamily], source: Source, to: str = "") -> SomeFamily:
         """That of a source which is to become a checkpoint of a format.
 
         Args:
             source: An opened checkpoint.
-            to: Name of the target's format.
+            to: Name of the target's format; without it, that of the family.
 
         Raises:
             Unsupported: It is of another kind.
         """
-        found = cls.of(source)
+        found, to = cls.of(source), to or cls.names
         if found is None:
             if type(source.family) is Family:
                 why = f"{source.format} says no more of its model than names and shapes, and {to} needs more"
@@ -238,6 +254,7 @@ class Source:
         unread: Why the optimizer was not read though it is there; empty where it was, or was not to be.
         refused: The error that this is for who needs the optimizer: nobody knows it, or no other layout can hold it.
         carried: Files that belong to the model and are none of its tensors: its config, tokenizer, code; None where there are none.
+        of_run: Files of this step that lie in the run's root, outside of the step's folder, by path relative to the root.
         unplaced: Values in its files of which the reader does not know what they are; see :class:`.inventory.Unplaced`.
         digests: SHA-256 of files, by path, as a list in the checkpoint says that it should be; ``verify`` holds them against it.
         origin: What it was in another family and has no place for in this one; it waits in :mod:`.sidecar` for the way back.
@@ -246,7 +263,7 @@ class Source:
     format: str
     root: ReadablePath
     model: ModelSpec
-    catalog: Catalog
+    catalog: Chunks
     role: str = "actor"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     state: TrainingState = field(default_factory=lambda: TrainingState(0))
@@ -261,6 +278,7 @@ class Source:
     unread: str = ""
     refused: type[CheckpointError] = Unsupported
     carried: Carried | None = None
+    of_run: tuple[Leftover, ...] = ()
     moved: Mapping[Item, Item] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -290,15 +308,19 @@ class Names:
     """Under whose names a format has its tensors; :class:`~mcore_rlhf.formats.base.Format` says the rest.
 
     Args:
-        name: What the command line calls the format.
+        name: What the command line calls the format; empty where names alone are wanted.
         family: ``megatron``, or ``module`` for a torch module's own names, which are Hugging Face's.
         packs_experts: Whether the experts of a layer are one tensor, as transformers has them in memory, or one by one, as on disk.
         adapter: Whether it keeps an adapter alone.
+        holds_adapters: Whether a model in it may have an adapter, under peft's names.
         weights_only: Whether a checkpoint of it holds a model alone, unless it is asked to keep more.
+        takes: What may be chosen of a target; other options are refused.
     """
 
-    name: str
+    name: str = ""
     family: str = "module"
     packs_experts: bool = True
     adapter: bool = False
+    holds_adapters: bool = False
     weights_only: bool = False
+    takes: tuple[Takes, ...] = ()

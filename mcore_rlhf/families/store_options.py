@@ -22,7 +22,7 @@ def _pairs(value: Any) -> object:
         raise ValueError("should be KEY=VALUE, or a list of them")
     for item in listed:
         if not isinstance(item, str) or not all(item.partition("=")[::2]):
-            raise ValueError("should be KEY=VALUE")
+            raise ValueError(f"should be KEY=VALUE, found {item!r}")
     return tuple(listed)
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import ANY, Account, Fate, Item, Kind, Reason, Report, Said, Stage
 from mcore_rlhf.core.cast import is_exact
-from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Traced
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM
+from mcore_rlhf.core.tally import Tally
 from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import CONFIG
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.leftovers import Leftover
+from mcore_rlhf.storage.leftovers import WITH_OPTIMIZER, Leftover, of_trainer
 
 from .base import Target
 from .carried import unopened
@@ -32,17 +33,17 @@ Sources: transformers 5.23.0, ``utils/__init__.py`` (``WEIGHTS_NAME``, …); mis
 ``extras/constants.py`` (``V_HEAD_SAFE_WEIGHTS_NAME``, which is none)."""
 
 
-def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, without_optimizer: bool) -> Account:
+def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, without_optimizer: bool) -> Account:
     """The account of a planned conversion.
 
     Args:
         opened: The source as it was read.
         seen: The same as the target's family of formats sees it; the same object where nothing had to be done.
         target: What is described.
-        traced: The opened source's catalogue, after everything was planned.
+        tally: What was planned of it.
         without_optimizer: Whether the user asked for that.
     """
-    casts = _casts(opened, traced, target.report, Said(Fate.LOST, LEFT_OUT) if without_optimizer else None)
+    casts = _casts(opened, tally, target.report, Said(Fate.LOST, LEFT_OUT) if without_optimizer else None)
     final = dict(target.report.said)
     if without_optimizer:
         final = {**{item: Said(Fate.LOST, LEFT_OUT) for item in OF_OPTIMIZER}, **final}
@@ -50,7 +51,7 @@ def account_of(opened: Source, seen: Source, target: Target, traced: Traced, *, 
     stages = [crossed, Stage(target.holds, final)]
     account = Account.of(inventory_of(opened), stages, target.report.lost)
     empty = {spec.name for spec in opened.model.params if 0 in spec.global_shape}
-    told = tensors_of(traced, {**_unused(opened), **seen.notes.said, **final}, empty) | dict(
+    told = tensors_of(tally, {**_unused(opened), **seen.notes.said, **final}, empty) | dict(
         _files(opened, target, without_optimizer)
     )
     told |= casts
@@ -74,23 +75,23 @@ def _unused(opened: Source) -> dict[Item, Said]:
     return {Item(Kind.TENSOR, name): said for name in opened.model.unused}
 
 
-def tensors_of(traced: Traced, said: Mapping[Item, Said], empty: Collection[str] = ()) -> dict[Item, Said | None]:
+def tensors_of(tally: Tally, said: Mapping[Item, Said], empty: Collection[str] = ()) -> dict[Item, Said | None]:
     """The tensors by state, and one by one those that are in no target file; of None nobody speaks.
 
     Args:
-        traced: The opened source's catalogue, after everything was planned.
+        tally: What was planned of it.
         said: What was said of items.
         empty: Parameters without elements, of which there is nothing to plan.
     """
-    found: dict[Item, Said | None] = {ELEMENTS: Said(Fate.KEPT, "") if traced.complete else said.get(ELEMENTS)}
-    left_out = {state: [name for name in of if name not in empty] for state, of in traced.unplanned().items()}
+    found: dict[Item, Said | None] = {ELEMENTS: Said(Fate.KEPT, "") if tally.complete else said.get(ELEMENTS)}
+    left_out = {state: [name for name in of if name not in empty] for state, of in tally.unplanned().items()}
     for state, missing in left_out.items():
         whole, every = Item(Kind.TENSOR, state), said.get(Item(Kind.TENSOR))
         if state == PARAM and every is not None and every.fate is Fate.LOST:
             every = None  # which is said of an optimizer, and an optimizer has no parameters
         why = said.get(whole) or every
         alone = {param: said.get(Item(Kind.TENSOR, param)) for param in missing}
-        if state == PARAM and missing and alone.keys() <= _kept_masters(traced, left_out):
+        if state == PARAM and missing and alone.keys() <= _kept_masters(tally, left_out):
             why = Said(Fate.DERIVED, "rounded from the fp32 masters, which are kept")
         if not missing:
             found[whole] = Said(Fate.KEPT, "")
@@ -101,18 +102,18 @@ def tensors_of(traced: Traced, said: Mapping[Item, Said], empty: Collection[str]
     return found
 
 
-def _casts(opened: Source, traced: Traced, report: Report, left_out: Said | None) -> dict[Item, Said]:
+def _casts(opened: Source, tally: Tally, report: Report, left_out: Said | None) -> dict[Item, Said]:
     """What the conversions of element types make of the source's states: each is told in a line, and the verdict follows from it.
 
     Args:
         opened: The source as it was read.
-        traced: Its catalogue, after everything was planned.
+        tally: What was planned of it.
         report: The target's.
         left_out: What is said of the masters where the user leaves the optimizer out.
     """
     found: dict[Item, Said] = {}
-    unplanned, own = traced.unplanned(), {spec.dtype for spec in opened.model.params if spec.trainable}
-    for state, source, wanted in traced.casts():
+    unplanned, own = tally.unplanned(), {spec.dtype for spec in opened.model.params if spec.trainable}
+    for state, source, wanted in tally.casts():
         what, item = "parameters" if state == PARAM else state, Item(Kind.TENSOR, state)
         rounded = Said(Fate.LOST, f"{what}: converted to {wanted}, and rounded")
         if is_exact(source, wanted):
@@ -133,9 +134,9 @@ def _casts(opened: Source, traced: Traced, report: Report, left_out: Said | None
     return found
 
 
-def _kept_masters(traced: Traced, left_out: Mapping[str, list[str]]) -> set[str]:
+def _kept_masters(tally: Tally, left_out: Mapping[str, list[str]]) -> set[str]:
     """Parameters whose fp32 masters are in the target: frozen ones have none."""
-    return {name.param for name in traced if name.state == MASTER}.difference(left_out.get(MASTER, ()))
+    return {name.param for name in tally.opened if name.state == MASTER}.difference(left_out.get(MASTER, ()))
 
 
 def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[tuple[Item, Said]]:
@@ -143,14 +144,23 @@ def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[
 
     A model's folder often has its weights twice; what lies in a step beside the files of its format is nowhere else.
     """
-    why, lost = LEFT_OUT if without_optimizer else "", (Reason.TRAINER, Reason.WEIGHTS)
+    why = LEFT_OUT if without_optimizer else ""
+    lost = (Reason.TRAINER, Reason.UNREADABLE, Reason.CALLS, Reason.WEIGHTS)
     anew = {name.rpartition("/")[2] for name in target.sums}
     for file in unopened(opened):
         derived = Said(Fate.DERIVED, "made anew, of the new files") if file.path in anew else None
         yield Item(Kind.FILE, file.path), derived or _fate(file, lost, why)
+    taken = set(target.carried.values())
+    for file in opened.of_run:
+        why = (
+            file.reason.value
+            if file.reason is not None
+            else "belongs beside the iterations of a Megatron run, and the target is none"
+        )
+        kept = opened.root / file.path in taken
+        yield Item(Kind.FILE, file.path), Said(Fate.KEPT, "") if kept else Said(Fate.LOST, f"{file.path}: {why}")
     if opened.carried is None:
         return
-    taken = set(target.carried.values())
     for file in opened.carried.found:
         item = Item(Kind.FILE, file.path)
         if opened.carried.folder / file.path in taken:
@@ -159,7 +169,7 @@ def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[
             yield item, Said(Fate.DERIVED, "written anew, from what it says")
         else:
             again = _AGAIN.fullmatch(file.path.rpartition("/")[2])
-            yield item, _fate(file, lost[:1] if again else lost, why if file.reason is Reason.TRAINER else "")
+            yield item, _fate(file, lost[:-1] if again else lost, why if file.reason is Reason.TRAINER else "")
 
 
 def _fate(file: Leftover, lost: Collection[Reason], why: str) -> Said:
@@ -168,7 +178,10 @@ def _fate(file: Leftover, lost: Collection[Reason], why: str) -> Said:
         return Said(Fate.LEFT, "the same weights once more", Reason.WEIGHTS)
     if file.path in _OF_RANKS:
         return Said(Fate.LEFT, Reason.OF_LAYOUT.value, Reason.OF_LAYOUT)
-    reason = file.reason or Reason.NO_PLACE
+    reason, what = file.reason or Reason.NO_PLACE, of_trainer(file.path)
+    if what and reason in (Reason.TRAINER, Reason.NO_PLACE):
+        text = f"{file.path}: {what}; the file lies beside what was read, and was not opened"
+        return Said(Fate.LOST, (what in WITH_OPTIMIZER and why) or text)
     if reason in lost:
         return Said(Fate.LOST, why or f"{file.path}: {reason.value}")
     return Said(Fate.LEFT, reason.value, reason)

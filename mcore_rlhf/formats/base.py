@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Inventory, Report
-from mcore_rlhf.core.catalog import Catalog, Record, TensorEntry
+from mcore_rlhf.core.catalog import Record
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Names, Source
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -25,7 +26,7 @@ class FileLayout:
         container: What kind of file it is, and what it holds besides.
     """
 
-    holds: Sequence[TensorEntry]
+    holds: Chunks
     records: Sequence[Record]
     container: Container
 
@@ -57,10 +58,11 @@ class Target:
         holds: Everything but tensors that it will have of its source, under the source's own names, with its value.
         carried: Files that are taken over byte for byte, by their path in the target.
         sums: Files that are written last, by path: each made of the SHA-256 of the others in its folder, by name.
+        needs: What a run must be told besides what :meth:`Format.load_hint` says, in brackets.
     """
 
     format: str
-    source: Catalog
+    source: Chunks
     files: tuple[TargetFile, ...]
     report: Report
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -68,10 +70,29 @@ class Target:
     holds: Inventory = field(default_factory=dict)
     carried: dict[str, ReadablePath] = field(default_factory=dict)
     sums: Mapping[str, Callable[[Mapping[str, str]], str]] = field(default_factory=dict)
+    needs: str = ""
 
 
 class Format(Names, ABC):
-    """A checkpoint format: its names, and three functions."""
+    """A checkpoint format: its names, and three functions.
+
+    Args:
+        tracker: The file in a root that names the checkpoint which is meant; it is written anew with every step. Empty for none.
+        joins: The tracker of runs that go on, into which a checkpoint of this format is added, named by its own tracker; empty for none.
+        markers: What a folder of this format, or a root, has one of in it, as a name or a pattern; none where every folder is looked into.
+        tags: Whether a run's checkpoints are folders with tags, beside which transformers' Trainer leaves config and tokenizer.
+        model_folder: Whether its folders are a model's own, in which config, tokenizer and code lie beside the weights.
+        own_sidecar: Whether its reader and writer themselves look after what it has no place for, and lies beside.
+        tokenizer_beside: Whether its framework leaves a folder ``tokenizer`` beside a step's own files.
+    """
+
+    tracker: str = ""
+    joins: str = ""
+    markers: tuple[str, ...] = ()
+    tags: bool = False
+    model_folder: bool = False
+    own_sidecar: bool = False
+    tokenizer_beside: bool = False
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load a checkpoint that was written there: an option, or a line of Python.

@@ -10,67 +10,74 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.families.inventory import WAITING
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, config_in
-from mcore_rlhf.families.sidecar import ORIGIN, STATE, FormerFamily, Sidecar, beside, sidecar_files
+from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
+from mcore_rlhf.families.sidecar import STATE, FormerFamily, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.leftovers import Carried, Leftover, leftovers
+from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .base import Target
+from .base import Format, Target
 
 FOLDER = "mcore_rlhf/carried"
 """Where they lie in a format that has no place for them."""
-WITH_SIDECARS = ("hf", "peft", "dcp")
-"""Formats that have no place for anything but tensors: their readers and writers look after what lies beside."""
-AT_THE_TOP = ("hf", "peft")
-"""Formats whose folders hold such files themselves."""
 _OF_THE_MODEL = (CONFIG, "generation_config.json")
 """They describe a whole model, which an adapter is none of."""
 _VERL = "huggingface"
-"""Source: verl v0.7, ``verl/utils/checkpoint/fsdp_checkpoint_manager.py``, ``megatron_checkpoint_manager.py``."""
-_VERL_INNER = "dist_ckpt"
-"""Megatron's files in a role's folder of verl's, beside :data:`_VERL`. Source: as above."""
+"""Beside Megatron's files, or their parts.
+
+Source: verl v0.7, ``verl/utils/checkpoint/fsdp_checkpoint_manager.py``, ``megatron_checkpoint_manager.py``.
+"""
 _TOKENIZER = "tokenizer"
 """In the step's folder, where a target of the same format has it too. Source: Megatron-LM main (0.20), ``training/checkpointing.py``
 (``save_tokenizer_assets``)."""
-_WITH_TAGS = ("deepspeed", "universal")
-_TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py")
+_TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``, ``_copy_recovery_script``)."""
 _SHOWN = 20
 
 
-def with_carried(source: Source, stubs: Sequence[str]) -> Source:
+def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> Source:
     """A source with what lies beside its files: what waits for the way back, and the files that go along.
 
     Its model is described by the config among them where nothing else does it.
 
     Args:
         source: As its reader opened it.
+        known: Its format; None of what is read under another name, and never written.
         stubs: Further classes that may become inert stubs.
     """
-    source = _with_origin(source, stubs)
-    if source.format in AT_THE_TOP:
+    source = replace(source, of_run=_of_run(source, stubs))
+    source = source if known is not None and known.own_sidecar else _with_origin(source, stubs)
+    if known is not None and known.model_folder:
         opened = {file.path for file in source.files} - {CONFIG}
-        return replace(source, carried=Carried(source.root, leftovers(source.root, opened)))
-    folder = _folder_of(source)
-    carried = _beside_the_tag(source) if folder is None else Carried(folder, leftovers(folder, ()))
+        found = leftovers(source.root, opened, stubs)
+        _note_optimizer(source, found)
+        return replace(source, carried=Carried(source.root, found, of_model=True))
+    tokenizer = (_TOKENIZER,) if known is not None and known.tokenizer_beside else ()
+    folder = _folder_of(source, (FOLDER, _VERL, SPLIT_WEIGHTS, *tokenizer))
+    if folder is not None:
+        carried: Carried | None = Carried(folder, leftovers(folder, (), stubs))
+    else:
+        carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
     family = source.family.described(lambda: (config_in(carried) if carried else {}) or FormerFamily.of(source).config)
     return replace(source, carried=carried, family=family)
 
 
+def _note_optimizer(source: Source, found: Iterable[Leftover]) -> None:
+    """Say of weights that their optimizer is there; what becomes of it is the account's to say."""
+    files = [item.path for item in found if of_trainer(item.path) == OPTIMIZER]
+    if files and source.optimizer is None:
+        source.notes.add(Fate.NOTE, f"the optimizer lies beside the weights, and is not read: {_listed(files)}")
+
+
 def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
-    """What waits beside the files of a format that has a place for all else; in client state, where it once was, for any."""
-    other = dict(source.state.other)
-    old = other.pop(ORIGIN, None)
-    if isinstance(old, Mapping):
-        source = replace(source, state=replace(source.state, other=other), origin=old)
-    if source.format in WITH_SIDECARS:
-        return source
+    """What waits beside the files of a format that has a place for all else."""
     try:
         found = beside(source, stubs)
     except CheckpointError as error:
@@ -82,38 +89,70 @@ def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
     return replace(source, origin=sidecar.origin, files=(*source.files, *sidecar_files(source.root, folder)))
 
 
+def _of_run(source: Source, stubs: Sequence[str]) -> tuple[Leftover, ...]:
+    """The files of the step that lie beside it, each looked into as whoever unpickles it would."""
+    megatron = MegatronState.of(source)
+    if megatron is None or megatron.located is None or megatron.located.iteration is None:
+        return ()
+    root, problems = megatron.located.root, Problems()
+    beside = root if isinstance(root, Path) else None
+    found = [
+        Leftover(name, (root / name).stat().st_size, look_into(root / name, stubs, problems, beside=beside))
+        for name in files_of_step(root, megatron.located.iteration)
+    ]
+    problems.raise_if_any()
+    return tuple(found)
+
+
 def unopened(source: Source) -> tuple[Leftover, ...]:
     """Every file of the step that was opened which no reader looked into, by path relative to the step's folder.
 
     Args:
         source: As it was opened; what it has in :attr:`~mcore_rlhf.families.source.Source.carried` is not among them.
     """
-    if source.format in AT_THE_TOP:
+    if source.carried is not None and source.carried.of_model:
         return ()
-    step = PurePosixPath(_step_folder(file.path for file in source.files))
+    own, step = _step_folder(file.path for file in source.files), step_of(source)
     opened = {str(PurePosixPath(file.path).relative_to(step)) for file in source.files}
     taken = [FOLDER]
     if source.carried is not None and source.carried.folder == source.root / step / _TOKENIZER:
         taken.append(_TOKENIZER)
+    if str(step) != (own or "."):
+        opened.update(_TRACKERS)
+        taken += _tags(source) - {own}
     inside = tuple(f"{name}/" for name in taken)
     return tuple(item for item in leftovers(source.root / step, opened) if not item.path.startswith(inside))
 
 
-def bring_along(source: Source, target: Target) -> None:
+def step_of(source: Source) -> PurePosixPath:
+    """The folder of the step that was opened, relative to the source's root."""
+    return PurePosixPath("" if _is_trainers(source.root) else _step_folder(file.path for file in source.files))
+
+
+def _is_trainers(root: ReadablePath) -> bool:
+    """Whether a folder is one step of a trainer that has its own state in it, beside the folder of the tag or of the model.
+
+    Source: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``); accelerate 1.15.0, ``accelerator.py`` (``save_state``).
+    """
+    return any(of_trainer(child.name) and child.is_file() for child in root.iterdir())
+
+
+def bring_along(source: Source, target: Target, wanted: Format) -> None:
     """Let a target that does not look at files itself take those of its source, and say what stays behind.
 
     Args:
         source: What the target is made of.
         target: The target.
+        wanted: Its format.
     """
-    if source.origin and target.format not in WITH_SIDECARS:
+    if source.origin and not wanted.own_sidecar:
         _leave_origin(source, target)
     files = {} if source.carried is None else source.carried.files
-    if target.format == "peft":
+    if wanted.model_folder and wanted.adapter:
         taken = {*target.texts, *(file.path for file in target.files), *_OF_THE_MODEL}
         target.carried = {name: path for name, path in files.items() if name not in taken}
         tell_kept(target.carried, target.report)
-    elif target.format not in AT_THE_TOP:
+    elif not wanted.model_folder:
         place = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target))
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
@@ -123,7 +162,10 @@ def bring_along(source: Source, target: Target) -> None:
             texts[CONFIG] = json.dumps(described, indent=2) + "\n"
         target.texts.update({str(place / name): text for name, text in texts.items()})
         target.carried = {str(place / name): path for name, path in files.items()}
-        tell_kept(files, target.report)
+        goes = source.of_run if wanted.family == MegatronState.names else ()
+        own = {file.path: source.root / file.path for file in goes if file.reason is None}
+        target.carried |= own
+        tell_kept({**files, **own}, target.report)
 
 
 def _place(source: Source, target: Target) -> str:
@@ -153,28 +195,32 @@ def _listed(paths: list[str]) -> str:
     return ", ".join(paths[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
-def _folder_of(source: Source) -> ReadablePath | None:
+def _folder_of(source: Source, names: Sequence[str]) -> ReadablePath | None:
     """Where the files of a source that is no model's folder lie: beside the step's own, or above them."""
     inner = [PurePosixPath(file.path).parents for file in source.files[:1]]
     for place in (*(str(parent) for parents in inner for parent in parents), "."):
-        for name in (FOLDER, _VERL, *([_TOKENIZER] if source.format == "megatron-dist" else [])):
+        for name in names:
             folder = source.root / place / name
             if folder.is_dir():
                 return folder
     beside = source.root.parent / _VERL
-    return beside if source.root.name == _VERL_INNER and beside.is_dir() else None
+    return beside if source.root.name == INNER and beside.is_dir() else None
 
 
-def _beside_the_tag(source: Source) -> Carried | None:
+def _beside_the_tag(source: Source, stubs: Sequence[str]) -> Carried | None:
     """What transformers' Trainer leaves beside the tag of a DeepSpeed run: config, tokenizer, states of its own.
 
     Source: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``).
     """
-    if source.format not in _WITH_TAGS or not (source.root / CONFIG).is_file():
+    if not (source.root / CONFIG).is_file():
         return None
-    tags = {path.parent.name for path in source.root.glob("*/*_states.pt")}
-    found = leftovers(source.root, _TRACKERS)
+    tags = _tags(source)
+    found = leftovers(source.root, _TRACKERS, stubs)
     return Carried(source.root, tuple(item for item in found if PurePosixPath(item.path).parts[0] not in tags))
+
+
+def _tags(source: Source) -> set[str]:
+    return {path.parent.name for path in source.root.glob("*/*_states.pt")}
 
 
 def _step_folder(paths: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ vouches for every file that it lists, so a damaged one is no reason to go withou
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems
@@ -22,8 +23,8 @@ _WHOLE = "whole file"
 """What a checksum of a manifest is of."""
 _LEVELS = 3
 """A manifest stands in the checkpoint's folder, or above it: ``<step>/actor/iter_0000050``."""
-_TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_wandb_run_id.txt"})
-"""Files that frameworks write anew with every step: a run that goes on in the folder damages nothing."""
+_RUN_ID = "latest_wandb_run_id.txt"
+"""Megatron's; like a tracker, it is written anew with every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,12 @@ class Listed:
     Args:
         manifest: The manifest.
         file: Where it stands.
+        trackers: Names of files that frameworks write anew with every step: a run that goes on in the folder damages nothing.
     """
 
     manifest: Manifest
     file: ReadablePath
+    trackers: Collection[str] = ()
 
     @property
     def advice(self) -> str:
@@ -56,7 +59,11 @@ class Listed:
     def texts(self, folder: ReadablePath) -> dict[str, FileEntry]:
         """Those of them that are neither weights nor optimizer nor trackers: they carry no checksum."""
         found = self.below(folder).items()
-        return {n: e for n, e in found if e.nbytes <= MAX_CARRIED and not reason_of_name(n) and not _is_tracker(n)}
+        return {n: e for n, e in found if e.nbytes <= MAX_CARRIED and not reason_of_name(n) and not self.is_tracker(n)}
+
+    def is_tracker(self, path: str) -> bool:
+        """Whether a file is written anew with every step."""
+        return path.rpartition("/")[2] in {*self.trackers, _RUN_ID}
 
     def problems(self, folder: ReadablePath, files: dict[str, FileEntry], *, sizes_only: bool) -> Problems:
         """Which files of a folder are not as listed."""
@@ -64,11 +71,12 @@ class Listed:
         return Problems([Problem(problem.kind, problem.message, self.advice) for problem in found.found])
 
 
-def listed_at(folder: ReadablePath) -> Listed | None:
+def listed_at(folder: ReadablePath, trackers: Collection[str] = ()) -> Listed | None:
     """What lists the files of a folder, or None where nothing does.
 
     Args:
         folder: A checkpoint's.
+        trackers: What trackers are called.
 
     Raises:
         Corrupt: There is a manifest, but it is damaged.
@@ -78,7 +86,7 @@ def listed_at(folder: ReadablePath) -> Listed | None:
     for place in (here, *here.parents[: _LEVELS - 1]):
         for name in (MANIFEST_NAME, _STEP_MANIFEST):
             manifest = _read(place / name)
-            found = None if manifest is None else Listed(manifest, place / name)
+            found = None if manifest is None else Listed(manifest, place / name, trackers)
             if found is not None and found.below(here):
                 return found
     return None
@@ -99,7 +107,7 @@ def with_checksums(source: Source, listed: Listed | None) -> Source:
     """
     if listed is None:
         return source
-    entries = {name: entry for name, entry in listed.below(source.root).items() if not _is_tracker(name)}
+    entries = {name: entry for name, entry in listed.below(source.root).items() if not listed.is_tracker(name)}
     bare = {file.path for file in source.files if isinstance(file.records, tuple) and not file.records}
     opened = {file.path for file in source.files}
     more = [name for name in listed.texts(source.root) if name not in opened]
@@ -130,21 +138,22 @@ def refuse_damaged_texts(folder: ReadablePath, listed: Listed | None) -> None:
         listed.problems(folder, listed.texts(folder), sizes_only=False).raise_if_any()
 
 
-def contradictions(folder: ReadablePath) -> list[str]:
+def contradictions(folder: ReadablePath, trackers: Collection[str]) -> list[str]:
     """In what a folder is not as its manifest says, as far as that is seen without reading weights.
 
     Args:
         folder: The checkpoint's.
+        trackers: What trackers are called.
     """
     try:
-        listed = listed_at(folder)
+        listed = listed_at(folder, trackers)
     except CheckpointError as error:
         return [str(error).splitlines()[0]]
     if listed is None:
         return []
     texts = listed.texts(folder)
     weights = {
-        name: entry for name, entry in listed.below(folder).items() if name not in texts and not _is_tracker(name)
+        name: entry for name, entry in listed.below(folder).items() if name not in texts and not listed.is_tracker(name)
     }
     problems = listed.problems(folder, texts, sizes_only=False)
     problems.extend(listed.problems(folder, weights, sizes_only=True).found)
@@ -176,7 +185,3 @@ def _advice(file: ReadablePath) -> str:
         "Copy the folder again from where it was written. If another program wrote in it since, and you trust that, remove "
         f"{file}: the folder is then read without these checksums."
     )
-
-
-def _is_tracker(path: str) -> bool:
-    return path.rpartition("/")[2] in _TRACKERS

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from fnmatch import filter as filter_names
+from pathlib import Path
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.catalog import Traced
 from mcore_rlhf.errors import (
     CheckpointError,
+    Corrupt,
+    Incomplete,
     LayoutMismatch,
     Lossy,
     NotACheckpoint,
@@ -15,18 +20,26 @@ from mcore_rlhf.errors import (
     Untrusted,
     UsageError,
     headline,
+    log_of,
     shown,
 )
-from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.selection import selected, with_role
+from mcore_rlhf.families.megatron.folders import TRACKER, newer_non_persistent, refuse_local
+from mcore_rlhf.families.megatron.state import MegatronState
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, refuse
+from mcore_rlhf.families.passes import OPENED, Passage, through
+from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.paths import SURROGATE, ReadablePath, files_below, human
+from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
+from mcore_rlhf.suggestions import did_you_mean, hub_name
 
 from .base import Format
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
 from .dcp import FORMAT as DCP
+from .dcp import TORCH
 from .deepspeed import FORMAT as DEEPSPEED
 from .hf import FORMAT as HF
 from .megatron import FORMAT as MEGATRON
@@ -35,8 +48,19 @@ from .peft import FORMAT as PEFT
 from .universal import FORMAT as UNIVERSAL
 
 FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF, PEFT)
+OF_ENGINES: tuple[Format, ...] = (TORCH,)
+"""What an engine of ours keeps as it likes: read, and written by that engine alone. In a step beside models of other formats, it goes
+along as it is."""
 
 _SHOWN = 5
+_PARTS_DEEP = 3
+"""Files of a checkpoint lie at most so deep in it: ``iter_0000002/mp_rank_00/model_optim_rng.pt``."""
+_log = log_of(__name__)
+
+
+def named() -> list[Format]:
+    """All formats in the order in which people name them: by family, and in it first the one that is called so."""
+    return sorted(FORMATS, key=lambda one: (one.family, one.name != one.family))
 
 
 def format_named(name: str) -> Format:
@@ -48,7 +72,20 @@ def format_named(name: str) -> Format:
     for known in FORMATS:
         if known.name == name:
             return known
-    raise Unsupported(f"unknown format {name!r}; known: {', '.join(f.name for f in FORMATS)}")
+    names = [one.name for one in FORMATS]
+    raise Unsupported(f"unknown format {name!r}{did_you_mean(name, names, FORMAT_WORDS)}\nKnown: {', '.join(names)}.")
+
+
+def wanted_format(options: ConvertOptions) -> Format:
+    """The format that is to be written, for which all of the options mean something.
+
+    Raises:
+        Unsupported: There is no such format.
+        UsageError: Options that mean nothing for it, or have impossible values; all of them.
+    """
+    wanted = format_named(options.to)
+    refuse(wanted, named(), read=options.read, write=options.write, run=options)
+    return wanted
 
 
 def open_checkpoint(path: ReadablePath, options: ReadOptions, *, partial: bool = False) -> Source:
@@ -65,14 +102,15 @@ def open_checkpoint(path: ReadablePath, options: ReadOptions, *, partial: bool =
         CheckpointError: There is no checkpoint, or it is damaged.
     """
     folder, inner = _meant(path, options)
-    listed = listed_at(folder)
+    listed = listed_at(folder, trackers())
     try:
-        source = with_carried(_read(folder, inner, partial), inner.stubs)
+        source = with_checksums(_with_what_is_beside(folder, inner, partial), listed)
+        _note_beside(source, checkpoint_path(path), folder, options)
+        _log.info("opened %s: %s, %s, %d tensors", folder, source.format, source.parallel, len(source.catalog))
+        return through(OPENED, Passage(source, read=inner))
     except CheckpointError:
         refuse_damaged_texts(folder, listed)
         raise
-    _note_beside(source, checkpoint_path(path), folder, options)
-    return _traced(with_checksums(source, listed), inner)
 
 
 def open_without_manifest(path: ReadablePath, options: ReadOptions) -> Source:
@@ -88,17 +126,23 @@ def open_without_manifest(path: ReadablePath, options: ReadOptions) -> Source:
         CheckpointError: There is no checkpoint, or what its reader looks at is damaged.
     """
     folder, inner = _meant(path, options)
-    source = with_carried(_read(folder, inner, partial=True), inner.stubs)
+    source = _with_what_is_beside(folder, inner, partial=True)
     _note_beside(source, checkpoint_path(path), folder, options)
-    for text in contradictions(folder):
+    for text in contradictions(folder, trackers()):
         source.notes.add(Fate.NOTE, text)
-    return _traced(source, inner)
+    return through(OPENED, Passage(source, read=inner))
 
 
-def _traced(source: Source, options: ReadOptions) -> Source:
-    """The part that was asked for, with a catalogue that remembers what was planned of it."""
-    part = selected(source, options)
-    return replace(part, catalog=Traced(part.catalog))
+def _with_what_is_beside(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
+    """What a format's reader makes of a folder, with what lies beside."""
+    read = _read(folder, options, partial)
+    source = with_carried(read, next((one for one in FORMATS if one.name == read.format), None), options.stubs)
+    megatron = MegatronState.of(source)
+    if megatron is not None and megatron.located is not None:
+        newer = newer_non_persistent(megatron.located.root, megatron.located.iteration)
+        if newer:
+            source.notes.add(Fate.NOTE, newer)
+    return source
 
 
 def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
@@ -111,6 +155,8 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
             raise
         try:
             source = found.read(folder, replace(options, optimizer=False))
+        except (Corrupt, Incomplete):  # more than not understood
+            raise
         except CheckpointError:
             raise error from None
         source.unread, source.refused = str(error), type(error)
@@ -144,14 +190,65 @@ def _believable(source: Source) -> Source:
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:
     """The folder that a path means, and the options with the role in it."""
-    path = checkpoint_path(path, follow_links=options.follow_links)
-    if not path.exists():
-        raise NotACheckpoint(f"{path}: no such file or folder")
-    if not path.is_dir():
-        raise NotACheckpoint(f"{path}: expected the folder of a checkpoint, found a file")
-    options = with_role(options, _roles(path))
-    folder, role = _role_folder(path, options.role)
+    given, path = path, checkpoint_path(path, follow_links=options.follow_links)
+    require_folder(path, str(given))
+    roles = roles_in(path)
+    if options.only is not None:
+        options = with_role(options, roles)
+    folder, role = _role_folder(path, roles, options.role)
     return folder, replace(options, role=role)
+
+
+def require_folder(path: ReadablePath, given: str = "") -> None:
+    """Refuse what no checkpoint can be.
+
+    Args:
+        path: Where it should be.
+        given: What was typed for it.
+
+    Raises:
+        NotACheckpoint: Nothing is there, or a file.
+        Unreadable: It lies aside, or is half moved into.
+    """
+    refuse_unfinished(path)
+    if not path.exists():
+        raise NotACheckpoint(f"{path}: no such file or folder{_near(path, given)}")
+    if not path.is_dir():
+        raise NotACheckpoint(f"{path}: expected the folder of a checkpoint, found a file{_around(path)}")
+
+
+def _near(path: ReadablePath, given: str) -> str:
+    """What lies beside a path that does not exist, and is called nearly so; or, where there is no such folder, a model of the Hub."""
+    above = path.parent
+    names: list[str] = []
+    with suppress(OSError):  # who may not look there hears that nothing is there
+        if not isinstance(above, Path) or not above.is_dir():
+            return hub_name(given)
+        names = [child.name for child in above.iterdir()]
+    return did_you_mean(path.name, (name for name in names if not name.startswith(".")))
+
+
+def _around(path: ReadablePath) -> str:
+    """The checkpoint of which a file or folder is a part; a line of advice, or nothing."""
+    folders = [above for above in path.parents[:_PARTS_DEEP] if isinstance(above, Path)]
+    with suppress(OSError, CheckpointError):  # who may not look there, or at it, hears nothing of it
+        whole = next((above for above in folders if format_at(above) is not None), None)
+        return f"\nIt is a part of {whole}: give that." if whole is not None else ""
+    return ""
+
+
+def format_at(path: ReadablePath, formats: Iterable[Format] = FORMATS) -> Format | None:
+    """The format of a folder; None where it is no checkpoint in one that is known.
+
+    Args:
+        path: The folder.
+        formats: Those that it may have.
+    """
+    likely = formats
+    with suppress(OSError):  # where nobody may look, all are asked
+        names = [child.name for child in path.iterdir()] if path.is_dir() else []
+        likely = [one for one in formats if not one.markers or any(filter_names(names, mark) for mark in one.markers)]
+    return next((known for known in likely if known.detect(path)), None)
 
 
 def detect(path: ReadablePath) -> Format:
@@ -160,25 +257,38 @@ def detect(path: ReadablePath) -> Format:
     Raises:
         NotACheckpoint: No known format.
     """
-    for known in FORMATS:
-        if known.detect(path):
-            return known
+    found = format_at(path, (*FORMATS, *OF_ENGINES))
+    if found is not None:
+        return found
+    refuse_local(path)
+    part = _around(path)
+    if part:
+        raise NotACheckpoint(f"{path}: not a checkpoint in a format that is known{part}")
     raise NotACheckpoint(
         f"{path}: not a checkpoint in a format that is known ({', '.join(f.name for f in FORMATS)})\n"
-        "Expected a folder with latest_checkpointed_iteration.txt and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself; "
+        f"Expected a folder with {TRACKER} and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself; "
         "or DeepSpeed's: one with 'latest' or 'latest_universal', or the folder of a tag; or FSDP's: .metadata beside .distcp files, "
-        "dcp_checkpoint, model_world_size_W_rank_R.pt; or a folder with config.json and safetensors, or an adapter_config.json."
+        "dcp_checkpoint, model_world_size_W_rank_R.pt; or a folder with config.json and safetensors, or an adapter_config.json; "
+        "or TorchEngine's state.pt."
     )
 
 
-def _role_folder(path: ReadablePath, role: str | None) -> tuple[ReadablePath, str]:
+def trackers() -> frozenset[str]:
+    """What the trackers of all formats are called."""
+    return frozenset(known.tracker for known in FORMATS if known.tracker)
+
+
+def _role_folder(path: ReadablePath, roles: Sequence[str], role: str | None) -> tuple[ReadablePath, str]:
     """The folder of one role: the path itself, or a sub-folder of a step such as ``global_step_50/actor``."""
-    roles = _roles(path)
     chosen = [name for name in roles if role in (None, name)]
     if len(chosen) == 1:
         return path / chosen[0], chosen[0]
     if roles:
         names = ", ".join(roles)
+        if role is not None:
+            raise NotACheckpoint(
+                f"{path}: has no model of the role {role!r}; it has: {names}{did_you_mean(role, roles)}"
+            )
         raise UsageError(f"{path}: holds several checkpoints: {names}\nName one with --role, or give its folder.")
     return path, role or "actor"
 
@@ -193,9 +303,25 @@ def _note_beside(source: Source, path: ReadablePath, folder: ReadablePath, optio
         source.notes.add(Fate.LOST, f"what lies beside {folder.name}/, of which alone this is: {listed}")
 
 
-def _roles(path: ReadablePath) -> list[str]:
+def roles_in(path: ReadablePath) -> list[str]:
     """The models in a step, by role; none where the path is a checkpoint itself."""
-    if any(known.detect(path) for known in FORMATS):
-        return []
-    children = [child for child in sorted(path.iterdir()) if child.is_dir()]
-    return [child.name for child in children if any(known.detect(child) for known in FORMATS)]
+    return [] if is_model(path) else [*models_in(path)]
+
+
+def is_model(path: ReadablePath) -> bool:
+    """Whether a folder is a checkpoint of one model, in a format that is read."""
+    return format_at(path, (*FORMATS, *OF_ENGINES)) is not None
+
+
+def models_in(step: ReadablePath, but: Collection[str] = ()) -> dict[str, ReadablePath]:
+    """The folders in a step that are models, by name; what engines keep as they like counts where there is nothing else.
+
+    Args:
+        step: The step's folder.
+        but: Names of folders that are none.
+    """
+    children = [child for child in sorted(step.iterdir()) if child.is_dir() and child.name not in but]
+    for formats in (FORMATS, OF_ENGINES):
+        if found := {child.name: child for child in children if format_at(child, formats) is not None}:
+            return found
+    return {}

@@ -113,7 +113,6 @@ def comparable(stored: Mapping[str, object], args: Any) -> Namespace:
     return Namespace(**{**stored, **{name: getattr(args, name, None) for name in layout}})
 
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 
 Kind = Literal["nothing", "root", "step", "model", "megatron"]
@@ -220,13 +219,12 @@ def _visible(path: Path) -> list[steps.Step]:
 
 def _tracked(path: Path) -> Path | None:
     """The folder that Megatron's tracker names."""
-    tracker = path / TRACKER
     try:
-        text = tracker_text(tracker)
+        text = tracker_text(path)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StorageError(f"{tracker}: cannot be read: {error}") from error
+        raise StorageError(f"{path}: its tracker cannot be read: {error}") from error
     if text == RELEASE:
         return path / RELEASE
     return path / f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 19 else None

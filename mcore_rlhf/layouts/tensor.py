@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from mcore_rlhf.core.catalog import Box, Shape, dot, row_major
+from mcore_rlhf.core.rows import Cut
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.models.spec import Partition
 
@@ -42,21 +43,23 @@ class LocalLayout:
         view: Shape in which the pieces count; differs from ``shape`` only for stacked experts.
         pieces: Boxes of the whole tensor, and where they lie in the view.
         strides: Of the local tensor where it is stored row by row.
-        view_strides: Of the view then.
-        starts: The element at which each piece begins then.
+        cut: The pieces then, as a table of chunks has them.
     """
 
     shape: Shape
     view: Shape
     pieces: tuple[Piece, ...]
     strides: Shape = field(init=False, compare=False)
-    view_strides: Shape = field(init=False, compare=False)
-    starts: tuple[int, ...] = field(init=False, compare=False)
+    cut: Cut = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strides", row_major(self.shape))
-        object.__setattr__(self, "view_strides", row_major(self.view))
-        object.__setattr__(self, "starts", tuple(dot(piece.offset, self.view_strides) for piece in self.pieces))
+        object.__setattr__(self, "cut", self.cut_of(row_major(self.view)))
+
+    def cut_of(self, strides: Shape) -> Cut:
+        """The pieces, where the view has other strides than a tensor that is stored row by row."""
+        boxes, starts = zip(*((piece.box, dot(piece.offset, strides)) for piece in self.pieces), strict=True)
+        return Cut(boxes, strides, starts)
 
 
 def whole_layout(shape: Shape) -> LocalLayout:

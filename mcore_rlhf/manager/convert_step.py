@@ -15,29 +15,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, is_run, prepare, publication_of, published_by
+from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, joins_run, prepare, publication_of, published_by
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
 from mcore_rlhf.errors import CheckpointError, Problems, StorageError, Unsupported, UsageError
 from mcore_rlhf.execution.fingerprint import Binding, Fingerprint, digest, identity
-from mcore_rlhf.execution.parts import finish, is_of, run_part
+from mcore_rlhf.execution.parts import finish, run_part, were_joined
 from mcore_rlhf.execution.run import publish
 from mcore_rlhf.execution.saved import SavedPlan, write_plan
-from mcore_rlhf.execution.store_parts import finish_store_parts, run_store_part
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
+from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.installation import to_install
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
-from mcore_rlhf.storage.publish import LocalPublication, check_space
-from mcore_rlhf.storage.transactions import joined, recover
+from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 
 from .run import steps
-from .run.checks import check_values
+from .run.checks import check_calls, check_values
 from .run.retention import left_behind
-from .run.steps import NOTE, RNG_FILE, TRACKER
+from .run.steps import NOTE, RNG_FILE
 from .subject import Subject
 
 
@@ -104,7 +103,10 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
 
 def _unfit_values(source: Subject) -> Problems:
     """What may not be carried: a new manifest would vouch for it."""
-    return check_values(source.folder, source.others, source.options.stubs, records=source.manifest is None)
+    stubs = source.options.stubs
+    problems = check_values(source.folder, source.others, stubs, records=source.manifest is None)
+    problems.extend(check_calls(source.folder, source.others, stubs).found)
+    return problems
 
 
 def _note(job: StepJob) -> None:
@@ -193,10 +195,7 @@ def convert_part(
         conversion = conversion_of(prepare_step(source, replace(options, resume=True), by_parts=True), options)
     else:
         conversion = SavedPlan(checkpoint_path(plan)).load(source.folder, options)
-    if not isinstance(publication, LocalPublication):
-        return run_store_part(conversion, publication, part, options, progress or Progress())
-    check_space(publication.target.parent, conversion.space)
-    return run_part(conversion, publication.target, part, options, progress or Progress())
+    return run_part(conversion, publication, part, options, progress or Progress())
 
 
 def save_plan(job: StepJob, path: Path, options: ConvertOptions) -> int:
@@ -232,40 +231,14 @@ def finish_parts(
         CheckpointError: Parts are missing, or something is wrong; nothing was published.
     """
     publication = _by_parts(source, target, replace(options, resume=False))
-    if not isinstance(publication, LocalPublication):
-        return _finish_in_store(source, target, publication, options, progress or Progress())
-    before = joined(publication.target, publication.manifest_name)
-    if before:  # by a process that was killed before it could remove the parts
-        job = prepare_step(source, replace(options, resume=True))
-        if any(is_of(folder, publication.target, conversion_of(job, options)) for folder in before):
-            recover(publication.target, publication.manifest_name, resumable=False)
-            return _finished(job, publication.target, target, options)
-    with publication:
-        job = prepare_step(source, replace(options, resume=True))
-        conversion = conversion_of(job, options)
-        try:
-            published = finish(conversion, publication.target, publication, options, progress or Progress())
-        except CheckpointError:
-            publication.check_target()  # another one may have joined them meanwhile, and taken the parts away
-            raise
-    return _finished(job, published, target, options)
-
-
-def _finish_in_store(
-    source: Subject, target: ReadablePath, publication: StorePublication, options: ConvertOptions, progress: Progress
-) -> StepJob:
-    publication.check_target()
+    if not were_joined(publication):
+        publication.check_target()
     job = prepare_step(source, replace(options, resume=True))
     try:
-        published = finish_store_parts(conversion_of(job, options), publication, options, progress)
+        job.published = finish(conversion_of(job, options), publication, options, progress or Progress())
     except CheckpointError:
-        publication.check_target()  # as above
+        publication.check_target()  # another one may have joined them meanwhile, and taken the parts away
         raise
-    return _finished(job, published, target, options)
-
-
-def _finished(job: StepJob, published: ReadablePath, target: ReadablePath, options: ConvertOptions) -> StepJob:
-    job.published = published
     if job.source.step is not None:
         _track(job, target, options)
     return job
@@ -295,7 +268,7 @@ def _by_parts(source: Subject, target: ReadablePath, options: ConvertOptions) ->
     Raises:
         Unsupported: The parts would have no place to lie in.
     """
-    if options.to == "universal" and is_run(target):
+    if joins_run(options.to, target):
         raise Unsupported(f"{target}: is a run that is there, and parts make a folder of their own\nGive a new folder.")
     found = _publication(source, target, options)
     if not isinstance(found, LocalPublication | StorePublication):

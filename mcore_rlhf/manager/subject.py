@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unreadable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import with_role
-from mcore_rlhf.formats.registry import FORMATS
+from mcore_rlhf.formats.registry import is_model, models_in, require_folder
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
-from mcore_rlhf.storage.patience import gone, identity, patiently, settled
+from mcore_rlhf.storage.patience import looked, patiently
+from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.suggestions import did_you_mean
 
 from .run import steps
-from .run.steps import RESERVED, TRACKER, Step, tracker_text
+from .run.steps import RESERVED, Step, tracker_text
 
 if TYPE_CHECKING:
     from mcore_rlhf.execution.run import Progress
@@ -110,6 +113,7 @@ def choose(
     if step is not None:
         folder = steps.step_folder(root, step)
         if not folder.is_dir():
+            refuse_unfinished(folder)
             raise NotACheckpoint(f"{folder}: does not exist\nmcore-rlhf steps {root} lists the steps.")
         return ChosenStep(root, folder, "named")
     passed_over: list[Step] = []
@@ -163,7 +167,7 @@ def _tracked(root: ReadablePath, found: list[Step]) -> ChosenStep:
 
 def _tracker(root: ReadablePath) -> int | None:
     try:
-        text = tracker_text(root / TRACKER)
+        text = tracker_text(root)
     except (OSError, ValueError):
         return None
     return int(text) if is_number(text) else None
@@ -239,13 +243,20 @@ def find(path: ReadablePath, options: ReadOptions, chosen: ChosenStep | None = N
         NotACheckpoint: The step does not have that role.
         CheckpointError: There is no such step, or it is damaged.
     """
-    path = checkpoint_path(path, follow_links=options.follow_links)
+    given, path = path, checkpoint_path(path, follow_links=options.follow_links)
     chosen = chosen or chosen_step(path, options.step)
     if chosen is not None:
         path, options = chosen.folder, replace(options, step=None)
     found = whole_step(path, options)
     if found is None:
+        if isinstance(path, Path):  # before anything is said of a target; a store is asked once, when it is opened
+            require_folder(path, str(given))
         return Subject(path, {options.role or "": path}, options, chosen=chosen)
+    if options.step not in (None, found.step):
+        raise UsageError(
+            f"{path}: is one step, {found.step or path.name}, and --step {options.step} is wanted\n"
+            f"Leave --step out, or give the root of the run: {path.parent}"
+        )
     options = with_role(options, found.models)
     found = replace(found, options=options, chosen=chosen)
     if options.role is None:
@@ -255,7 +266,8 @@ def find(path: ReadablePath, options: ReadOptions, chosen: ChosenStep | None = N
         parts = found.manifest.parts if found.manifest is not None else ()
         own = next((part["format"] for part in parts if part["role"] == options.role), "")
         why = f"; what an engine of {own!r} saves goes back to such an engine, and is not converted" if own else ""
-        raise NotACheckpoint(f"{found.folder}: has no model of the role {options.role!r}; it has: {there}{why}")
+        hint = did_you_mean(options.role, found.models)
+        raise NotACheckpoint(f"{found.folder}: has no model of the role {options.role!r}; it has: {there}{hint}{why}")
     return found.of(options.role)
 
 
@@ -274,12 +286,7 @@ def look(path: ReadablePath, options: ReadOptions, action: Callable[[Subject], T
     path = checkpoint_path(path)
     chosen = patiently(lambda: chosen_step(path, options.step))
     folder = path if chosen is None else chosen.folder
-    if identity(folder) is None:
-        return action(find(path, options, chosen))  # which says that there is none
-    found = settled(folder, lambda: patiently(lambda: action(find(path, options, chosen))), doubted)
-    if found is None:
-        raise gone(folder)
-    return found
+    return looked(folder, lambda: patiently(lambda: action(find(path, options, chosen))), doubted)
 
 
 def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:
@@ -289,7 +296,7 @@ def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:
         Corrupt: The step is damaged; what is wrong is said.
     """
     path = checkpoint_path(path)
-    return _opened(path, options) if _is_step(path) and path.is_dir() and not _is_model(path) else None
+    return _opened(path, options) if _is_step(path) and path.is_dir() and not is_model(path) else None
 
 
 def chosen_step(
@@ -318,17 +325,13 @@ def chosen_step(
 
 
 def _is_root(path: ReadablePath) -> bool:
-    if not path.is_dir() or _is_step(path) or _is_model(path):
+    if not path.is_dir() or _is_step(path) or is_model(path):
         return False
     return any(steps.step_of(child) is not None for child in path.iterdir())
 
 
 def _is_step(path: ReadablePath) -> bool:
     return steps.step_of(path) is not None or (path / steps.MANIFEST).is_file()
-
-
-def _is_model(path: ReadablePath) -> bool:
-    return any(known.detect(path) for known in FORMATS)
 
 
 def _opened(folder: ReadablePath, options: ReadOptions) -> Subject | None:
@@ -338,11 +341,9 @@ def _opened(folder: ReadablePath, options: ReadOptions) -> Subject | None:
         raise Corrupt(
             f"{folder}: is damaged: {steps.why_not_committed(folder)}\nUse another step: mcore-rlhf steps {folder.parent}"
         )
-    models = {
-        child.name: child
-        for child in sorted(folder.iterdir())
-        if child.is_dir() and child.name not in RESERVED and _is_model(child)
-    }
+    models = models_in(folder, RESERVED)
+    if options.role and options.role not in (*models, *RESERVED) and is_model(own := folder / options.role):
+        models[options.role] = own
     number = steps.step_of(folder)
     if number is None and manifest is not None:
         number = manifest.step

@@ -4,13 +4,14 @@ table knows: value heads, adapters, new layers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mcore_rlhf.core.catalog import DType, Shape
-from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
+from mcore_rlhf.core.catalog import DType, Shape, dtype_of
+from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml, wrong_yaml
 from mcore_rlhf.errors import UsageError, shown
 
 
@@ -56,6 +57,16 @@ VOCABULARY = Partition(0, vocabulary=True)
 OWN_COPIES = Partition(0, own_copies=True)
 
 
+FP8 = frozenset(map(dtype_of, ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")))
+SCALE = re.compile(r"(.*)(_scale_inv|(?<=weight)_scale)")
+"""A scale, and the weight that is to be multiplied with it."""
+OTHERWISE_QUANTIZED = re.compile(
+    r".*(\.qweight|\.qzeros|\.g_idx|weight_packed|weight_zero_point|weight_g_idx|weight_global_scale|weight_scale_2|\.absmax"
+    r"|\.quant_map|\.quant_state\..*|\.SCB|\.W_q|_blocks)"
+)
+"""Names that stand for other ways to quantize: GPTQ, AWQ, compressed-tensors, ModelOpt, bitsandbytes, HQQ, MXFP4."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One tensor of a model.
@@ -73,6 +84,11 @@ class ParamSpec:
     dtype: DType
     partition: Partition
     trainable: bool = True
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its elements are no values by themselves, or are what others are to be multiplied with."""
+        return self.dtype in FP8 or any(names.fullmatch(self.name) for names in (SCALE, OTHERWISE_QUANTIZED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +127,11 @@ class ModelSpec:
     def shapes(self) -> dict[str, Shape]:
         """The global shape of every parameter."""
         return {param.name: param.global_shape for param in self.params}
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some of its tensors are no values by themselves."""
+        return any(param.quantized for param in self.params)
 
     def with_vocabulary(self, rows: int | None) -> dict[str, int]:
         """Every parameter whose rows are words, with that number of rows; none for None."""
@@ -182,8 +203,10 @@ def read_rules(path: Path) -> Rules:
         raise UsageError(
             f"{path}: cannot read the rules: {error.strerror}\nGive --rules the path of a YAML file."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path}: the rules are not valid YAML: {error}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: the rules are not valid YAML: {wrong_yaml(error)}") from None
     entries = document.get("rules") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise UsageError(f"{path}: expected a mapping with a list under 'rules', found {type(document).__name__}")

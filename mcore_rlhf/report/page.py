@@ -8,21 +8,28 @@ import time
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage.manifest import provenance
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import replace_text
+from mcore_rlhf.storage.publish import make_folder_of, replace_text
 
+from .saved import SavedRole
 from .shards import ShardMap
 from .timeline import RunFacts
 
 _MARK = '<meta name="generator" content="mcore-rlhf report">'
 _LOOKED_AT = 4096
+_SCRIPTS = ("base.js", "shards.js", "run.js", "metrics.js", "findings.js", "page.js")
+"""Parts of the page's script, in the order in which they stand in it; the last puts the page together."""
 
 Facts = Mapping[str, Any]
 """What another command prints with ``--json``."""
+
+
+Origin = Literal["conversion", "run", "adoption", "unknown"]
+"""What wrote a checkpoint: a conversion, a training run, ``adopt`` (files of another trainer); or its manifest does not say."""
 
 
 class Model(TypedDict, total=False):
@@ -46,13 +53,18 @@ class Conversion(TypedDict):
 
 
 class Subject(TypedDict):
-    """A step or a lone checkpoint; ``models`` by role, ``manifest`` and ``conversion`` null where there are none."""
+    """A step or a lone checkpoint; ``models`` by role, ``saved`` roles that no reader knows as models, ``metrics`` of the step;
+    ``manifest``, ``origin`` and ``conversion`` null where there are none.
+    """
 
     label: str
     path: str
     models: dict[str, Model]
     manifest: Facts | None
+    origin: Origin | None
     conversion: Conversion | None
+    saved: list[SavedRole]
+    metrics: dict[str, float]
     step_verdict: Facts | None
 
 
@@ -93,7 +105,7 @@ def rendered(title: str, data: str) -> str:
     """
     # In a script's text only "<" could end it; as an escape it is the same JSON.
     parts = {"TITLE": html.escape(title), "DATA": data.replace("<", "\\u003c")}
-    text = _text("page.html").replace("@CSS@", _text("page.css")).replace("@JS@", _text("page.js"))
+    text = _text("page.html").replace("@CSS@", _text("page.css")).replace("@JS@", "".join(map(_text, _SCRIPTS)))
     before, _, rest = text.partition("@TITLE@")
     middle, _, after = rest.partition("@DATA@")
     return f"{before}{parts['TITLE']}{middle}{parts['DATA']}{after}"
@@ -114,6 +126,7 @@ def write(path: Path, title: str, page: Any) -> None:
     if path.is_dir() or (path.exists() and not _is_ours(path)):
         raise UsageError(f"{path}: exists, and is no page of mcore-rlhf report\nGive another name with -o.")
     text = json.dumps(page, allow_nan=False, separators=(",", ":"))
+    make_folder_of(path)
     replace_text(path, rendered(title, text), fsync=False)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from mcore_rlhf.core.catalog import Box, Shape, TensorEntry, TensorName
 from mcore_rlhf.families.megatron.arguments import Arguments
@@ -20,6 +20,8 @@ from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 
 _NUMBER = re.compile(r"(?<=\.)\d{1,18}(?=\.|$)|(?<=\.weight)\d{1,18}$|(?<=\.bias)\d{1,18}$")
 _PLACE = "{}"
+_LAYER = re.compile(r"(?:^|[._])(?:layers?|blocks?|h)\.$")
+_EXPERT = re.compile(r"experts\.(?:$|.+\.(?:weight|bias)$)")
 _ALIKE = 32
 """Drawings of one pattern that are kept: flat buffers are cut at other places in every layer."""
 _BOXES = 60_000
@@ -28,6 +30,8 @@ _BOXES = 60_000
 _COUNTS = ("tensors", "chunks", "replicas", "bytes", "replica_bytes")
 Span = tuple[int, int]
 """First and last of consecutive numbers."""
+Place = Literal["layer", "expert", "number"]
+"""What a number in a name is."""
 
 
 class Rectangle(TypedDict):
@@ -59,13 +63,16 @@ class Held(TypedDict):
 class Drawing(TypedDict):
     """Tensors that are cut alike.
 
-    ``pattern`` is their name, with ``{}`` for layer and expert numbers; ``fused`` are the blocks of which the dimension ``dim``
+    ``pattern`` is their name, with ``{}`` for layer and expert numbers, which ``places`` says of each; ``experts`` is the dimension
+    along which the experts of a layer lie, where they are one tensor, or null; ``fused`` are the blocks of which the dimension ``dim``
     is made, with their lengths, ``periods`` times one after another (``linear_qkv``: as many as query groups); ``padding`` is the
     first row behind the true vocabulary, or null; ``step`` says that rectangles hold every so-many-th element alone; ``omitted``
     counts rectangles that were left out.
     """
 
     pattern: str
+    places: list[Place]
+    experts: int | None
     shape: list[int]
     partition: str | None
     dim: int | None
@@ -118,6 +125,22 @@ def pattern_of(param: str) -> tuple[str, tuple[int, ...]]:
     """A parameter's name with ``{}`` for its numbers, and the numbers: layer first, then expert."""
     numbers = tuple(int(found) for found in _NUMBER.findall(param))
     return _NUMBER.sub(_PLACE, param), numbers
+
+
+def places_of(pattern: str) -> list[Place]:
+    """What each ``{}`` of a pattern stands for, by what stands before it: ``experts.{}``, and ``experts.linear_fc1.weight{}``."""
+    before, found = "", list[Place]()
+    for text in pattern.split(_PLACE)[:-1]:
+        before += text
+        found.append("expert" if _EXPERT.search(text) else "layer" if _LAYER.search(before) else "number")
+    return found
+
+
+def _stacked(pattern: str, shape: Shape, model: ModelSpec) -> int | None:
+    """The dimension of which every index is an expert: that of the layers may stand before it."""
+    if not model.num_experts or "experts." not in pattern or "expert" in places_of(pattern):
+        return None
+    return next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == model.num_experts), None)
 
 
 def spans(numbers: Iterable[int]) -> list[Span]:
@@ -225,6 +248,8 @@ def _drawing(drawn: _Drawn, model: ModelSpec, args: Arguments) -> Drawing:
     padding = model.vocab_size if padded and (model.vocab_size or 0) < shape[0] else None
     return {
         "pattern": drawn.pattern,
+        "places": places_of(drawn.pattern),
+        "experts": _stacked(drawn.pattern, shape, model),
         "shape": list(shape),
         "partition": None if partition is None else str(partition),
         "dim": None if partition is None else partition.dim,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from calendar import timegm
@@ -15,12 +14,15 @@ from mcore_rlhf.manager.run.events import EVENTS_NAME
 from mcore_rlhf.manager.run.steps import Step, read_manifest
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.reading import parse_json, read_text
 
 _NO_HISTORY = (
     "The run keeps no history, so that this is what its steps alone tell: failures, resumes and steps that were deleted left no trace. "
     f"on_event=EventLog(root / “{EVENTS_NAME}”) keeps one from now on."
 )
 _MICRO = 1e6
+_COMMITTING = 2.0
+"""Seconds from the beginning of a manifest's own second until the event of its commit."""
 
 
 class StepOnTime(TypedDict, total=False):
@@ -31,6 +33,7 @@ class StepOnTime(TypedDict, total=False):
     step: int
     state: str
     bytes: int
+    metrics: dict[str, float]
     began_at: float | None
     committed_at: float | None
     save_seconds: float | None
@@ -75,6 +78,7 @@ def run_facts(root: Path, listed: Sequence[Step], told: Sequence[Mapping[str, An
     path = events if events is not None else root / EVENTS_NAME
     found = _events(path) if events is not None or path.is_file() else None
     steps = [_on_time(step, facts) for step, facts in zip(listed, told, strict=True)]
+    _sharpen(steps, found or [])
     return {
         "root": str(root),
         "steps": steps,
@@ -133,6 +137,25 @@ def _on_time(step: Step, told: Mapping[str, Any]) -> StepOnTime:
     return on_time
 
 
+def _sharpen(steps: Sequence[StepOnTime], events: Sequence[Happened]) -> None:
+    """Take the times of commits from events: a manifest's are whole seconds, into which several saves may fall.
+
+    A step that was saved again has several commits; the one that lies in the manifest's second, or just behind it, is its own.
+    """
+    commits: dict[int | None, list[float]] = {}
+    for event in events:
+        if event["kind"] == "commit":
+            commits.setdefault(event["step"], []).append(event["time"])
+    for step in steps:
+        said, saved = step["committed_at"], step["save_seconds"]
+        if said is None:
+            continue
+        own = [at for at in commits.get(step["step"], ()) if 0 <= at - said < _COMMITTING]
+        if own:
+            step["committed_at"] = own[0]
+            step["began_at"] = None if saved is None else own[0] - saved
+
+
 def _number(manifest: Manifest, name: str) -> float | None:
     value = manifest.report.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"):
@@ -155,14 +178,14 @@ def _median(values: Any) -> float | None:
 def _events(path: Path) -> list[Happened]:
     """The events of a file, oldest first; a last line that was cut off by a crash is passed over."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = read_text(path, errors="replace").splitlines(keepends=True)
     except OSError as error:
         raise storage_error(error, path, "read") from error
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_event(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
+            found.append(_event(parse_json(line)))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise UsageError(

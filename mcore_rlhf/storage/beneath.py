@@ -15,13 +15,15 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import BinaryIO
 
-from .paths import canonical, pwrite_all
+from .paths import canonical, pwrite_all, storage_error
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -306,6 +308,38 @@ def copy_file(source: Path, target: Path) -> None:
 def scratch_folder(prefix: str) -> Path:
     """A new folder for this user alone, where the system keeps what is there for a while."""
     return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+class Scratch:
+    """Bytes of our own for the time of a process: in memory while they are few, then in a file that has no name. For several threads."""
+
+    def __init__(self, in_memory: int) -> None:
+        self._file = tempfile.SpooledTemporaryFile(in_memory)  # noqa: SIM115  # lives as long as this does
+        self._lock = threading.Lock()
+        self._end = 0
+        weakref.finalize(self, self._file.close)
+
+    def add(self, data: bytes) -> int:
+        """Put bytes behind the others; where they begin.
+
+        Raises:
+            StorageError: They do not fit where the system keeps such files.
+        """
+        with self._lock:
+            at = self._end
+            try:
+                self._file.seek(at)
+                self._file.write(data)
+            except OSError as error:
+                raise storage_error(error, Path(tempfile.gettempdir()), "keep a plan") from error
+            self._end = at + len(data)
+            return at
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes that were put there."""
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.read(nbytes)
 
 
 def is_own(folder: Path, uid: int) -> bool:

@@ -19,6 +19,18 @@ CONTAINERS: tuple[type[Container], ...] = (Safetensors, Pt, Distcp, Raw)
 """Those that know a file by its name first; no two have a suffix in common."""
 
 
+def container_of(name: str) -> type[Container]:
+    """The container of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for container in CONTAINERS:
+        if container.name == name:
+            return container
+    raise ValueError(f"no kind of file is called {name!r:.60}")
+
+
 def open_tensors(root: ReadablePath, file: str, stubs: Collection[str] = ()) -> OpenedFile:
     """Open a file of tensors, whatever its kind. No byte of a tensor is read, and nothing of it is run.
 

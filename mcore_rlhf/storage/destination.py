@@ -5,6 +5,8 @@ Who makes a checkpoint asks a :class:`Publication` for writers and commits a man
 
 from __future__ import annotations
 
+import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,14 +28,22 @@ from .record_file import Layout, Raw, RecordFile
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from .notes import Notes
+
 _PIECE_NBYTES = 1 << 20
+WENT_ON = ", which a process left that was killed"
 
 
 def _unheard(_nbytes: int) -> None:
     """Nobody wants to know."""
 
 
-def _check(what: str | ReadablePath, found: FileEntry, expected: FileEntry | None) -> None:
+def check_entry(what: str | ReadablePath, found: FileEntry, expected: FileEntry | None) -> None:
+    """Hold a file against what a manifest says of it.
+
+    Raises:
+        Corrupt: It is something else.
+    """
     if expected is None or found == expected:
         return
     if found.nbytes != expected.nbytes:
@@ -173,13 +183,13 @@ class Destination(ABC):
     ) -> FileEntry:
         if isinstance(content, str | bytes):
             head = content.encode() if isinstance(content, str) else content
-            _check(file, FileEntry(len(head), crc32(head)), expected)
+            check_entry(file, FileEntry(len(head), crc32(head)), expected)
             with self._writer(file, Raw(head=head).layout(file)) as writer:
                 return writer.finish({})
         try:
             with open_bytes(content) as there:
                 if expected is not None:  # before it is read
-                    _check(content, FileEntry(there.nbytes, expected.crc32), expected)
+                    check_entry(content, FileEntry(there.nbytes, expected.crc32), expected)
                 layout = Raw([Record(file, "all", UINT8, there.nbytes, 0)]).layout(file)
                 with self._writer(file, layout) as writer:
                     at, crc = 0, 0
@@ -193,7 +203,7 @@ class Destination(ABC):
                             f"{content!s}: has changed while it was copied: {there.nbytes} bytes, then {at}\n"
                             "Is another program still writing it? Try again when it is done."
                         )
-                    _check(content, FileEntry(at, crc), expected)
+                    check_entry(content, FileEntry(at, crc), expected)
                     return writer.finish({"all": crc})
         except OSError as error:
             raise storage_error(error, content, "copy") from error
@@ -210,6 +220,15 @@ class Destination(ABC):
             StorageError: It cannot be read.
         """
         return self._again(canonical(file, self._place()[0]))
+
+    def versions(self) -> Mapping[str, tuple[int, str]]:
+        """Length and version of every file that is there as a whole, by path."""
+        return {}
+
+    def version(self, file: str) -> str:
+        """What tells a file, which has just been written, from what is put in its place; empty where nothing does."""
+        del file
+        return ""
 
 
 @dataclass(slots=True)
@@ -256,6 +275,25 @@ class LocalFolder(Destination):
         except OSError as error:
             raise storage_error(error, self.root / file, "read") from error
 
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """See :meth:`Destination.versions`."""
+        found: dict[str, tuple[int, str]] = {}
+        for parent, _, names in os.walk(self.root):
+            for path in (Path(parent, name) for name in names):
+                facts = path.lstat()
+                if stat.S_ISREG(facts.st_mode):
+                    found[path.relative_to(self.root).as_posix()] = facts.st_size, _version(facts)
+        return found
+
+    def version(self, file: str) -> str:
+        """See :meth:`Destination.version`."""
+        return _version((self.root / file).lstat())
+
+
+def _version(facts: os.stat_result) -> str:
+    """``ctime`` is the time that nobody can set back."""
+    return str(facts.st_ctime_ns)
+
 
 class Publication(Destination):
     """A folder that appears at its target as a whole or not at all. Use it in a ``with`` block.
@@ -284,26 +322,32 @@ class Publication(Destination):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def resume(self, why_not: Callable[[Path], str]) -> Path | None:
+    @property
+    def left(self) -> str:
+        """Where what is finished stays, for a message."""
+        return f"in {self._place()[0]}"
+
+    def resume(self, plan: str, why_not: Callable[[Notes], str]) -> Notes | None:
         """Go on in what a process left that was killed, if that can be; what else dead ones left is cleaned up.
 
         Args:
-            why_not: Says of a journal why nobody can go on with it; nothing where one can.
+            plan: What tells the plan from all others.
+            why_not: Says of notes why nobody can go on with them; nothing where one can.
 
         Returns:
-            Where the journal stands, or shall stand; None where none is kept.
+            The notes of what is finished, as far as that is known; None where none are kept.
         """
-        del why_not
+        del plan, why_not
         return None
 
-    def keep(self, files: Mapping[str, int]) -> set[str]:
-        """Of what a journal lists, what is there; everything else in the half-written folder is removed.
+    def keep(self, noted: Mapping[str, tuple[int, str]]) -> set[str]:
+        """Of what is noted as finished, what is still there as it was; everything else in a half-written folder is removed.
 
         Args:
-            files: Length of each file, by path.
+            noted: Length and version of each file, by path.
         """
-        del files
-        return set()
+        there = self.versions()
+        return {name for name, told in noted.items() if told[1] and there.get(name) == told}
 
     @final
     def take(self, file: Path, name: str) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.account import Reason
 
-from ..errors import Problems, Untrusted
+from ..errors import Problems, StorageError, Unreadable, Untrusted
 from .links import enclose, require_inside
+from .nested import calls_of_file
 from .paths import ReadablePath
 from .publish import MANIFEST_NAME
 
@@ -51,11 +52,13 @@ class Carried:
         folder: The folder.
         found: All of them, and those that stay behind.
         texts: What takes the place of some, by path.
+        of_model: Whether the folder is a model's own, so that these are all files which no reader opened.
     """
 
     folder: ReadablePath
     found: tuple[Leftover, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
+    of_model: bool = False
 
     @property
     def files(self) -> dict[str, ReadablePath]:
@@ -74,10 +77,19 @@ _WEIGHTS = frozenset(
 _NO_WEIGHTS = re.compile(r"(training_args|tokenizer.*|vocab.*)\.bin")
 """Names with such an ending that hold none. Source: transformers 5.23.0, ``trainer.py`` (``TRAINING_ARGS_NAME``)."""
 _INDEX = re.compile(r".*\.(safetensors|bin|h5|msgpack)\.index(\..+)?\.json")
-_TRAINER = re.compile(
-    r"(optimizer|optim|scheduler|scaler|rng_state|random_states)([_.-].*)?\.(pt|pth|bin|pkl|safetensors)"
-)
-"""Source: transformers 5.23.0, ``trainer.py`` (``OPTIMIZER_NAME``, …); accelerate 1.12, ``utils/constants.py``."""
+OPTIMIZER, COUNTERS = "the optimizer", "trainer_state.json"
+WITH_OPTIMIZER = (OPTIMIZER, "the learning-rate scheduler", "the loss scaler")
+"""What goes with the optimizer where that is left out."""
+_OF_TRAINERS = {
+    r"(optimizer|optim)([_.-].*)?\.(pt|pth|bin|pkl|safetensors)|.*_optim_states\.pt": OPTIMIZER,
+    r"scheduler([_.-].*)?\.(pt|pth|bin|pkl|safetensors)": WITH_OPTIMIZER[1],
+    r"scaler([_.-].*)?\.(pt|pth|bin|pkl|safetensors)": WITH_OPTIMIZER[2],
+    r"(rng_state|random_states)([_.-].*)?\.(pt|pth|bin|pkl|safetensors)": "random states of a rank",
+    r"(sampler|dl_state_dict)(_\d+)?\.bin": "the data loader's position",
+    re.escape(COUNTERS): "the trainer's counters",
+}
+"""Source: transformers 5.23.0, ``trainer.py`` (``OPTIMIZER_NAME``, …), ``trainer_callback.py``; accelerate 1.15.0, ``utils/constants.py``,
+``checkpointing.py``; DeepSpeed 0.19.8, ``runtime/engine.py`` (``_get_zero_ckpt_name``)."""
 _TRAINER_FOLDER = re.compile(r"(optimizer|optim)(_\d+)?")
 _FOREIGN_FOLDERS = frozenset(
     {".git", ".hg", ".svn", ".dvc", ".cache", ".huggingface", ".locks", "__pycache__", ".ipynb_checkpoints"}
@@ -85,8 +97,8 @@ _FOREIGN_FOLDERS = frozenset(
 _FOREIGN_FILES = frozenset({".gitattributes", ".gitignore", ".gitmodules", ".lfsconfig", ".dvcignore", ".DS_Store"})
 
 
-def leftovers(folder: ReadablePath, opened: Collection[str]) -> tuple[Leftover, ...]:
-    """Every file of a folder that no reader opened, in order of path; nothing is read of any of them.
+def leftovers(folder: ReadablePath, opened: Collection[str], stubs: Collection[str] = ()) -> tuple[Leftover, ...]:
+    """Every file of a folder that no reader opened, in order of path. Those that would go along, and might be pickles, are looked into.
 
     Our own manifest counts as opened: it is about the folder, and is written anew.
 
@@ -94,6 +106,7 @@ def leftovers(folder: ReadablePath, opened: Collection[str]) -> tuple[Leftover, 
         folder: The checkpoint's folder, with all that lies below it. Links to files are followed where :mod:`.links` lets them lead,
             those to folders are not.
         opened: Paths of the files that were opened, relative to the folder, with ``/``.
+        stubs: Full names of classes that pickles among them may make, besides those on the closed list.
 
     Raises:
         Untrusted: Files that would go along are links that lead out of the folder; all of them.
@@ -109,17 +122,31 @@ def leftovers(folder: ReadablePath, opened: Collection[str]) -> tuple[Leftover, 
             reason = Reason.TOO_MANY
         if reason is None:
             carried += 1
-            _look_where_it_leads(folder / path, problems)
+            reason = look_into(folder / path, stubs, problems)
         found.append(Leftover(path, nbytes, reason))
     problems.raise_if_any()
     return tuple(found)
 
 
-def _look_where_it_leads(file: ReadablePath, problems: Problems) -> None:
+def look_into(
+    file: ReadablePath, stubs: Collection[str], problems: Problems, *, beside: Path | None = None
+) -> Reason | None:
+    """Why a file stays behind: where it leads, and whether whoever unpickles it would run what we do not know.
+
+    Args:
+        file: It.
+        stubs: Full names of classes that it may make, besides those on the closed list.
+        problems: Told of a link that leads elsewhere.
+        beside: See :func:`.links.require_inside`.
+    """
     try:
-        require_inside(file)
+        require_inside(file, beside=beside)
+        return Reason.CALLS if calls_of_file(file, stubs) else None
     except Untrusted as error:
         problems.add_error(error)
+        return None
+    except (StorageError, Unreadable):
+        return Reason.UNREADABLE
 
 
 def reason_of_name(path: str) -> Reason | None:
@@ -133,12 +160,24 @@ def reason_of_name(path: str) -> Reason | None:
         return Reason.ODD_NAME
     if name in _FOREIGN_FILES or not _FOREIGN_FOLDERS.isdisjoint((*folders, name)):
         return Reason.VERSION_CONTROL
-    if _TRAINER.fullmatch(name) or any(map(_TRAINER_FOLDER.fullmatch, folders)):
+    if name != COUNTERS and of_trainer(path):  # which is text, and goes along
         return Reason.TRAINER
     ending = PurePosixPath(name).suffix or name  # ``.metadata`` is all ending
     if _INDEX.fullmatch(name) or (ending in _WEIGHTS and not _NO_WEIGHTS.fullmatch(name)):
         return Reason.WEIGHTS
     return None
+
+
+def of_trainer(path: str) -> str:
+    """What of a trainer's state a file holds, by its name; empty where it holds none.
+
+    Args:
+        path: Relative to the checkpoint's folder, with ``/``.
+    """
+    *folders, name = PurePosixPath(path).parts
+    if any(map(_TRAINER_FOLDER.fullmatch, folders)):
+        return OPTIMIZER
+    return next((what for pattern, what in _OF_TRAINERS.items() if re.fullmatch(pattern, name)), "")
 
 
 def _paths(folder: ReadablePath) -> Iterator[str]:

@@ -64,12 +64,13 @@ def followed(root: ReadablePath) -> Mapping[str, str]:
     return {} if fence is None else {path: real for path, real in fence.followed.items() if path.startswith(below)}
 
 
-def require_inside(path: ReadablePath, fd: int = -1) -> None:
+def require_inside(path: ReadablePath, fd: int = -1, *, beside: Path | None = None) -> None:
     """Refuse a file that a link out of the folder that the user named led to.
 
     Args:
         path: How it was found.
         fd: The file, open; without, it is asked of the path.
+        beside: A folder with it that the user need not have named, as it holds more than what was: no link below it is followed then.
 
     Raises:
         Untrusted: It lies elsewhere.
@@ -80,12 +81,20 @@ def require_inside(path: ReadablePath, fd: int = -1) -> None:
     if real == named:
         return
     fence = _fence_of(named)
+    if (
+        fence is None
+        and beside is not None
+        and real != os.path.realpath(beside) + named[len(os.path.abspath(beside)) :]
+    ):
+        raise Untrusted(
+            f"{path}: a symbolic link beside what was named, to {real}\nName {beside} if that is yours too."
+        )
     if fence is None or fence.lets(real):
         return
     if not fence.follow:
         raise Untrusted(
-            f"{path}: a symbolic link leads out of {fence.root}, to {real}\n"
-            "A checkpoint can so bring in any file of its reader's. If you know the link: --follow-links."
+            f"{path}: a symbolic link leads out of {fence.root}, to {real}; followed with --follow-links, of a run with follow_links=True\n"
+            "A checkpoint can so bring in any file of its reader's: know the link first."
         )
     fence.followed[named] = real
 
@@ -110,13 +119,9 @@ def _fence_of(path: str) -> _Fence | None:
 
 
 def _blobs(root: str) -> list[str]:
-    """The blobs of a hub's cache, of the model whose snapshot a folder is or lies in."""
+    """The blobs of a hub's cache, of the model whose snapshot a folder is or lies in: the folder itself, and not what a link says is it."""
     parts = root.split("/")
     if _SNAPSHOTS not in parts:
         return []
     at = len(parts) - 1 - parts[::-1].index(_SNAPSHOTS)
-    return (
-        [os.path.realpath("/".join([*parts[:at], _BLOBS]))]
-        if parts[at - 1].startswith(("models--", "datasets--"))
-        else []
-    )
+    return ["/".join([*parts[:at], _BLOBS])] if parts[at - 1].startswith(("models--", "datasets--")) else []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .. import __version__
-from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
+from ..errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported, shown
 from ..installation import to_upgrade
 from . import reading
 from .checksum import crc32
@@ -24,7 +24,7 @@ from .patience import patiently
 
 FORMAT = "mcore_rlhf"
 VERSION = 2
-"""Of manifests that name a prefix; without one they are of version 1, which older releases read."""
+"""Of manifests that name a prefix; without one they are of version 1."""
 PREFIX = ".tx-"
 """What the names of such folders begin with; the transaction's id follows."""
 CHECKSUM = "crc32"
@@ -122,7 +122,10 @@ class Manifest:
         try:
             files = {canonical(str(path), where): _entry(entry) for path, entry in content["files"].items()}
             parts = tuple({**part} for part in content["parts"])
-            kept = {name: content[name] for name in ("step", "transaction", "lossless")}
+            kept = {name: _typed(content, name, kinds) for name, kinds in _KINDS.items()}
+            for part in parts:
+                if "role" in part:  # it becomes a folder's name
+                    canonical(_typed(part, "role", (str,)), where, "role", parts=1)
             report = {**content.get("report", {})}
             prefix = content.get("prefix", "")
             if prefix and not _PREFIX.fullmatch(prefix):
@@ -146,6 +149,21 @@ class Manifest:
         except OSError as error:
             raise cannot_open(error, path) from error
         return cls.from_json(text, str(path))
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "step": (int, type(None)),
+    "transaction": (str,),
+    "lossless": (bool, type(None)),
+}
+
+
+def _typed(content: Mapping[str, Any], name: str, kinds: tuple[type, ...]) -> Any:
+    """A field whose value stands in names of files and messages."""
+    value = content[name]
+    if type(value) not in kinds or (type(value) is int and not 0 <= value < 10**18):
+        raise TypeError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, not {shown(value)}")
+    return value
 
 
 def _own_crc(content: Mapping[str, object]) -> int:

@@ -1,7 +1,7 @@
 """Checkpoints in object stores, read by ranges: S3, Google Cloud Storage, Azure, and what speaks the same protocols.
 
-The requests are obstore's (Rust's object_store): signed, retried with jitter on 5xx, resets and time-outs, one connection pool for
-all threads. What stands here is what a checkpoint's reader knows and it does not: a folder is listed once; a file's two ends are
+The requests are obstore's (Rust's object_store): signed, one connection pool for all threads; for how long they are made again says
+:mod:`.requests`. What stands here is what a checkpoint's reader knows and it does not: a folder is listed once; a file's two ends are
 fetched once and kept; an object that changes while it is read is an error, never a mixture of two; and what :mod:`.upload`
 published lies below the prefix that its manifest names, which no reader notices.
 
@@ -10,13 +10,14 @@ Source: obstore 0.12.1 (https://developmentseed.org/obstore); object_store's ``G
 
 from __future__ import annotations
 
-import errno
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
-from functools import lru_cache
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -25,8 +26,10 @@ from ..errors import NotACheckpoint, StorageError, UsageError
 from ..installation import to_install
 from .fetched import FetchingStore
 from .manifest import PREFIX, Manifest
+from .notes import Notes
 from .publish import MANIFEST_NAME
-from .settings import SCHEMES, SETTINGS, StoreSettings, redacted, stores_with
+from .requests import OF_REQUESTS, Requests, is_refusal, said
+from .settings import SETTINGS, StoreSettings, redacted, stores_with
 from .store import Store, StorePath
 
 if TYPE_CHECKING:
@@ -38,19 +41,7 @@ MANIFESTS = (MANIFEST_NAME, "manifest.json")
 BESIDE = (*MANIFESTS, "quarantined.json")
 """What lies in a published folder itself, and not below its prefix."""
 
-_ADVICE = {
-    "NoSuchBucket|ContainerNotFound": "Check the bucket's name, and the endpoint (AWS_ENDPOINT_URL, or --store-option endpoint=…).",
-    "without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed": (
-        "The bucket lies in another region: name that one, by AWS_REGION or --store-option region=…"
-    ),
-    "RequestTimeTooSkewed|RequestExpired": "Requests are signed with the time, and this machine's clock is wrong: set it, and try again.",
-    "ExpiredToken": "The credentials are too old: get new ones, and try again.",
-    "SlowDown|status code: (503|429)|ServerBusy": (
-        "The store is busy; it was asked again, with growing pauses. Try again later, or with fewer --connections."
-    ),
-}
-"""What helps, by what a store says. Source: Amazon S3, API reference, Error responses; object_store 0.12, ``client/retry.rs``
-(redirects); Azure, Blob service error codes."""
+_WHILE_BUSY_S = (0.1, 0.5, 2.0)
 
 _MOST_COPIED = 5 << 30
 """Bytes that a store copies by itself. Source: Amazon S3, API reference, CopyObject."""
@@ -67,26 +58,25 @@ class ObjectStore(FetchingStore):
     """One bucket or container.
 
     Args:
-        url: What paths begin with in messages: ``s3://bucket/``.
-        client: Makes the requests; its keys count from the bucket's top.
+        requests: Makes the requests; keys count from the bucket's top.
         root: What the user named in it. Above it nobody may have the right to look, which means that nothing is there.
     """
 
-    def __init__(self, url: str, client: Client, root: str = "") -> None:
+    def __init__(self, requests: Requests, root: str = "") -> None:
         self.settings = SETTINGS.get()
         super().__init__(self.settings.connections)
-        self.url, self.client, self.root = url, client, root
+        self.requests, self.root = requests, root
         self._folders: dict[str, dict[str, int | None]] = {}
         self._tags: dict[str, tuple[int, str | None]] = {}
         self._prefixes: dict[str, str] = {}
         self._answers = False
 
     def __str__(self) -> str:
-        return self.url
+        return self.requests.url
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: the same store, asked in the same way, of which nothing is known yet."""
-        return _reopened, (self.url, self.root, self.settings)
+        return _reopened, (self.requests.url, self.root, self.settings)
 
     def listed(self, folder: str) -> Mapping[str, int | None]:
         """See :meth:`Store.listed`; asked of the store once, in as many pages as it takes.
@@ -113,7 +103,7 @@ class ObjectStore(FetchingStore):
 
         key = f"{folder}/{PREFIX}nothing-{os.urandom(4).hex()}".lstrip("/")
         with suppress(FileNotFoundError, BaseError):
-            _obstore().head(self.client, key)
+            self.requests.patiently(lambda: _obstore().head(self.requests.client, key))
             raise StorageError(
                 f"{self}{key}: is found, though nobody has put it there: what answers is no object store.\n"
                 "Does the endpoint (AWS_ENDPOINT_URL, or --store-option endpoint=…) name a web page, such as the store's console?"
@@ -146,11 +136,11 @@ class ObjectStore(FetchingStore):
         return {name: nbytes for name, nbytes in names.items() if not name.startswith(PREFIX)}
 
     def _real(self, path: str) -> str:
-        """Where a path lies: below the prefix of the published folder that it is in, if it is in one."""
+        """Where a path lies: below the prefix of the published folder that it is in, if it is in one, and names none itself."""
         for folder in (path, *map(str, PurePosixPath(path).parents)):
             prefix = self._prefixes.get(folder)
             below = path[len(folder) + 1 :]
-            if prefix is not None and below not in BESIDE:
+            if prefix is not None and below not in BESIDE and not below.startswith(PREFIX):
                 return f"{folder}/{prefix}/{below}".rstrip("/")
         return path
 
@@ -164,18 +154,21 @@ class ObjectStore(FetchingStore):
         self._folders.clear()
         self._tags.clear()
         self._prefixes.clear()
+        self.requests.forgive()
         self.drop()
 
     def _list(self, folder: str) -> Any:
         from obstore.exceptions import BaseError
 
-        with self.asking(folder, "list"):
+        def ask(client: Client) -> Any:
             try:
-                return _obstore().list_with_delimiter(self.client, folder or None)
+                return _obstore().list_with_delimiter(client, folder or None)
             except BaseError as error:
-                if PurePosixPath(folder).is_relative_to(self.root) or not _is_refusal(error):
+                if PurePosixPath(folder).is_relative_to(self.root) or not is_refusal(error):
                     raise
                 return {"common_prefixes": [], "objects": []}
+
+        return self.requests.ask(folder, "list", ask)
 
     def size(self, path: str) -> int | None:
         """See :meth:`Store.size`: what the listing of its folder says."""
@@ -206,22 +199,25 @@ class ObjectStore(FetchingStore):
         return self._tags[self._real(path)][1] or ""
 
     def _ask_length(self, key: str) -> None:
-        with self.asking(key, "read"):
-            found = _obstore().head(self.client, key)
+        found = self.requests.ask(key, "read", lambda client: _obstore().head(client, key))
         self._tags[key] = found["size"], found["e_tag"]
 
-    def version_now(self, key: str) -> str:
-        """The ETag of an object that has just been written."""
+    def written(self, key: str) -> tuple[int, str]:
+        """Length and ETag of an object that has just been written."""
         self._ask_length(key)
-        return self._tags.pop(key)[1] or ""
+        nbytes, e_tag = self._tags.pop(key)
+        return nbytes, e_tag or ""
 
     def fetch(self, file: str, start: int, stop: int) -> bytes:
         """See :meth:`FetchingStore.fetch`; asks for the version that the listing named."""
         file = self._real(file)
         tag = self._tags[file][1]
-        with self.asking(file, "read"):
-            answer = _obstore().get(self.client, file, options={"range": (start, stop), "if_match": tag})
+
+        def ask(client: Client) -> bytes:
+            answer = _obstore().get(client, file, options={"range": (start, stop), "if_match": tag})
             return bytes(answer.bytes())
+
+        return self.requests.ask(file, "read", ask)
 
     def read_whole(self, key: str) -> tuple[bytes, Tag] | None:
         """A small object as it is now, with its tag; None where there is none.
@@ -229,15 +225,23 @@ class ObjectStore(FetchingStore):
         Raises:
             StorageError: The store refuses, or cannot be reached.
         """
+
+        def ask(client: Client) -> tuple[bytes, Tag]:
+            answer = _obstore().get(client, key)
+            return bytes(answer.bytes()), Tag(answer.meta["e_tag"], answer.meta["version"])
+
         try:
-            with self.asking(key, "read"):
-                answer = _obstore().get(self.client, key)
-                return bytes(answer.bytes()), Tag(answer.meta["e_tag"], answer.meta["version"])
+            return self.requests.ask(key, "read", ask)
         except FileNotFoundError:
             return None
 
     def put_if(self, key: str, data: bytes, tag: Tag | None) -> Tag | None:
         """Put a small object if nothing is there (None), or what is there has that tag.
+
+        Args:
+            key: Its key.
+            data: Bytes that nobody else puts there: by them a put is known whose answer was lost.
+            tag: Of what may be replaced.
 
         Returns:
             The new object's tag; None where something else is there.
@@ -245,20 +249,12 @@ class ObjectStore(FetchingStore):
         Raises:
             StorageError: The store refuses, cannot be reached, or keeps no conditions.
         """
-        from obstore import exceptions as refused
+        from obstore.exceptions import NotSupportedError
 
-        mode: Any = (
-            "create" if tag is None else {name: value for name, value in tag._asdict().items() if value is not None}
-        )
         try:
-            with self.asking(key, "write"):
-                try:
-                    put = _obstore().put(self.client, key, data, mode=mode, use_multipart=False)
-                    return Tag(put["e_tag"], put["version"])
-                except (refused.AlreadyExistsError, refused.PreconditionError, refused.NotFoundError):
-                    return None
+            return self.requests.ask(key, "write", _Condition(self, key, data, tag))
         except StorageError as error:
-            if isinstance(error.__cause__, refused.NotSupportedError) or "501 Not Implemented" in str(error.__cause__):
+            if isinstance(error.__cause__, NotSupportedError) or "501 Not Implemented" in str(error.__cause__):
                 raise StorageError(
                     f"{self}{key}: the store has no conditional puts, by which one of two writers would win.\n{said(error.__cause__)}\n"
                     "Use one that has: S3, Google Cloud Storage, Azure, MinIO, R2. Or write to a local folder, and copy it."
@@ -267,77 +263,127 @@ class ObjectStore(FetchingStore):
 
     def put(self, key: str, data: bytes) -> None:
         """Put a small object, whatever is there."""
-        with self.asking(key, "write"):
-            _obstore().put(self.client, key, data, use_multipart=False)
+        self.requests.ask(key, "write", lambda client: _obstore().put(client, key, data, use_multipart=False))
 
     def open_writer(self, key: str, part_nbytes: int, at_a_time: int) -> Any:
         """Begin an object that is sent in parts as it is written."""
-        return _obstore().open_writer(self.client, key, buffer_size=part_nbytes, max_concurrency=at_a_time)
+        sender = self.requests.sender
+        return _obstore().open_writer(sender, key, buffer_size=part_nbytes, max_concurrency=at_a_time)
 
     def send(self, key: str, file: Path, part_nbytes: int, at_a_time: int) -> None:
         """Send a local file."""
-        with self.asking(key, "write"):
-            _obstore().put(self.client, key, file, chunk_size=part_nbytes, max_concurrency=at_a_time)
+        with self.requests.asking(key, "write"):
+            _obstore().put(self.requests.sender, key, file, chunk_size=part_nbytes, max_concurrency=at_a_time)
 
     def copy(self, key: str, to: str, part_nbytes: int, at_a_time: int) -> None:
         """Copy an object: by the store itself, up to the size at which that ends; what is larger passes through here."""
-        with self.asking(to, "write"):
-            if self.length(key) <= _MOST_COPIED:
-                _obstore().copy(self.client, key, to)
-            else:
-                there = _obstore().get(self.client, key).stream(min_chunk_size=part_nbytes)
-                _obstore().put(self.client, to, there, chunk_size=part_nbytes, max_concurrency=at_a_time)
+        nbytes = self.length(key)
+        if nbytes <= _MOST_COPIED:
+            with self.requests.asking(to, "write"):
+                _obstore().copy(self.requests.sender, key, to)
+            return
+        with self.open_writer(to, part_nbytes, at_a_time) as writer:
+            for start in range(0, nbytes, part_nbytes):
+                data = self.fetch(key, start, min(start + part_nbytes, nbytes))
+                with self.requests.asking(to, "write"):
+                    writer.write(data)
 
     def objects(self, folder: str) -> list[Any]:
         """All objects below a folder, at any depth, whatever they are: ``path``, ``size``, ``last_modified``."""
-        with self.asking(folder, "list"):
-            return [item for page in _obstore().list(self.client, folder or None) for item in page]
+        return self.requests.ask(
+            folder, "list", lambda client: [item for page in _obstore().list(client, folder or None) for item in page]
+        )
 
     def remove(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are not there are gone already."""
-        if keys:
-            with self.asking(keys[0], "delete"), suppress(FileNotFoundError):
-                _obstore().delete(self.client, list(keys))
+        if not keys:
+            return
+        try:
+            self.requests.ask(keys[0], "delete", lambda client: _obstore().delete(client, list(keys)))
+        except FileNotFoundError:  # some stores end there
+            for key in keys if len(keys) > 1 else ():
+                self.remove([key])
 
     def now(self, folder: str) -> datetime:
         """What the store's own clock says: a small object is put for it, and deleted."""
         key = f"{folder}/{PREFIX}clock-{os.urandom(4).hex()}".lstrip("/")
-        with self.asking(key, "write"):
-            _obstore().put(self.client, key, b"", use_multipart=False)
-            now: datetime = _obstore().head(self.client, key)["last_modified"]
+        self.put(key, b"")
+        found = self.requests.ask(key, "read", lambda client: _obstore().head(client, key))
         self.remove([key])
+        now: datetime = found["last_modified"]
         return now
 
-    @contextmanager
-    def asking(self, key: str, doing: str, hint: str = "") -> Iterator[None]:
-        """Say in our words what the store refuses.
 
-        Args:
-            key: What it is asked about.
-            doing: What for: completes "cannot …".
-            hint: What the user should know besides.
-        """
+@dataclass(slots=True)
+class StoreNotes(Notes):
+    """An object each, under a prefix of a store.
+
+    Args:
+        store: The store.
+        root: The prefix.
+    """
+
+    store: ObjectStore
+    root: str
+
+    def __str__(self) -> str:
+        return f"{self.store}{self.root}"
+
+    def put(self, name: str, data: bytes, *, once: bool = False) -> bool:
+        """See :meth:`Notes.put`."""
+        if once:
+            return self.store.put_if(f"{self.root}/{name}", data, None) is not None
+        self.store.put(f"{self.root}/{name}", data)
+        return True
+
+    def get(self, name: str) -> bytes | None:
+        """See :meth:`Notes.get`."""
+        found = self.store.read_whole(f"{self.root}/{name}")
+        return None if found is None else found[0]
+
+    def list(self, pattern: str = "*") -> Iterator[str]:
+        """See :meth:`Notes.list`."""
+        names = (item["path"][len(self.root) + 1 :] for item in self.store.objects(self.root))
+        return (name for name in names if fnmatchcase(name, pattern))
+
+    def read(self, pattern: str = "*") -> Iterator[bytes]:
+        """See :meth:`Notes.read`; by a few connections."""
+        with ThreadPoolExecutor(self.store.settings.connections) as pool:
+            yield from (data for data in pool.map(self.get, self.list(pattern)) if data is not None)
+
+    def remove(self, pattern: str) -> None:
+        """See :meth:`Notes.remove`."""
+        self.store.remove([f"{self.root}/{name}" for name in self.list(pattern)])
+
+
+class _Condition:
+    """A put under a condition, which may be made again although its answer was lost; see :meth:`ObjectStore.put_if`."""
+
+    def __init__(self, store: ObjectStore, key: str, data: bytes, tag: Tag | None) -> None:
+        self._store, self._key, self._data, self._tag = store, key, data, tag
+        self._is_sent = False
+
+    def __call__(self, client: Client) -> Tag | None:
         from obstore import exceptions as refused
 
-        where = f"{self}{key}"
-        try:
-            yield
-        except (FileNotFoundError, refused.NotFoundError) as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
-        except refused.PreconditionError:  # no cause: what was made of it is of no use to whoever comes after
-            raise StorageError(
-                f"{where}: has changed while it was read: it is no longer the object that the folder's listing named.\n"
-                "Is another program still writing this checkpoint? Try again when it is done."
-            ) from None
-        except (refused.BaseError, OSError) as error:  # of writers, the latter
-            why = ": the store refuses" if _is_refusal(error) else ""
-            text = "\n".join(filter(None, (f"{where}: cannot {doing}{why}.", said(error), hint, self._advice(error))))
-            raise StorageError(text) from error
-
-    def _advice(self, error: BaseException) -> str:
-        found = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, str(error))), "")
-        names = SCHEMES.get(self.url.partition(":")[0])
-        return found or (f"Credentials, region and endpoint come from {names}, or --store-option." if names else "")
+        tag = self._tag
+        mode: Any = (
+            "create" if tag is None else {name: value for name, value in tag._asdict().items() if value is not None}
+        )
+        was_lost, self._is_sent = self._is_sent, True
+        for pause in (*_WHILE_BUSY_S, None):
+            try:
+                put = _obstore().put(client, self._key, self._data, mode=mode, use_multipart=False)
+                return Tag(put["e_tag"], put["version"])
+            except (refused.AlreadyExistsError, refused.PreconditionError, refused.NotFoundError, FileNotFoundError):
+                there = self._store.read_whole(self._key)
+            if there is not None and was_lost and there[0] == self._data:
+                return there[1]
+            if (there[1] if there is not None else None) != tag:
+                return None
+            if pause is not None:
+                time.sleep(pause)  # S3 answers 409 while it is busy with another writer, who may fail
+        return None
 
 
 def _reopened(url: str, root: str, settings: StoreSettings) -> Store:
@@ -361,19 +407,15 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
         raise UsageError(f"{url}: names no bucket\nA URL is {parts.scheme}://BUCKET/PATH.")
     try:
         from obstore import exceptions as refused
-        from obstore import store as stores
     except ImportError:
         raise UsageError(
             f"{url}: is a URL, and obstore, which reads object stores, is not installed.\n"
             f"Install it: {to_install('object')}; or copy the checkpoint to a local folder."
         ) from None
     top = f"{parts.scheme}://{parts.netloc}/"
-    settings: Any = {**SETTINGS.get().options, **(options or {})}
-    patience = SETTINGS.get().patience
+    settings = {**SETTINGS.get().options, **(options or {})}
     try:
-        client = _client(
-            stores.from_url, top, frozenset(settings.items()), patience, frozenset(os.environ.items()), os.getpid()
-        )
+        requests = Requests(top, SETTINGS.get(), settings)
     except BaseException as error:  # a panic of Rust's is no Exception
         if (
             not isinstance(error, refused.BaseError | ValueError | TypeError)
@@ -383,81 +425,10 @@ def open_url(url: str, options: Mapping[str, str] | None = None) -> StorePath:
         names = ", ".join(sorted(settings))
         raise UsageError(
             f"{url}: obstore cannot open such a store: {said(error)}\n--store-option gave: {names or 'nothing'}. Its names are those "
-            f"of obstore's configuration of the store, and of its requests: {', '.join(sorted(_OF_REQUESTS))}."
+            f"of obstore's configuration of the store, and of its requests: {', '.join(sorted(OF_REQUESTS))}."
         ) from error
     key = parts.path.strip("/")
-    return StorePath(ObjectStore(top, client, key), PurePosixPath(key))
-
-
-@lru_cache(maxsize=8)
-def _client(
-    from_url: Any, top: str, settings: frozenset[tuple[str, str]], patience: float | None, *_process: object
-) -> Client:
-    """One for all that is asked alike in a process: it takes 10 ms to make, of TLS' roots, and keeps the connections.
-
-    Besides what is named it depends on the environment, and does not survive a fork; both are among the arguments. ``from_url`` is
-    obstore's, which is imported where a URL is opened.
-    """
-    retries: Any = {} if patience is None else {"retry_config": {"retry_timeout": timedelta(seconds=patience)}}
-    named = dict(settings)
-    options: dict[str, Any] = {"allow_http": _is_plain_http(top.partition(":")[0], named), "timeout": "5m"}
-    options |= {name: _OF_REQUESTS[name](named.pop(name)) for name in _OF_REQUESTS.keys() & named.keys()}
-    client: Client = from_url(top, config=named, client_options=options, **retries)
-    return client
-
-
-def _yes(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise ValueError(f"should be true or false, found {text!r}")
-    return text.lower() in ("true", "1")
-
-
-def _duration(text: str) -> str:
-    """``30`` is 30 seconds."""
-    return f"{text}s" if text.isdecimal() else text
-
-
-_OF_REQUESTS: Mapping[str, Callable[[str], Any]] = {
-    "allow_http": _yes, "allow_invalid_certificates": _yes, "timeout": _duration, "connect_timeout": _duration,
-    "proxy_url": str, "user_agent": str,
-}  # fmt: skip
-"""Settings that are about requests, and not about the store, and how their texts are read.
-
-Source: obstore 0.12.1, ``store/_client.pyi`` (``ClientConfig``)."""
-
-
-def _is_plain_http(scheme: str, settings: Mapping[str, str]) -> bool:
-    """Whether the user names an endpoint without TLS, such as a server on the own machine; that is consent enough."""
-    names = {
-        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "gs": ("GOOGLE_BASE_URL",),
-        "az": ("AZURE_STORAGE_ENDPOINT",),
-    }
-    named = [os.environ.get(name, "") for name in names.get(scheme, ())]
-    named += [value for key, value in settings.items() if "endpoint" in key.lower() or "base_url" in key.lower()]
-    return any(value.startswith("http://") for value in named)
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether it is about rights; of listings the class does not say it."""
-    return not _lacks_credentials(error) and any(f"status code: {code}" in str(error) for code in (401, 403))
-
-
-def _lacks_credentials(error: BaseException | None) -> bool:
-    """Whether the environment has none: then obstore asks the machine's own metadata service, which is no store."""
-    return any(host in str(error) for host in ("://169.254.169.254", "://169.254.170.2", "://metadata.google.internal"))
-
-
-_ANSWER = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL)
-
-
-def said(error: BaseException | None) -> str:
-    """What the store said, without its XML, and without where in Rust that arrived."""
-    text = redacted(str(error)).strip().partition("Debug source")[0].strip()
-    if _lacks_credentials(error):
-        return "No credentials: the environment names none, and this machine has no role that would give them."
-    answer = _ANSWER.search(text)
-    return f"{answer[1]}: {answer[2]}" if answer else text
+    return StorePath(ObjectStore(requests, key), PurePosixPath(key))
 
 
 def _obstore() -> Any:

@@ -29,9 +29,7 @@ _ADVICE = {
     errno.ELOOP: "A symbolic link stands there; none is followed where something is written or removed.",
 }
 
-_CONTRADICTING = frozenset(
-    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG}
-)
+_CONTRADICTING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG})
 """What is there is something else than what should be there, or nothing: that is known."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")

@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 _PAUSES = (0.05, 0.2, 0.5)
 _PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO})
+_GAPS = (0.005, 0.02, 0.05)
 _LOOKS = 10
 _UNKNOWN = (0, 0)
 
@@ -90,6 +91,15 @@ def is_still(path: ReadablePath, before: tuple[int, int] | None) -> bool:
     return now == before or (now is not None and _UNKNOWN in (now, before))
 
 
+def _identity_at_last(path: ReadablePath) -> tuple[int, int] | None:
+    """See :func:`identity`; of a folder that is being replaced, which for milliseconds is not there, that of the new one."""
+    for pause in _GAPS:
+        if (found := identity(path)) is not None:
+            return found
+        time.sleep(pause)
+    return identity(path)
+
+
 def settled(path: ReadablePath, action: Callable[[], T], doubted: Callable[[T], bool]) -> T | None:
     """Look at a folder, and look again where it was removed, or put in place of another, meanwhile.
 
@@ -102,7 +112,7 @@ def settled(path: ReadablePath, action: Callable[[], T], doubted: Callable[[T], 
         What was found; None where the folder is gone.
     """
     for left in reversed(range(_LOOKS)):
-        before = identity(path)
+        before = _identity_at_last(path)
         if before is None:
             return None
         try:
@@ -115,9 +125,18 @@ def settled(path: ReadablePath, action: Callable[[], T], doubted: Callable[[T], 
     return None
 
 
-def gone(path: ReadablePath) -> NotACheckpoint:
-    """What is to be said of a folder that somebody removed while it was read."""
-    return NotACheckpoint(
-        f"{path}: was deleted while it was read\n"
-        "Nothing is known to have been wrong with it: a run deletes old steps by its rules on what to keep."
-    )
+def looked(path: ReadablePath, action: Callable[[], T], doubted: Callable[[T], bool]) -> T:
+    """See :func:`settled`; of what somebody named: where it never was, the action says so.
+
+    Raises:
+        NotACheckpoint: It was removed while it was read.
+    """
+    if _identity_at_last(path) is None:
+        return action()
+    found = settled(path, action, doubted)
+    if found is None:
+        raise NotACheckpoint(
+            f"{path}: was deleted while it was read\n"
+            "Nothing is known to have been wrong with it: a run deletes old steps by its rules on what to keep."
+        )
+    return found

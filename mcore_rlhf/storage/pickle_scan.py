@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from struct import Struct
 from struct import error as StructError
 
+from .pickle_kinds import Repeated
+
 MAX_KEY_WEIGHT = 4096
 """Values in one dictionary key or element of a set, counted as often as they would be hashed."""
 
@@ -103,7 +105,7 @@ _Step = Callable[[int], int]
 class _Scan:
     """The pickle machine with a number for every value: how many values a hash of it would visit."""
 
-    __slots__ = ("data", "heavy", "limit", "long_ints", "marks", "memo", "memoize", "objects", "stack")
+    __slots__ = ("data", "heavy", "kinds", "limit", "long_ints", "marks", "memo", "memoize", "objects", "stack")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -113,12 +115,14 @@ class _Scan:
         self.objects = self.heavy = self.long_ints = 0
         self.limit = _OBJECTS + len(data) // _BYTES_PER_OBJECT
         self.memoize = _MEMOIZE
+        self.kinds: Repeated | None = None
 
     def run(self) -> None:
         """Go through all opcodes."""
         data, stack, memo, uint32 = self.data, self.stack, self.memo, _uint32
         # Where there cannot be too many objects, whatever else these bytes are, none needs counting.
         counted = sum(map(data.count, _MAKERS)) > self.limit
+        self.kinds = None if counted else Repeated(data, stack, memo)
         rare = self._table(counted)
         atoms, calls = (_ATOMS, b"") if counted else (_ATOMS_AND_CONTAINERS, _CALLS)
         push, pop, remember, memoize, at = stack.append, stack.pop, memo.append, self.memoize, 2
@@ -165,7 +169,7 @@ class _Scan:
             (op.BINBYTES, self._long_text), (op.SHORT_BINUNICODE + op.SHORT_BINBYTES, self._short_text),
             (op.LONG1, self._int), (op.EMPTY_LIST + op.EMPTY_DICT + op.EMPTY_SET, self._container),
             (op.TUPLE3, self._tuple3), (op.TUPLE, self._tuple),
-            (op.REDUCE + op.NEWOBJ, self._call), (op.BUILD + op.APPEND, self._drop), (op.APPENDS, self._appends),
+            (op.REDUCE + op.NEWOBJ, self._call), (op.BUILD, self._build), (op.APPEND, self._drop), (op.APPENDS, self._appends),
             (op.SETITEM, self._setitem), (op.SETITEMS, self._setitems), (op.ADDITEMS, self._additems),
             (op.FROZENSET, self._frozenset), (op.GLOBAL, self._global), (op.STACK_GLOBAL, self._stack_global),
             (op.BINPERSID, self._persistent), (op.FRAME, self._frame), (op.STOP, self._stop),
@@ -206,6 +210,8 @@ class _Scan:
         gap = index - len(memo)
         if gap > _MEMO_SLACK:
             raise Refused(f"it stores a value under the number {index} after {len(memo)} others")
+        if gap:  # from here on, what a number stands for may change
+            self.kinds = None
         if gap >= 0:
             self.memoize = -1 if gap > 0 else self.memoize
             memo.extend([1] * (gap + 1))
@@ -258,6 +264,10 @@ class _Scan:
         weight = self.stack.pop()
         self.stack[-1] = weight
         return at
+
+    def _build(self, at: int) -> int:
+        self.stack.pop()
+        return at if self.kinds is None else self.kinds.ended(at, self.heavy)
 
     def _drop(self, at: int) -> int:
         self.stack.pop()

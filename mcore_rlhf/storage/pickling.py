@@ -211,11 +211,13 @@ else:
 _BLOBS = (bytes, bytearray, io.BytesIO, SmallTensor)
 
 
-def _content_of(blob: Any) -> bytes:
-    """The bytes that a framework might unpickle, of a tensor only where they are bytes."""
+def _contents_of(blob: Any) -> list[bytes]:
+    """The bytes that a framework might unpickle: of a tensor of any type, element by element; of a stream, also from where it stands."""
     if isinstance(blob, SmallTensor):
-        return blob.data if blob.dtype.itemsize == 1 else b""
-    return blob.getvalue() if isinstance(blob, io.BytesIO) else bytes(blob)
+        return [blob.contiguous()]
+    if isinstance(blob, io.BytesIO):
+        return [blob.getvalue(), blob.getvalue()[blob.tell() :]] if blob.tell() else [blob.getvalue()]
+    return [bytes(blob)]
 
 
 def _name_of(obj: Any, name: str | None = None) -> str:
@@ -296,7 +298,7 @@ class _Pickler(_PythonPickler):
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _BLOBS):
-            for call in calls_of(_content_of(obj)):
+            for call in (call for content in _contents_of(obj) for call in calls_of(content)):
                 self._refused.setdefault(call, obj)
         special = self._special.get(type(obj))
         if special is not None:

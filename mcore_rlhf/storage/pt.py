@@ -7,17 +7,18 @@ Written so that torch's shortcuts hold for it: ``torch.load`` with ``mmap=True``
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
+from ..core.catalog import Record
 from ..errors import Unsupported
 from .checksum import crc32
 from .paths import ReadablePath, beneath
 from .pickling import PickledTree, pickle_tree
 from .reading import opened
-from .record_file import Container, Layout, OpenedFile, Piece, joined
+from .record_file import Container, Layout, OpenedFile, Piece, bytes_of, joined, naturals, text_of
 from .resolve import read_tree
 from .stored import StoredTensor as StoredTensor
 from .stored import map_tensors
@@ -166,10 +167,18 @@ class Pt(Container):
         Raises:
             Unsupported: The tree holds something that cannot be saved.
         """
-        return self.settled(file).layout(file)
+        return self._pickled(file).layout(file)
 
-    def settled(self, file: str) -> Pickled:
-        """See :meth:`.record_file.Container.settled`."""
+    def told(self, file: str, numbers: Mapping[str, int]) -> list[Any]:
+        """See :meth:`.record_file.Container.told`."""
+        return self._pickled(file).told(file, numbers)
+
+    @classmethod
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Pickled:
+        """See :meth:`.record_file.Container.of_told`."""
+        return Pickled.of_told(told, records)
+
+    def _pickled(self, file: str) -> Pickled:
         return Pickled(pickle_tree(self.make(), file))
 
 
@@ -183,6 +192,21 @@ class Pickled(Container):
 
     name: ClassVar[str] = ".pt"
     tree: PickledTree
+
+    def told(self, file: str, numbers: Mapping[str, int]) -> list[Any]:
+        """See :meth:`.record_file.Container.told`."""
+        tree = self.tree
+        return [text_of(tree.data), [*tree.records.items()], [(key, text_of(of)) for key, of in tree.contents.items()]]
+
+    @classmethod
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Pickled:
+        """See :meth:`.record_file.Container.of_told`."""
+        data, sizes, contents = told
+        lengths = {str(key): naturals([nbytes])[0] for key, nbytes in sizes}
+        small = {str(key): memoryview(bytes_of(of)) for key, of in contents}
+        if any(lengths[key] != len(of) for key, of in small.items()):
+            raise ValueError("a record has not its length")
+        return cls(PickledTree(bytes_of(data), lengths, small))
 
     def layout(self, file: str) -> Layout:
         """See :meth:`Pt.layout`."""

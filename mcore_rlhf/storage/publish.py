@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,13 @@ from types import TracebackType
 
 from ..errors import StorageError, Unreadable
 from .beneath import make_folder, new_folder, remove_beneath, write_new
-from .destination import LocalFolder, Publication
+from .destination import WENT_ON, LocalFolder, Publication
 from .manifest import Manifest
-from .paths import human, local_path, real_path, storage_error
+from .notes import FileNotes, Notes
+from .paths import human, local_path, real_path, refused, storage_error, walk
 from .record_file import Layout, RecordFile
 from .transactions import MANIFEST_NAME as MANIFEST_NAME
-from .transactions import Lock, Places, dead, new_transaction, recover, removed, settle
+from .transactions import Lock, Places, dead, enter, new_transaction, occupants, place_of, recover, removed, settle
 
 
 def _never(_path: Path) -> bool:
@@ -48,7 +48,6 @@ class LocalPublication(Publication):
     transaction: str = field(default_factory=new_transaction)
     recovered: list[str] = field(default_factory=list)
     resumable: bool = False
-    _noted_ns: int = 0
     _lock: Lock | None = None
     _made: tuple[Path, ...] = ()
     _into: LocalFolder | None = None
@@ -67,11 +66,12 @@ class LocalPublication(Publication):
 
     def __enter__(self) -> LocalPublication:
         """See :meth:`Publication.__enter__`; makes the staging folder."""
+        self._check_above()
         try:
             self._made = tuple(path for path in self.target.parents if not path.exists())
             make_folder(self.target.parent)
             self.recovered = recover(self.target, self.manifest_name, resumable=not self.resumable)
-            self.check_target()
+            self._check_recovered()
             self._lock = Lock(self._places.lock)
             new_folder(self.staging)
         except BaseException as error:
@@ -103,11 +103,16 @@ class LocalPublication(Publication):
     def _linked(self, file: Path, name: str) -> bool:
         return self._folder().linked(file, name)
 
-    def resume(self, why_not: Callable[[Path], str]) -> Path | None:
+    @property
+    def left(self) -> str:
+        """See :attr:`Publication.left`."""
+        return f"beside the target, in {self.staging.name}"
+
+    def resume(self, plan: str, why_not: Callable[[Notes], str]) -> Notes | None:
         """See :meth:`Publication.resume`."""
         taken = False
         for places, fd in dead(self.target) if self.resumable else ():
-            why = (why_not(places.journal) if places.resumable else "it was left half-written") or (
+            why = (why_not(FileNotes(places.journal)) if places.resumable else "it was left half-written") or (
                 "another one is gone on with" if taken else ""
             )
             if why:
@@ -116,21 +121,34 @@ class LocalPublication(Publication):
                 continue
             self._clean_up()
             self.transaction, self._lock, taken = places.transaction, Lock(places.lock, fd), True
-            self._noted_ns = places.journal.stat().st_mtime_ns
-            self.recovered.append(f"went on in {places.staging}, which a process left that was killed")
-        return self._places.journal if self.resumable else None
+            self.recovered.append(f"went on in {places.staging}{WENT_ON}")
+        return self._journal() if self.resumable else None
 
-    def keep(self, files: Mapping[str, int]) -> set[str]:
-        """See :meth:`Publication.keep`; a file that was touched after the journal's last line is not what was noted there."""
-        kept: set[str] = set()
+    def _journal(self) -> FileNotes:
+        notes = FileNotes(self._places.journal, self.fsync)
+        try:
+            notes.open()
+            if self.fsync:
+                sync_folder(notes.path.parent)
+        except OSError as error:
+            notes.close()
+            raise storage_error(error, notes.path, "write") from error
+        return notes
+
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """See :meth:`Publication.versions`."""
+        return self._folder().versions()
+
+    def version(self, file: str) -> str:
+        """See :meth:`Publication.version`."""
+        return self._folder().version(file)
+
+    def keep(self, noted: Mapping[str, tuple[int, str]]) -> set[str]:
+        """See :meth:`Publication.keep`."""
+        kept = Publication.keep(self, noted)
         for parent, _, names in os.walk(self.staging):
-            for path in (Path(parent, name) for name in names):
-                name = path.relative_to(self.staging).as_posix()
-                facts = path.lstat()
-                untouched = stat.S_ISREG(facts.st_mode) and facts.st_ctime_ns <= self._noted_ns
-                if untouched and files.get(name) == facts.st_size:
-                    kept.add(name)
-                else:
+            for name in (Path(parent, name).relative_to(self.staging).as_posix() for name in names):
+                if name not in kept:
                     remove_beneath(self.staging, name)
         return kept
 
@@ -142,7 +160,7 @@ class LocalPublication(Publication):
 
     def check_space(self, nbytes: int) -> None:
         """See :meth:`Publication.check_space`."""
-        check_space(self.target.parent, nbytes)
+        check_space(place_of(self.target), nbytes)
 
     def commit(self, manifest: Manifest) -> Path:
         """See :meth:`Publication.commit`."""
@@ -165,6 +183,9 @@ class LocalPublication(Publication):
 
     def _publish(self) -> None:
         self.check_target()
+        if os.path.ismount(self.target):
+            self._enter()
+            return
         if self.target.is_dir() and any(self.target.iterdir()):
             if self.fsync and self._lock is not None:  # without it, nobody would know what lies aside
                 self._lock.sync()
@@ -173,6 +194,26 @@ class LocalPublication(Publication):
         os.rename(self.staging, self.target)
         if self.fsync:
             sync_folder(self.target.parent)
+
+    def _enter(self) -> None:
+        os.rename(self.staging, self._places.entering)
+        if self.fsync:
+            sync_folder(self.target)
+        enter(self._places, self.manifest_name)
+        if self.fsync:
+            sync_folder(self.target)
+
+    def _check_recovered(self) -> None:
+        """See :meth:`check_target`; what is there may be what was just brought to its end."""
+        try:
+            self.check_target()
+        except StorageError as error:
+            raise StorageError("\n".join((str(error), *self.recovered))) from error.__cause__
+
+    def _check_above(self) -> None:
+        above = next(folder for folder in self.target.parents if folder.exists())
+        if not above.is_dir():
+            raise StorageError(f"{above}: is a file; {self.target} is to be written below it.\nChoose another name.")
 
     def check_target(self) -> None:
         """Refuse a target that may not be replaced.
@@ -185,13 +226,13 @@ class LocalPublication(Publication):
             raise StorageError(f"{target}: is a symbolic link.\nGive the folder it points to: {real_path(target)}")
         if target.exists() and not target.is_dir():
             raise StorageError(f"{target}: is a file; a folder is to be written there.\nChoose another name.")
-        if os.path.ismount(target):  # nothing is renamed over it, and what lies beside it is on another disk
+        if not target.is_dir() or not occupants(target):
+            return
+        if os.path.ismount(target):
             raise StorageError(
-                f"{target}: is a mount point, and a folder appears by one rename, which cannot take its place\n"
+                f"{target}: is a mount point that is not empty; what is in it cannot be replaced by one rename\n"
                 f"Choose a folder in it, such as {target / 'checkpoint'}."
             )
-        if not target.is_dir() or not any(target.iterdir()):
-            return
         if not self.overwrite:
             raise StorageError(f"{target}: exists already.\nChoose another target, or give --overwrite.")
         if not self.replaceable(target):
@@ -243,11 +284,12 @@ def sync_tree(folder: Path) -> None:
 
     Raises:
         OSError: The disk failed.
+        Unreadable: Nobody can say what is to be waited for.
     """
-    for parent, _, names in os.walk(folder, topdown=False):
+    for parent, names in reversed(list(walk(folder, refused))):  # what is in a folder before the folder
         for name in names:
-            _sync(Path(parent, name), os.O_RDONLY)
-        sync_folder(Path(parent))
+            _sync(parent / name, os.O_RDONLY)
+        sync_folder(parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -261,6 +303,18 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder_of(path: Path) -> None:
+    """Make the folder that a file is to lie in.
+
+    Raises:
+        StorageError: The file system refuses.
+    """
+    try:
+        make_folder(path.absolute().parent)
+    except OSError as error:
+        raise storage_error(error, path.parent, "create") from error
 
 
 def check_space(folder: Path, nbytes: int) -> None:

@@ -151,7 +151,7 @@ class LocalFile(ByteSource):
     def __init__(self, path: Path) -> None:
         self._fd = -1
         self._fd = patiently(lambda: open_regular(path))
-        super().__init__(path, os.fstat(self._fd).st_size)
+        super().__init__(path, patiently(lambda: _facts(path, self._fd)).st_size)
 
     def pread(self, nbytes: int, offset: int) -> bytes:
         """See :meth:`ByteSource.pread`."""
@@ -211,7 +211,7 @@ class MappedFile(ByteSource):
         Raises:
             StorageError: They cannot be read, or lie past the end: the file has become shorter.
         """
-        size = self._map.size() if self._map is not None else 0  # of the file, as it is now
+        size = self._size_now()
         if byte_offset + nbytes > min(size, self.nbytes):
             raise StorageError(
                 f"{self.path}: ends at byte {min(size, self.nbytes)}, but bytes {byte_offset} to "
@@ -220,6 +220,12 @@ class MappedFile(ByteSource):
             )
         self._advise(byte_offset, nbytes, _MADV_POPULATE_READ)
         return self._view[byte_offset : byte_offset + nbytes]
+
+    def _size_now(self) -> int:
+        try:
+            return 0 if self._map is None else patiently(self._map.size)
+        except OSError as error:
+            raise cannot_open(error, self.path) from error
 
     def release(self, byte_offset: int, nbytes: int) -> None:
         """Say that these bytes are not needed any more. A page at the edge that someone else reads is simply
@@ -261,6 +267,14 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
+def _facts(path: Path, fd: int) -> os.stat_result:
+    """What is known of an open file; an error names it, which that of a descriptor does not."""
+    try:
+        return os.fstat(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def open_regular(path: Path) -> int:
     """A descriptor of a regular file, for reading; never waits.
 
@@ -272,7 +286,7 @@ def open_regular(path: Path) -> int:
     _require_regular(path, os.stat(path).st_mode)  # opening some devices does something
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _require_regular(path, os.fstat(fd).st_mode)
+        _require_regular(path, _facts(path, fd).st_mode)
         require_inside(path, fd)
     except BaseException:
         os.close(fd)

@@ -5,6 +5,7 @@ A :class:`Container` says where everything lies in a file of its kind; :class:`R
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..core.catalog import Record
 from ..errors import StorageError, Unsupported
@@ -108,10 +109,30 @@ class Container(ABC):
         """
         raise Unsupported(f"{beneath(root, file)}: a {cls.name} file does not say by itself what lies in it")
 
-    def settled(self, file: str) -> Container:
-        """The same as plain data, of which nothing is made any more when the file is laid out; see :meth:`layout`."""
-        del file
-        return self
+    @abstractmethod
+    def told(self, file: str, numbers: Mapping[str, int]) -> list[Any]:
+        """The same as data for JSON, which stands in a plan: whatever has to be made of it is made now.
+
+        Args:
+            file: See :meth:`layout`.
+            numbers: Of the file's records, by their keys.
+
+        Raises:
+            CheckpointError: Files of this kind cannot hold it.
+        """
+
+    @classmethod
+    @abstractmethod
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Container:
+        """From :meth:`told`; nothing of it is believed.
+
+        Args:
+            told: That.
+            records: The file's records, by number.
+
+        Raises:
+            ValueError, TypeError, IndexError: It is something else.
+        """
 
     @abstractmethod
     def layout(self, file: str) -> Layout:
@@ -292,6 +313,31 @@ class RecordFile:
         return storage_error(error, self.path, "write", f"the file needs {human(self.layout.nbytes)}{free}")
 
 
+def text_of(data: Buffer) -> str:
+    """Bytes as text for JSON."""
+    return base64.b64encode(data).decode()
+
+
+def bytes_of(text: str) -> bytes:
+    """From :func:`text_of`.
+
+    Raises:
+        ValueError, TypeError: It is something else.
+    """
+    return base64.b64decode(text, validate=True)
+
+
+def naturals(told: object) -> tuple[int, ...]:
+    """Numbers of JSON, none of them below 0.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if not isinstance(told, list) or not all(type(number) is int and number >= 0 for number in told):
+        raise TypeError(f"no list of numbers from 0 on: {str(told)[:60]}")
+    return tuple(told)
+
+
 def in_memory(layout: Layout) -> bytes:
     """A file without records to be filled."""
     whole = bytearray(layout.nbytes)
@@ -307,9 +353,15 @@ def in_memory(layout: Layout) -> bytes:
 
 
 def end_to_end(records: Iterable[Record], start: int = 0) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Records one after the other: where the last one ends, and ``(offset, bytes)`` of each by its key."""
+    """Records one after the other: where the last one ends, and ``(offset, bytes)`` of each by its key.
+
+    Raises:
+        ValueError: One is there twice.
+    """
     places: dict[str, tuple[int, int]] = {}
     for record in records:
+        if record.key in places:
+            raise ValueError(f"{record.file}: holds {record.key} twice")
         places[record.key] = start, record.nbytes
         start += record.nbytes
     return start, places
@@ -327,6 +379,16 @@ class Raw(Container):
     name: ClassVar[str] = "raw"
     records: Sequence[Record] = ()
     head: bytes = b""
+
+    def told(self, file: str, numbers: Mapping[str, int]) -> list[Any]:
+        """See :meth:`Container.told`."""
+        return [[numbers[record.key] for record in self.records], text_of(self.head)]
+
+    @classmethod
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Raw:
+        """See :meth:`Container.of_told`."""
+        inside, head = told
+        return cls([records[number] for number in naturals(inside)], bytes_of(head))
 
     def layout(self, file: str) -> Layout:
         """The head, and the records behind it."""

@@ -13,13 +13,13 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..core.catalog import DType, Record, Shape, dtype_of
 from ..errors import Corrupt, Incomplete, Problems, Unsupported
 from .paths import ReadablePath, beneath, human
 from .reading import opened, parse_json
-from .record_file import Container, Layout, OpenedFile, Piece, end_to_end
+from .record_file import Container, Layout, OpenedFile, Piece, end_to_end, naturals
 from .stored import StoredTensor
 
 DTYPES = {
@@ -53,6 +53,17 @@ class Safetensors(Container):
     suffixes: ClassVar[tuple[str, ...]] = (".safetensors",)
     tensors: Sequence[StoredTensor]
     metadata: Mapping[str, str]
+
+    def told(self, file: str, numbers: Mapping[str, int]) -> list[Any]:
+        """See :meth:`.record_file.Container.told`."""
+        return [[[numbers[tensor.record.key], tensor.shape] for tensor in self.tensors], [*self.metadata.items()]]
+
+    @classmethod
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Safetensors:
+        """See :meth:`.record_file.Container.of_told`."""
+        inside, metadata = told
+        tensors = [StoredTensor.whole(records[naturals([at])[0]], naturals(shape)) for at, shape in inside]
+        return cls(tensors, {str(key): str(text) for key, text in metadata})
 
     @classmethod
     def open(cls, root: ReadablePath, file: str, stubs: Collection[str] = ()) -> OpenedFile:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, Corrupt, Incomplete, Unsupported
@@ -294,8 +295,8 @@ class Directory:
         members = self.members.values() if self.checksummed else ()
         return tuple((m.name, m.byte_offset, m.nbytes, m.crc32) for m in members)
 
-    def read(self, name: str) -> bytes:
-        """The bytes of a small member, checked against their CRC.
+    def read(self, name: str, open_file: ByteSource | None = None) -> bytes:
+        """The bytes of a small member, checked against their CRC; of the file that is open, where one is given.
 
         Raises:
             Incomplete: There is no such member.
@@ -305,7 +306,7 @@ class Directory:
         member = self.members.get(name)
         if member is None:
             raise Incomplete(f"{self.path}: the record {name!r} is missing.\n{_RESTORE}")
-        with opened(self.path) as file:
+        with nullcontext(open_file) if open_file else opened(self.path) as file:
             data = file.read(member.byte_offset, member.nbytes)
         self.check(member, crc32(data))
         return data
@@ -334,7 +335,12 @@ def read_directory(path: ReadablePath) -> Directory:
         StorageError: It cannot be read.
     """
     with opened(path) as file:
-        return _Reader(file).directory()
+        return directory_of(file)
+
+
+def directory_of(file: ByteSource) -> Directory:
+    """That of a file that is open; see :func:`read_directory`."""
+    return _Reader(file).directory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +473,7 @@ class _Reader:
             end = member.byte_offset + member.nbytes
 
     def _check_byteorder(self, directory: Directory) -> None:
-        if "byteorder" in directory.members and directory.read("byteorder") != b"little":
+        if "byteorder" in directory.members and directory.read("byteorder", self.file) != b"little":
             raise Unsupported(
                 f"{self.path}: written on a big-endian machine.\nRead it there and save it again with "
                 "little-endian bytes; on this machine torch.load followed by torch.save does it."

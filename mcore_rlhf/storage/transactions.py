@@ -13,6 +13,12 @@ For a target ``out`` a transaction uses, all in the same parent, so that a renam
 * ``.out.old-<id>``      what was at ``out`` before, while it is being replaced
 * ``.out.parts-…/``      what it is joined of, where it is; a file in it names the transaction that joins
 
+Where the target is a mount point, no rename leads over it: the same names lie in it, and what is written enters it name by name:
+
+* ``out/.out.entering-<id>``  the folder that is being written, complete, while its contents are moved up; the manifest goes last
+
+Whoever comes after a kill moves the rest. Such a target is not there as a whole or not at all, but it has a manifest only when it is.
+
 The lock is made first and removed last. So after a crash every leftover has a lock file that nobody holds; after a power
 failure as well, from the first rename on. An old target is whole for as long as it is called ``.old-``.
 """
@@ -22,6 +28,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
 import time
 import weakref
@@ -31,12 +38,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, Unreadable
-from .beneath import is_own, remove, write_new
+from .beneath import is_own, remove
 from .manifest import Manifest
 from .paths import storage_error
 
 MANIFEST_NAME = "mcore_rlhf.json"
-_JOINED = "joined"
+JOINED = "joined"
+"""The note in a folder of parts that names the transaction which joins them."""
 _NOTE_NBYTES = 256
 PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 """Seconds that are waited in turn; together far longer than a living process takes to replace a folder."""
@@ -57,7 +65,7 @@ class Places:
     transaction: str
 
     def _beside(self, what: str) -> Path:
-        return self.target.with_name(f".{self.target.name}.{what}-{self.transaction}")
+        return place_of(self.target) / f".{self.target.name}.{what}-{self.transaction}"
 
     @property
     def lock(self) -> Path:
@@ -73,6 +81,11 @@ class Places:
     def doomed(self) -> Path:
         """The folder that was being written, while it is removed."""
         return self.staging.with_name(f"{self.staging.name}~")
+
+    @property
+    def entering(self) -> Path:
+        """The folder that was written, while what is in it enters a mount point."""
+        return self._beside("entering")
 
     @property
     def journal(self) -> Path:
@@ -105,6 +118,45 @@ class Places:
             raise
         except CheckpointError:
             return False
+
+
+def place_of(target: Path) -> Path:
+    """The folder in which a target's transactions lie: the one above it, or a mount point itself, beside which is another disk."""
+    return target if os.path.ismount(target) else target.parent
+
+
+def occupants(target: Path) -> list[str]:
+    """What a folder holds, but for what lies in a mount point: our own names, and what ``mkfs`` puts there.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    names = os.listdir(target)
+    if not os.path.ismount(target):
+        return names
+    own = re.compile(rf"\.{re.escape(target.name)}\.(lock|partial|journal|entering|parts)-.*")
+    return [name for name in names if name != "lost+found" and not own.fullmatch(name)]
+
+
+def enter(places: Places, manifest_name: str) -> None:
+    """Move what was written into the mount point that it is for; what says that it is there goes last.
+
+    Raises:
+        OSError: The file system refused, or something is there; what had been moved lies there again where it was.
+    """
+    moved: list[str] = []
+    try:
+        for name in sorted(os.listdir(places.entering), key=lambda name: (name == manifest_name, name)):
+            if os.path.lexists(places.target / name):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(places.target / name))
+            os.rename(places.entering / name, places.target / name)
+            moved.append(name)
+    except OSError:
+        for name in moved:
+            os.rename(places.target / name, places.entering / name)
+        os.rename(places.entering, places.staging)
+        raise
+    os.rmdir(places.entering)
 
 
 def new_transaction() -> str:
@@ -236,8 +288,13 @@ def _put_back(target: Path, manifest_name: str, alone: bool) -> list[str]:
 
 def _replacing(target: Path) -> list[Places]:
     prefix = f".{target.name}.old-"
-    found = target.parent.glob(f"{_escaped(prefix)}*") if target.parent.is_dir() else ()
-    return [Places(target, path.name.removeprefix(prefix)) for path in found]
+    return [Places(target, path.name.removeprefix(prefix)) for path in _called(target, prefix)]
+
+
+def _called(target: Path, prefix: str) -> list[Path]:
+    """What lies where a target's transactions do, and is called so."""
+    place = place_of(target)
+    return sorted(place.glob(f"{_escaped(prefix)}*")) if place.is_dir() else []
 
 
 def _transaction(places: Places) -> str:
@@ -268,25 +325,11 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def note_joining(folder: Path, transaction: str) -> None:
-    """Say which transaction joins the parts in a folder, before it publishes: if it dies then, they are known to be published.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    try:
-        remove(folder / _JOINED)
-        write_new(folder / _JOINED, transaction.encode())
-    except OSError as error:
-        raise storage_error(error, folder / _JOINED, "write") from error
-
-
 def joined(target: Path, manifest_name: str = MANIFEST_NAME) -> list[Path]:
     """Folders of parts of which a target was published by a process that died before it could remove them."""
-    folders = target.parent.glob(f"{_escaped(f'.{target.name}.parts-')}*") if target.parent.is_dir() else ()
     found: list[Path] = []
-    for folder in sorted(folders):
-        note = folder / _JOINED
+    for folder in _called(target, f".{target.name}.parts-"):
+        note = folder / JOINED
         with suppress(OSError, Unreadable):
             if _is_own(folder, stat.S_ISDIR) and _is_own(note, stat.S_ISREG) and note.lstat().st_size <= _NOTE_NBYTES:
                 transaction = note.read_bytes().decode(errors="replace")
@@ -308,7 +351,7 @@ def remove_joined(folder: Path) -> None:
 def dead(target: Path) -> Iterator[tuple[Places, int]]:
     """The transactions of dead processes, each with its lock, which is held."""
     prefix = f".{target.name}.lock-"
-    for lock in sorted(target.parent.glob(f"{_escaped(prefix)}*")) if target.parent.is_dir() else ():
+    for lock in _called(target, prefix):
         fd = _lock_of_the_dead(lock)
         if fd is not None:
             yield Places(target, lock.name.removeprefix(prefix)), fd
@@ -344,6 +387,9 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
             yield f"put {places.target} back: its replacement was interrupted"
         else:  # somebody made a new target meanwhile: both are kept
             yield f"kept {places.old}: {places.target} was made anew by someone else"
+    if _is_own(places.entering, stat.S_ISDIR):  # another's would be moved in as if it had been checked
+        enter(places, manifest_name)
+        yield f"moved the rest of {places.entering} into {places.target}: that was interrupted"
     if os.path.lexists(places.staging) or os.path.lexists(places.doomed):
         _remove_staging(places)
         yield f"removed {places.staging}: it was left half-written"
@@ -385,7 +431,7 @@ def _is_own(path: Path, kind: Callable[[int], bool]) -> bool:
 
 
 def _is_occupied(target: Path) -> bool:
-    return target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir()))
+    return target.is_symlink() or target.is_file() or (target.is_dir() and bool(occupants(target)))
 
 
 def _lock_of_the_dead(path: Path) -> int | None:

@@ -95,6 +95,12 @@ WRITTEN: dict[str, Form] = {
     **_below("transformers.trainer_utils", "IntervalStrategy SaveStrategy EvaluationStrategy HubStrategy", Form.MEMBER),
     **_below("transformers.trainer_utils", "SchedulerType FSDPOption", Form.MEMBER),
     **_below("transformers.training_args", "OptimizerNames ParallelMode", Form.MEMBER),
+    **_below("transformers", "training_args.TrainingArguments trainer_pt_utils.AcceleratorConfig", Form.OBJECT),
+    "transformers.training_args_seq2seq.Seq2SeqTrainingArguments": Form.OBJECT,
+    "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig": Form.OBJECT,
+    **_below("accelerate", "state.PartialState utils.dataclasses.DeepSpeedPlugin", Form.OBJECT),
+    **_below("trl.trainer", "grpo_config.GRPOConfig dpo_config.DPOConfig sft_config.SFTConfig", Form.OBJECT),
+    **_below("trl.trainer", "rloo_config.RLOOConfig reward_config.RewardConfig ppo_config.PPOConfig", Form.OBJECT),
     **_below("transformers.utils.generic", "PaddingStrategy TensorType", Form.MEMBER),
     **_below(
         "accelerate.utils.dataclasses", "DistributedType SageMakerDistributedType ComputeEnvironment", Form.MEMBER
@@ -129,7 +135,8 @@ WRITTEN: dict[str, Form] = {
 
 Sources: megatron-core 0.19.2 and 0.16.1 (``core/safe_globals.py``, which lists what its own checkpoints name, and the enums of its
 arguments; ``optimizer/cpu_offloading/hybrid_optimizer.py``); DeepSpeed 0.19.8 (``runtime/zero``, ``runtime/fp16``, ``checkpoint``);
-Transformer Engine's recipes as megatron-core 0.19.2 lists them; transformers 5.23.0, accelerate 1.15.0, peft 0.21.2, omegaconf 2.4.0;
+Transformer Engine's recipes as megatron-core 0.19.2 lists them; transformers 5.23.0, accelerate 1.15.0, peft 0.21.2,
+omegaconf 2.4.0, TRL 0.23 (``trl/trainer``: the classes of its ``training_args.bin``);
 the pickles of every checkpoint in ``tests/goldens``."""
 
 _TENSORS = frozenset(f"torch._utils._rebuild_tensor_{version}" for version in ("v2", "v3"))

@@ -16,7 +16,6 @@ parts of 5 MiB to 5 GiB in a multipart upload.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,9 +27,10 @@ from typing import Any
 
 from ..errors import CheckpointError, StorageError, UsageError
 from .checksum import crc32
-from .destination import Publication
+from .destination import WENT_ON, Publication
 from .manifest import PREFIX, FileEntry, Manifest
-from .objects import MANIFESTS, ObjectStore, Tag
+from .notes import Notes
+from .objects import MANIFESTS, ObjectStore, StoreNotes, Tag
 from .paths import ReadablePath, human, storage_error
 from .publish import MANIFEST_NAME
 from .reading import opened
@@ -40,15 +40,20 @@ from .store import StorePath
 from .transactions import new_transaction
 from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes
 
-_PAUSES = (0.1, 0.5, 2.0)
 _PIECE_NBYTES = 1 << 20
-_REMOVED = b"removed"  # in place of a writer's name once its files go: nobody may count on them
+_WHOLE = "whole-"
+_REMOVED = b"removed "  # in place of a writer's name once its files go: nobody may count on them
 DEAD_AFTER = timedelta(hours=24)
 """A prefix that no manifest names, and to which nothing was added for so long, is nobody's."""
 
 
 def _never(_path: ReadablePath) -> bool:
     return False
+
+
+def _mine() -> bytes:
+    """What a marker says: who put it, and what no other put says, by which one is known whose answer was lost."""
+    return f"{os.uname().nodename} {new_transaction()}".encode()
 
 
 @dataclass(slots=True)
@@ -129,12 +134,12 @@ class StorePublication(Publication):
             )
 
     def _ask_for_conditions(self) -> None:
-        key, here = f"{self._key(self.prefix)}.writer", os.uname().nodename.encode()
-        if not self._store.put_if(key, here, None):
+        key = f"{self._key(self.prefix)}.writer"
+        if not self._store.put_if(key, _mine(), None):
             if not self.goes_on:
                 raise StorageError(f"{self._store}{key}: is there already, though no two writers have the same name.")
-            self._store.put(key, here)  # younger now: what the dead one sent is nobody's no more
-        elif self._store.put_if(key, here, None):
+            self._store.put(key, _mine())  # younger now: what the dead one sent is nobody's no more
+        elif self._store.put_if(key, _mine(), None):
             raise StorageError(
                 f"{self._store}: puts an object where one is, though it was asked not to (If-None-Match): of two writers both would "
                 "believe that they published.\nUse a store with conditional puts: S3, Google Cloud Storage, Azure, MinIO, R2, Ceph "
@@ -153,19 +158,15 @@ class StorePublication(Publication):
             StorageError: The store refuses.
         """
         self._store.remove([f"{self._key(self.prefix)}.writer"])
-        self.shared, me = name, f"{os.uname().nodename} {self.transaction}".encode()
+        self.shared, me = name, _mine()
         while True:
             key = f"{self._key(self.prefix)}.writer"
             self._marker = self._store.put_if(key, me, None)
             found = self._store.read_whole(key) if self._marker is None else None
-            if found is not None and found[0] == _REMOVED:
+            if found is not None and found[0].startswith(_REMOVED):
                 self.shared += "-anew"
-            elif self._marker is not None or (found is not None and self._is_taken_over(key, me, *found)):
-                return
-
-    def _is_taken_over(self, key: str, me: bytes, there: bytes, tag: Tag) -> bool:
-        """Whether whoever was there knows from now on that somebody came; the answer to an earlier question may have been lost."""
-        return there == me or self._store.put_if(key, me, tag) is not None
+            elif self._marker is not None or (found is not None and self._store.put_if(key, me, found[1]) is not None):
+                return  # whoever was there knows from now on that somebody came
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -174,12 +175,14 @@ class StorePublication(Publication):
             self._remove_own()
 
     def _remove_own(self) -> None:
-        """What was sent, if nobody else counts on it; where the store refuses, it is :func:`prune`'s."""
+        """What was sent, if nobody else counts on it; where the store refuses, or does not answer, it is :func:`prune`'s."""
         self._settled = True
+        if self._store.requests.gave_up is not None:
+            return
         with suppress(CheckpointError, OSError):
             own = self._key(self.prefix)
             if self.shared and (
-                self._marker is None or not self._store.put_if(f"{own}.writer", _REMOVED, self._marker)
+                self._marker is None or not self._store.put_if(f"{own}.writer", _REMOVED + _mine(), self._marker)
             ):
                 return
             self._store.remove([*keys(self._store, own), *keys(self._store, f"{own}.parts")])
@@ -190,17 +193,17 @@ class StorePublication(Publication):
         self._settled = True
 
     def versions(self) -> dict[str, tuple[int, str]]:
-        """Length and version of every file that is there as a whole, by path."""
+        """See :meth:`Publication.versions`."""
         prefix = self._key(self.prefix)
         found = self._store.objects(prefix)
         return {item["path"][len(prefix) + 1 :]: (item["size"], item["e_tag"] or "") for item in found}
 
     def version(self, file: str) -> str:
-        """What tells a file, which has just been sent, from what is put in its place."""
-        return self._store.version_now(self._key(f"{self.prefix}/{file}"))
+        """See :meth:`Publication.version`."""
+        return self._store.written(self._key(f"{self.prefix}/{file}"))[1]
 
     def before(self) -> str:
-        """What tells what is at the target now from what was there at other times; empty where nothing is."""
+        """What tells what is at the target now from what was there at other times: its transaction; empty where nothing is."""
         found = self._store.read_whole(self._key(self.manifest_name))
         if found is None:
             return ""
@@ -209,47 +212,36 @@ class StorePublication(Publication):
         except CheckpointError:  # damaged, and about to be replaced
             return f"{crc32(found[0]):08x}"
 
-    def note(self, name: str, data: bytes, *, once: bool = False) -> bool:
-        """Leave a small note for those who send together.
+    @property
+    def left(self) -> str:
+        """See :attr:`Publication.left`."""
+        return f"in the store, in {self.target}/{self.prefix}"
 
-        Args:
-            name: Its path among them.
-            data: What it says.
-            once: Whether one that is there stays.
+    @property
+    def notes(self) -> StoreNotes:
+        """What those say of it who send together, or were killed."""
+        return StoreNotes(self._store, f"{self._key(self.prefix)}.parts")
 
-        Returns:
-            Whether it is what was given.
-        """
-        key = f"{self._key(self.prefix)}.parts/{name}"
-        if once:
-            return self._store.put_if(key, data, None) is not None
-        self._store.put(key, data)
-        return True
+    def since(self) -> str:
+        """A word for what is at the target now: who replaces it meanwhile ends all that was begun before."""
+        return f"{crc32(self.before().encode()):08x}"
 
-    def notes(self, name: str) -> Iterator[bytes]:
-        """A note, or all below a folder of them."""
-        key = f"{self._key(self.prefix)}.parts/{name}"
-        with ThreadPoolExecutor(self._store.settings.connections) as pool:
-            for found in pool.map(self._store.read_whole, (key, *keys(self._store, key))):
-                if found is not None:
-                    yield found[0]
+    def resume(self, plan: str, why_not: Callable[[Notes], str]) -> Notes | None:
+        """See :meth:`Publication.resume`; that the plan is the same is told by the name."""
+        del why_not
+        self.go_on(f"{_WHOLE}{plan}-{self.since()}")
+        return self._gone_on(self.notes)
 
-    def noted(self) -> dict[str, list[str]]:
-        """The notes of all transactions at the target, by transaction."""
-        found: dict[str, list[str]] = {}
-        for key in keys(self._store, str(self.target.path)):
-            folder, _, name = key[len(self._key("")) :].partition("/")
-            if folder.startswith(PREFIX) and folder.endswith(".parts"):
-                found.setdefault(folder.removeprefix(PREFIX).removesuffix(".parts"), []).append(name)
-        return found
+    def _gone_on(self, notes: StoreNotes) -> StoreNotes:
+        if any(True for _ in notes.list()):
+            self.recovered.append(f"went on in {self.target}/{self.prefix}{WENT_ON}")
+        return notes
 
-    def remove_notes(self, part: int | None = None) -> None:
-        """Remove all notes, or those of one part."""
-        folder = f"{self._key(self.prefix)}.parts"
-        of_part = f"{folder}/{part:04d}" if part is not None else ""
-        self._store.remove(
-            keys(self._store, folder) if part is None else [f"{of_part}.json", *keys(self._store, of_part)]
-        )
+    def noted(self) -> set[str]:
+        """The transactions at the target of which there are notes."""
+        folders = {key[len(self._key("")) :].partition("/")[0] for key in keys(self._store, str(self.target.path))}
+        mine = (name for name in folders if name.startswith(PREFIX) and name.endswith(".parts"))
+        return {name.removeprefix(PREFIX).removesuffix(".parts") for name in mine}
 
     def check_space(self, nbytes: int) -> None:
         """A store has no end."""
@@ -292,7 +284,7 @@ class StorePublication(Publication):
         with suppress(CheckpointError, OSError):  # it is published: what cannot be removed now, `prune --dead` removes
             found = self._store.read_whole(self._key(self.manifest_name))
             gone = doomed if found is not None and self._is(found[0], whole) else []
-            notes = keys(self._store, f"{self._key(self.prefix)}.parts") if self.shared else []
+            notes = keys(self._store, self.notes.root) if self.shared else []
             self._store.remove([*gone, *notes, f"{self._key(self.prefix)}.writer"])
         self._store.forget()
         if self._store.settings.plain:
@@ -334,22 +326,15 @@ class StorePublication(Publication):
     def _put_manifest(self, manifest: Manifest, tag: Tag | None) -> Tag:
         """Put it if what is there still has that tag; returns its own."""
         key, data = self._key(self.manifest_name), manifest.to_json().encode()
-        for pause in (*_PAUSES, None):
-            try:
-                put = self._store.put_if(key, data, tag)
-            except CheckpointError as error:  # an answer can be lost: look, do not believe
-                there = self._looked(manifest, error)
-                if there is None:
-                    raise self._unpublished(error) from error
-                return there
-            if put is not None:
-                return put
-            found = self._store.read_whole(key)
-            if found is not None and self._is(found[0], manifest):
-                return found[1]
-            if pause is None or (found[1] if found is not None else None) != tag:
-                break
-            time.sleep(pause)  # S3 answers 409 while it is busy with another writer, who may fail
+        try:
+            put = self._store.put_if(key, data, tag)
+        except CheckpointError as error:  # an answer can be lost: look, do not believe
+            there = self._looked(manifest, error)
+            if there is None:
+                raise self._unpublished(error) from error
+            return there
+        if put is not None:
+            return put
         raise StorageError(
             f"{self.target}: another writer has published there meanwhile; what it wrote was left alone, and nothing of this one is "
             "there.\nLook at it, then choose another target, or give --overwrite."
@@ -358,6 +343,7 @@ class StorePublication(Publication):
     def _looked(self, manifest: Manifest, error: CheckpointError) -> Tag | None:
         """The tag of the manifest, if it is there in spite of an error."""
         self._settled = True  # what was put may be on its way still: the files must be there when it arrives
+        self._store.requests.forgive(once=True)
         try:
             found = self._store.read_whole(self._key(self.manifest_name))
         except CheckpointError:
@@ -398,6 +384,15 @@ class StorePublication(Publication):
         part = part_nbytes(entry.nbytes)
         there = self._key(f"{self.prefix}/{name}")
         self._store.copy(there, self._key(name), part, at_a_time(self._store, part, self.memory))
+
+
+def conversions_left(target: StorePath) -> list[str]:
+    """Where conversions that were killed have left finished files, and the same command goes on.
+
+    Raises:
+        CheckpointError: The store refuses.
+    """
+    return [f"{target}/{PREFIX}{name}" for name in sorted(StorePublication(target).noted()) if name.startswith(_WHOLE)]
 
 
 def object_store(path: StorePath) -> ObjectStore:

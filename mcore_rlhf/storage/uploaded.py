@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
 from .checksum import combine, crc32
 from .manifest import FileEntry
 from .objects import ObjectStore
@@ -76,15 +77,25 @@ class UploadedFile(RecordFile):
             raise ValueError(
                 f"{self._where}: what follows from its CRCs was asked for before they were known: it is not in order"
             )
-        with self._store.asking(self._key, "write", LIFECYCLE):
-            writer, self._writer = self._writer, None
-            writer.close()
+        writer, self._writer = self._writer, None
+        try:
+            with self._store.requests.asking(self._key, "write", LIFECYCLE):
+                writer.close()
+        except (CheckpointError, FileNotFoundError):
+            if not self._is_there():
+                raise
         return FileEntry(self._at, self._crc)
+
+    def _is_there(self) -> bool:
+        """Whether it was completed, though the answer was lost: in parts it is there as a whole or not, and nobody else has its name."""
+        with suppress(CheckpointError, OSError):
+            return self._store.written(self._key)[0] == self._at
+        return False
 
     def abort(self) -> None:
         """Let the store forget what was sent; nothing happens if it is complete."""
         writer, self._writer = self._writer, None
-        if writer is not None:
+        if writer is not None and self._store.requests.gave_up is None:
             with suppress(Exception):  # the lifecycle rule of the bucket ends it then
                 writer.__exit__(_Aborted, _Aborted(), None)
 
@@ -136,7 +147,7 @@ class UploadedFile(RecordFile):
         self._send(data)
 
     def _send(self, data: memoryview) -> None:
-        with self._store.asking(self._key, "write", LIFECYCLE):
+        with self._store.requests.asking(self._key, "write", LIFECYCLE):
             for at in range(0, len(data), _PART_NBYTES):
                 self._writer.write(
                     bytes(data[at : at + _PART_NBYTES])

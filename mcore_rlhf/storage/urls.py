@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import UsageError
+from ..suggestions import hub_name
 from .destination import Publication
 from .links import enclose
 from .paths import ReadablePath, local_path, real_path, storage_error, url_in
@@ -81,7 +82,7 @@ def checkpoint_path(given: str | os.PathLike[str] | ReadablePath, *, follow_link
         return backend.open(url)
     raise UsageError(
         f"{url}: is a URL of a kind that is not read; those that are: {', '.join(f'{scheme}://' for scheme in (*BACKENDS, 'file'))}\n"
-        "Copy it to a local folder first, or mount it."
+        f"{hub_name(url).strip() or 'Copy it to a local folder first, or mount it.'}"
     )
 
 

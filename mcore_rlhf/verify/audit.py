@@ -15,11 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mcore_rlhf.core.cast import Words, differing_after_rounding
-from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, Chunk, Record, Shape, TensorEntry, TensorName, row_major
+from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, Record, Shape, TensorEntry, TensorName, row_major
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.execute import AHEAD_BYTES, WINDOW_BYTES, WORDS, ReadsAhead, SourceBytes, rows_of, strided
 from mcore_rlhf.core.plan import Copy, check_tiles, coalesced
 from mcore_rlhf.errors import Corrupt, CoverageError, Problems
 from mcore_rlhf.families.source import StoredFile
+from mcore_rlhf.models.implied import UNTIED
+from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT
 from mcore_rlhf.storage.checksum import combine, crc32, crc32_of_zeros
 
 Task = Callable[[], None]
@@ -313,7 +316,7 @@ class Pair(NamedTuple):
         return self.a.box.numel * (self.a.record.dtype.itemsize + self.b.record.dtype.itemsize)
 
 
-def pairs(catalog: Catalog, problems: Problems, *, replicas: bool, parity: bool) -> Iterator[Pair]:
+def pairs(catalog: Chunks, problems: Problems, *, replicas: bool, parity: bool) -> Iterator[Pair]:
     """Everything in a catalogue that must agree with something else in it, tensor by tensor.
 
     Args:
@@ -324,11 +327,11 @@ def pairs(catalog: Catalog, problems: Problems, *, replicas: bool, parity: bool)
     """
     for name in catalog:
         entry = catalog.get(name)
-        if entry is None:
-            continue
-        wrong = check_tiles(entry)
+        wrong = "is stored nowhere" if entry is None else check_tiles(entry)
         if wrong is not None:
             problems.add(CoverageError, f"{name}: {wrong}")
+        if entry is None:
+            continue
         if replicas:
             for kept, other in entry.replicas():
                 yield Pair(name, kept, other)
@@ -336,7 +339,7 @@ def pairs(catalog: Catalog, problems: Problems, *, replicas: bool, parity: bool)
             yield from _masters(catalog, name, entry)
 
 
-def _masters(catalog: Catalog, name: TensorName, masters: TensorEntry) -> Iterator[Pair]:
+def _masters(catalog: Chunks, name: TensorName, masters: TensorEntry) -> Iterator[Pair]:
     params = catalog.get(name._replace(state=PARAM))
     stored = params.primary() if params is not None else ()
     by_box = {chunk.box: chunk for chunk in stored}
@@ -373,7 +376,7 @@ class Audit:
         """What to do where masters and parameters disagree."""
         return f"{self.distrust or _DAMAGED} The weights alone can be converted with --no-optimizer."
 
-    def tasks(self, catalog: Catalog, *, replicas: bool, parity: bool) -> Iterator[Task]:
+    def tasks(self, catalog: Chunks, *, replicas: bool, parity: bool) -> Iterator[Task]:
         """One task per tensor and check.
 
         Args:
@@ -399,10 +402,22 @@ class Audit:
             if not np.array_equal(a, b):
                 differing += int((a != b).sum())
         if differing:
+            places, advice = [kept.record.file, other.record.file], "Replicas must be equal"
+            if name.param == EMBEDDING:
+                advice += (
+                    f" (with {UNTIED} false in args, {OUTPUT} of the last stage is one; if it is not, say true there)"
+                )
+            if places[0] == places[1] or kept.record.key == name.param != other.record.key:
+                places = [f"{chunk.record.file} ({chunk.record.key})" for chunk in (kept, other)]
+            if kept.record.key == name.param != other.record.key:
+                advice = (
+                    f"{name.param} and {other.record.key} are two names of one tensor, as tie_word_embeddings of config.json or the "
+                    "checkpoint itself says; if they are two, say false there, and otherwise they must be equal"
+                )
             self.problems.add(
                 Corrupt,
-                f"{name}: {differing} elements of {kept.box} differ between the copies in {kept.record.file} and {other.record.file}",
-                "Replicas must be equal; --trust-replicas takes the first copy without comparing.",
+                f"{name}: {differing} elements of {kept.box} differ between the copies in {places[0]} and {places[1]}",
+                f"{advice}; --trust-replicas takes the first copy without comparing.",
             )
 
     def _compare_master(self, name: TensorName, master: Chunk, param: Chunk) -> None:

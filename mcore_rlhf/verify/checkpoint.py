@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Corrupt, Problem, Problems
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, StoredFile, bytes_of
+from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.patience import gone, settled
+from mcore_rlhf.storage.patience import looked
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import opened
-from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .audit import Audit, Ledger, read_checksums
+from .itself import beside
 
 _PIECE_NBYTES = 4 << 20
 
@@ -86,11 +86,9 @@ def verify(
         Unreadable: A disk or file system failed, and nothing else is known to be wrong.
     """
     path = checkpoint_path(path)
-    verdict = settled(
+    verdict = looked(
         path, lambda: _verified(path, options, depth, workers, progress, begin), lambda found: not found.intact
     )
-    if verdict is None:
-        raise gone(path)
     verdict.problems.raise_if_unread()
     return verdict
 
@@ -116,8 +114,8 @@ def _verified(
         return verdict
     try:
         source = open_checkpoint(path, options, partial=True)
-        if source.unread:
-            source.files = (*source.files, *_unread_files(source))
+        more = beside(source, options.stubs, verdict.problems)
+        source.files = (*source.files, *more)
         read_checksums(source.files)
         verdict.source = source
     except CheckpointError as error:
@@ -130,32 +128,13 @@ def _verified(
     if not isinstance(path, Path):
         headers = "directories of the files (headers in front of tensors were worked out and not fetched where torch.save laid them out)"
     verdict.checked.append(f"{headers}, {understood}")
+    if more:
+        verdict.checked.append(f"further files, by what they say of themselves: {_some([file.path for file in more])}")
     if depth is not Depth.QUICK:
         if begin is not None:
             begin(Ledger(source.files).unread)
         _check_bytes(verdict, path, depth, workers, progress)
     return verdict
-
-
-def _unread_files(source: Source) -> Iterator[StoredFile]:
-    """Zip files beside those that were read: their bytes have checksums, though nobody understands what they hold.
-
-    Raises:
-        CheckpointError: One of them is damaged.
-    """
-    known = {file.path for file in source.files}
-    for folder in sorted({PurePosixPath(name).parent for name in known}):
-        for path in sorted((source.root / folder).glob("*.pt")):
-            name = path.relative_to(source.root).as_posix()
-            if name not in known:
-                yield _unread_file(path, name)
-
-
-def _unread_file(path: ReadablePath, name: str) -> StoredFile:
-    try:
-        return StoredFile.of_zip(name, read_directory(path))
-    except (NotACheckpoint, Unsupported):
-        return StoredFile(name, path.stat().st_size, ())  # no zip: it has no checksums
 
 
 def _distrusted(source: Source, params: Collection[str], advice: str) -> Problem:
@@ -173,9 +152,12 @@ def _checksums(source: Source) -> str:
     bare = [file.path for file in source.files if not file.records]
     if not bare:
         return "every record's CRC-32"
-    some = ", ".join(bare[:3]) + (", …" if len(bare) > 3 else "")
     with_records = "every CRC-32 that there is" if len(bare) < len(source.files) else "no checksum"
-    return f"{with_records} ({len(bare)} files store none, so damaged bytes go unseen there: {some})"
+    return f"{with_records} ({len(bare)} files store none, so damaged bytes go unseen there: {_some(bare)})"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _digest_tasks(source: Source, problems: Problems) -> Iterator[Callable[[], None]]:

@@ -15,6 +15,7 @@ from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.inventory import OPAQUE, inventory_of
+from mcore_rlhf.families.megatron.state import MegatronState, opaque_item
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.dcp.folder import DcpObject
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
@@ -182,10 +183,10 @@ class Differ:
     def _compare_values(
         self, name: TensorName, a: TensorEntry, b: TensorEntry, shape: tuple[int, ...], compare: _Compare
     ) -> None:
-        whole, gap = Box.whole(shape), _Gap()
+        whole, gap, firsts = Box.whole(shape), _Gap(), a.primary()
         for chunk_b in b.primary():
             wanted = chunk_b.box.intersect(whole)
-            for chunk_a in a.primary() if wanted is not None else ():
+            for chunk_a in firsts if wanted is not None else ():
                 part = chunk_a.box.intersect(wanted) if wanted is not None else None
                 if part is not None:
                     gap = gap.with_(compare(chunk_a.narrow(part), chunk_b.narrow(part)))
@@ -234,7 +235,20 @@ class Differ:
         for counter in _COUNTERS:
             if a.args.get(counter) != b.args.get(counter):
                 self._differs(counter, f"{a.args.get(counter)} and {b.args.get(counter)}")
+        self._compare_opaque()
         self._compare_the_rest()
+
+    def _compare_opaque(self) -> None:
+        """Hold values under parameters' names that are no tensors against each other, whichever ranks have them."""
+        a, b = (MegatronState.of(source) for source in (self.a, self.b))
+        if a is None or b is None:
+            return
+        in_a, in_b = a.opaque(), b.opaque()
+        for name in dict.fromkeys((*in_a, *in_b)):
+            if (name in in_a) != (name in in_b):
+                self._differs(name, f"an opaque value that only {'the first' if name in in_a else 'the second'} has")
+            elif {value.digest for value in in_a[name]} != {value.digest for value in in_b[name]}:
+                self._differs(name, "opaque values that are not the same")
 
     def _compare_the_rest(self) -> None:
         """Say of all other values whether they are the same. Two runs may differ in them, as a conversion makes them do: no difference."""
@@ -307,7 +321,9 @@ _NOTHING = object()
 def _rest(source: Source, where: SourceBytes, of_ranks: bool) -> dict[Item, object]:
     """What a source has besides what is compared by name, read; with what belongs to single ranks, or without."""
     left_out = (Kind.TENSOR, Kind.GROUP, Kind.SCHEDULER, *(() if of_ranks else (Kind.RNG,)))
-    named = _COMPARED if of_ranks else {*_COMPARED, OPAQUE}
+    megatron = MegatronState.of(source)
+    opaque = {OPAQUE} if megatron is None else set(map(opaque_item, megatron.opaque()))
+    named = _COMPARED | opaque if megatron is not None or not of_ranks else _COMPARED
     items = inventory_of(source).items()
     return {item: _read(value, where) for item, value in items if item.kind not in left_out and item not in named}
 

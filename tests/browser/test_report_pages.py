@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,78 +14,16 @@ import pytest
 from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
-from tests.unit.manager.roots import make_step
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+from .conftest import KINDS, MOE, TP1, TP2, run_cli
 
-GOLDENS = Path(__file__).parents[1] / "goldens" / "megatron"
-WIDTHS = (1400, 380)
-_MADE = {
-    "checkpoint": [GOLDENS / "ep2dp2_moe_seq_bf16_do"],
-    "conversion": [GOLDENS / "tp2pp2dp2_bf16_do", "CONVERTED"],
-    "comparison": [GOLDENS / "tp1_bf16_do", GOLDENS / "tp2pp2dp2_bf16_do"],
-    "run": ["RUN"],
-}
+WIDTHS = (1400, 420)
+SCHEMES = ("light", "dark")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    own = os.environ.get("CHROMIUM") or next((path for name in names if (path := shutil.which(name))), None)
-    with sync_api.sync_playwright() as started:
-        if own is None and not Path(started.chromium.executable_path).exists():
-            pytest.skip("there is no Chromium: apt-get install chromium, or playwright install chromium")
-        opened = started.chromium.launch(executable_path=own, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of each kind."""
-    folder = tmp_path_factory.mktemp("pages")
-    _cli("convert", GOLDENS / "tp2pp2dp2_bf16_do", folder / "converted", "--tp", 4, "--pp", 1)
-    for number, reward in ((10, 0.5), (20, 0.7), (30, 0.6)):
-        make_step(folder / "run", number, metrics={"reward": reward})
-    (folder / "run" / "global_step_20" / "actor" / "weights.bin").unlink()
-    places = {"CONVERTED": folder / "converted", "RUN": folder / "run"}
-    made = {}
-    for kind, paths in _MADE.items():
-        made[kind] = folder / f"{kind}.html"
-        _cli("report", *(places.get(path, path) for path in paths), "-o", made[kind])  # type: ignore[call-overload]
-    return made
-
-
-def _cli(*args: object) -> str:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-@pytest.fixture
-def visit(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
-    """Opens a page, and fails if anything was said on its console."""
-    said: list[str] = []
-    contexts = []
-
-    def go(kind: str, width: int = 1400, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(pages[kind].as_uri())
-        page.wait_for_selector("html[data-ready=yes]", state="attached")
-        return page
-
-    yield go
-    for context in contexts:
-        context.close()
-    assert said == []
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (380, "dark")])
-@pytest.mark.parametrize("kind", _MADE)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_opens_and_nothing_overflows_or_is_empty(
     visit: Any, browser: Any, kind: str, width: int, scheme: str
 ) -> None:
@@ -104,7 +39,7 @@ def test_it_opens_and_nothing_overflows_or_is_empty(
     assert seen["blue"] > 100
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "conversion", "comparison"])
+@pytest.mark.parametrize("kind", ["checkpoint", "conversion", "comparison", "roles"])
 def test_cards_do_not_lie_over_one_another(visit: Any, kind: str) -> None:
     for width in WIDTHS:
         page = visit(kind, width)
@@ -121,13 +56,13 @@ def _shown(page: Any, key: str) -> str:
 
 
 def test_the_numbers_are_those_of_json(visit: Any, pages: dict[str, Path]) -> None:
-    facts = json.loads(_cli("inspect", *_MADE["checkpoint"], "--json"))
-    listed = json.loads(_cli("inspect", *_MADE["checkpoint"], "--tensors", "--json"))["tensors"]
+    facts = json.loads(run_cli("inspect", MOE, "--json"))
+    listed = json.loads(run_cli("inspect", MOE, "--tensors", "--json"))["tensors"]
     page = visit("checkpoint")
     assert _shown(page, "model.parameters") == f"{facts['model']['parameters']:,}"
     assert _shown(page, "model.num_experts") == str(facts["model"]["num_experts"])
     assert _shown(page, "tensors") == str(len(listed))
-    diff = json.loads(CliRunner().invoke(app, ["diff", *map(str, _MADE["comparison"]), "--json"]).stdout)
+    diff = json.loads(CliRunner().invoke(app, ["diff", str(TP1), str(TP2), "--json"]).stdout)
     page = visit("comparison")
     assert _shown(page, "diff.tensors") == str(diff["tensors"])
     assert _shown(page, "diff.elements") == f"{diff['elements']:,}"
@@ -142,6 +77,7 @@ def test_the_numbers_are_those_of_json(visit: Any, pages: dict[str, Path]) -> No
     page = visit("run")
     assert (_shown(page, "run.steps"), _shown(page, "run.committed")) == ("3", "2")
     assert "keeps no history" in page.inner_text("#run")
+    assert page.locator("#shards").count() == 0
 
 
 def test_searching_choosing_and_the_keyboard(visit: Any) -> None:

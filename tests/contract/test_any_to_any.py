@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rlhf.core.account import Account, Fate, Kind, Stage, same
-from mcore_rlhf.families.crossing import alike
+from mcore_rlhf.families.crossing.alike import alike
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.reading import OpenFiles

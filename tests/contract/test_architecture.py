@@ -20,16 +20,17 @@ PACKAGE = "mcore_rlhf"
 MAX_LINES = 500
 
 # The rooms, lowest first, each with the rooms that it may import. Nowhere else is this written.
-_PURE = {"errors", "installation", "core", "models", "layouts"}
+_PURE = {"errors", "installation", "suggestions", "core", "models", "layouts"}
 _BELOW = _PURE | {"storage", "families"}
 _OFFLINE = _BELOW | {"formats", "verify", "execution", "convert"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "installation": set(),
-    "core": {"errors", "installation"},
+    "suggestions": set(),
+    "core": {"errors", "installation", "suggestions"},
     "models": {"errors", "core"},
     "layouts": {"errors", "core", "models"},
-    "storage": {"errors", "installation", "core"},
+    "storage": {"errors", "installation", "suggestions", "core"},
     "families": _PURE | {"storage"},
     "formats": _BELOW,
     "verify": _BELOW | {"formats"},
@@ -339,80 +340,41 @@ def test_the_command_line_starts_without_torch() -> None:
     assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
 
 
-# What changes a file system is done in storage/ alone, where no link is followed and every name is looked at: nothing goes round the door.
-_CHANGES = {
-    "os": {
-        "rename", "replace", "renames", "remove", "unlink", "rmdir", "removedirs", "mkdir", "makedirs", "link", "symlink", "truncate",
-        "mkfifo", "mknod", "chmod", "chown",
-    },
-    "shutil": {"copy", "copy2", "copyfile", "copyfileobj", "copytree", "move", "rmtree", "chown", "unpack_archive"},
-    "tempfile": {"mkdtemp", "mkstemp", "NamedTemporaryFile", "TemporaryDirectory", "TemporaryFile"},
+# What is true of a format stands in its folder, as an attribute: nobody else asks for one by its name. These words are other things.
+_OTHER_THINGS = {
+    "suggestions.py": "formats, by what others call them",
+    "storage/urls.py": "a scheme",
+    "families/megatron/state.py": "a family of names",
+    "families/options.py": "what is written where nobody says what",
+    "cli/doctor.py": "packages",
+    "cli/tools/reshape_megatron.py": "words of Megatron's own tool",
+    "demo/command.py": "a package",
+    "demo/train.py": "a package",
+    "demo/rl/options.py": "a framework that trains",
+    "manager/config/sections.py": "frameworks that train",
+    "integrations/megatron_arguments.py": "who loads",
+    "integrations/megatron_lm.py": "who loads",
 }  # fmt: skip
-_CHANGING_METHODS = {
-    "write_text", "write_bytes", "mkdir", "rmdir", "unlink", "touch", "symlink_to", "hardlink_to", "link_to", "chmod", "rename",
-}  # fmt: skip
-_NO_PATHS = {"chosen", "names", "self", "formatter"}
-"""Have methods of such names that are about names, or a help text."""
-_WRITING = {"O_CREAT", "O_WRONLY", "O_RDWR", "O_TRUNC", "O_APPEND"}
-_ROUND_THE_DOOR = ("storage/", "demo/", "cli/doctor.py")
-"""The room itself; the demo, which writes logs of its own processes into a folder of its own; and a probe that is gone at once."""
 
 
-def changes(source: str) -> list[str]:
-    """Calls in a module that make, change or remove files by themselves."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and (why := _changes(node)):
-            found.append(f"line {node.lineno}: {why} belongs in storage/: see storage/beneath.py")
-    return found
+def formats_by_name(source: str) -> list[str]:
+    """Where a module has the name of a format as a text of its own; texts with more in them are for people."""
+    names = _folders_in("formats") - {"megatron_dist"} | {"megatron-dist"}
+    words = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value in names]
+    return [
+        f"line {node.lineno}: {node.value!r}: ask the format for what is true of it, or take its FORMAT.name"
+        for node in words
+    ]
 
 
-def _changes(call: ast.Call) -> str:
-    func = call.func
-    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
-    owner = func.value.id if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) else ""
-    if name in _CHANGES.get(owner, ()):
-        return f"{owner}.{name}"
-    if name in _CHANGING_METHODS and isinstance(func, ast.Attribute) and owner not in _NO_PATHS:
-        return f".{name}()"
-    return "an open() that writes" if name == "open" and _writes(call) else ""
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_no_format_is_asked_for_by_its_name(path: Path) -> None:
+    name = path.as_posix()
+    if name != "formats/registry.py" and not (name.startswith("formats/") and name.count("/") > 1):
+        found = formats_by_name((PROJECT / PACKAGE / path).read_text(encoding="utf-8"))
+        assert bool(found) == (name in _OTHER_THINGS), "\n".join(found)
 
 
-def _writes(call: ast.Call) -> bool:
-    """Whether a call of ``open``, of whatever, asks for more than reading."""
-    flags = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
-    given = [*call.args, *(word.value for word in call.keywords)]
-    modes = [node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return bool(flags & _WRITING and "devnull" not in flags) or any(
-        len(mode) < 4 and set(mode) & set("wax+") for mode in modes
-    )
-
-
-@pytest.mark.parametrize("path", [path for path in MODULES if not path.as_posix().startswith(_ROUND_THE_DOOR)], ids=str)
-def test_nothing_goes_round_the_door(path: Path) -> None:
-    assert changes((PROJECT / PACKAGE / path).read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "os.rename(a, b)", "shutil.rmtree(a)", "path.write_text(x)", "path.mkdir()", "open(path, 'w')", "path.open('xb')",
-        "open(path, mode='a')", "os.open(path, os.O_CREAT | os.O_RDWR)", "tempfile.mkdtemp()", "path.rename(b)", "path.unlink()",
-    ],
-)  # fmt: skip
-def test_the_door_is_watched(line: str) -> None:
-    assert changes(line)
-    assert not changes(
-        "open(path, 'rb'); path.open(); os.open(path, os.O_RDONLY); names.rename(a); shutil.disk_usage(a)"
-    )
-
-
-def test_what_a_destination_does_with_names_is_final() -> None:
-    module = ast.parse((PROJECT / PACKAGE / "storage/destination.py").read_text(encoding="utf-8"))
-    final = {
-        node.name
-        for node in ast.walk(module)
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(word, ast.Name) and word.id == "final" for word in node.decorator_list)
-    }
-    assert final == {"writer", "put", "again", "take", "_taking", "_put"}
+def test_a_formats_name_is_found() -> None:
+    assert len(formats_by_name("a = to == 'hf' or to in ('dcp', 'megatron-dist')")) == 3
+    assert not formats_by_name("'Give --to hf.'; to.name; FORMAT.name; 'safetensors'")

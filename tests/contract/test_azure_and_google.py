@@ -23,10 +23,10 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from mcore_rlhf.convert import ConvertOptions, WriteOptions, convert
+from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import StorageError
 from mcore_rlhf.families.job_options import PartNumber
-from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.manager.convert_step import convert_part, finish_parts
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.storage.manifest import Manifest
@@ -151,7 +151,7 @@ def test_of_two_writers_exactly_one_wins_and_what_is_dead_is_found(at: Place) ->
 
 
 def test_a_bucket_that_is_missing(at: Place) -> None:
-    scheme = at("run").store.url.partition(":")[0]
+    scheme = str(at("run").store).partition(":")[0]
     with pytest.raises(StorageError, match=r"(?s)(ContainerNotFound|NoSuchBucket).*Check the bucket's name"):
         list(open_url(f"{scheme}://nowhere/run").iterdir())
 

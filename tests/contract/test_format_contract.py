@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import pickle
 from collections import Counter
@@ -18,7 +19,7 @@ from mcore_rlhf.errors import CheckpointError, NotACheckpoint
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format
-from mcore_rlhf.formats.registry import FORMATS, detect, format_named, open_checkpoint
+from mcore_rlhf.formats.registry import FORMATS, detect, format_at, format_named, open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.conversions import options
@@ -87,6 +88,18 @@ class TestFormat:
         (tmp_path / "notes.txt").write_text("")
         assert not known.detect(tmp_path)
         assert not known.detect(tmp_path / "nowhere")
+
+    def test_nobody_looks_into_a_folder_that_has_none_of_its_markers(
+        self, known: Format, golden: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        there = {path.name for path in golden.iterdir()}
+        for other in FORMATS:
+            if other.markers and not any(fnmatch.filter(there, mark) for mark in other.markers):
+                assert other is not known
+                monkeypatch.setattr(other, "detect", lambda path: pytest.fail(f"{path} was looked into"))
+        assert format_at(golden) is known
+        passed_over = [one.name for one in FORMATS if "detect" in vars(one)]
+        assert known.name != "hf" or passed_over == ["megatron-dist", "megatron", "universal"]
 
     def test_a_folder_without_a_checkpoint_is_said_to_be_one(self, known: Format, tmp_path: Path) -> None:
         with pytest.raises(NotACheckpoint, match=str(tmp_path)):
@@ -173,11 +186,11 @@ class TestFormat:
     def test_a_target_is_data(self, known: Format, golden: Path) -> None:
         """It can be planned again and again, file by file; plans are picklable and the report is plain JSON."""
         job = prepare(golden, replace(options(), to=known.name))
-        plans = [plan for _, plan in job.plans()]
+        plans = [planned.plan for planned in job.plans()]
         assert [p.file for p in plans] == [file.path for file in job.target.files]
         assert len({p.file for p in plans}) == len(plans)
-        assert [p.copies for _, p in job.plans()] == [p.copies for p in plans]
-        assert all(pickle.loads(pickle.dumps(p)).copies == p.copies for p in plans)
+        assert [[*planned.plan.copies] for planned in job.plans()] == [[*p.copies] for p in plans]
+        assert all([*pickle.loads(pickle.dumps(p)).copies] == [*p.copies] for p in plans)
         assert not any(p.problems for p in plans)
         lines = json.loads(json.dumps(job.report.as_json()))
         assert {line["fate"] for line in lines} <= {fate.value for fate in Fate}
@@ -185,5 +198,5 @@ class TestFormat:
             layout = file.layout()
             assert {record.file for record in layout.records} <= {file.path}
             assert len({record.key for record in layout.records}) == len(layout.records)
-            held = {chunk.record for entry in layout.holds for chunk in entry.chunks}
+            held = {chunk.record for entry in layout.holds.entries() for chunk in entry.chunks}
             assert held <= set(layout.records)

@@ -22,9 +22,11 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert
+from mcore_rlhf.core.catalog import dtype_of
 from mcore_rlhf.errors import CheckpointError, Unsupported, Untrusted
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.nested import calls_of
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.pt import read_pt
@@ -141,6 +143,12 @@ def sung(note: str = "x") -> Any:
     return stub_class(f"{CANARY}.sing")(note)
 
 
+_SING = f"c{CANARY}\nsing\n".encode()
+_CALL = _SING + b"K\x01\x85R."
+_PADDED = (b"\x80\x02" + _CALL).ljust(64, b"\0")
+_SPACE = b"cargparse\nNamespace\n)\x81}"
+
+
 FORGED: dict[str, Callable[[], object]] = {
     "called": sung,
     "called without arguments": stub_class(f"{CANARY}.sing"),
@@ -187,11 +195,64 @@ FORGED: dict[str, Callable[[], object]] = {
     "with keywords, in bytes": lambda: b"\x80\x04" + f"c{CANARY}\nsing\n".encode() + b")}\x92.",
     "a state for a class, in bytes": lambda: b"\x80\x02ctorch.optim.adam\nAdam\n}X\x04\0\0\0stepK\x01sb.",
     "a call, and then nonsense, in bytes": lambda: called(_canary())[:-1] + b"\0",
+    "behind a number of another base": lambda: b"\x80\x02I0x10\n0" + _CALL,
+    "behind a long number of another base": lambda: b"\x80\x02L0x10\n0" + _CALL,
+    "behind a text that is no ASCII": lambda: b"\x80\x02S'\xc3\xa9'\n0" + _CALL,
+    "behind bytes of another encoding": lambda: b"\x80\x02c_codecs\nencode\n" + _text("\u0100") + _text("utf-8") + b"\x86R0" + _CALL,
+    "behind a call of what was filled with nothing": lambda: b"\x80\x02cbuiltins\ndict\n(e)R0" + _CALL,
+    "filled with nothing, then called": lambda: b"\x80\x02" + _SING + b"(eK\x01\x85R.",
+    "an object that is built twice": lambda: b"\x80\x02" + _SPACE + _text("__setstate__") + _SING + b"sbK\x01b.",
+    "an object that is added to": lambda: b"\x80\x02" + _SPACE + _text("append") + _SING + b"sbK\x01a.",
+    "a loader for an object that is built twice": lambda: b"\x80\x02"
+    + _SPACE + _text("__setstate__") + b"ctorch.storage\n_load_from_bytes\nsb.",
+    "a name in another alphabet": lambda: b"\x80\x02" + b"".join(
+        b"c_codecs\nencode\n" + _text(part) + _text("rot13") + b"\x86R" for part in ("bf", "flfgrz")
+    ) + b"\x93K\x01\x85R.",
+    "in a reference to a storage": lambda: b"\x80\x02(" + _text("module") + _SING + b"NNtQK\x01\x85R.",
+    "in a zip of two directories": lambda: io.BytesIO(_of_two_directories(b"\x80\x02" + _CALL)),
+    "in a tensor of long integers": lambda: SmallTensor(_PADDED, dtype_of("int64"), (len(_PADDED) // 8,), (1,)),
+    "in every second byte of a tensor": lambda: SmallTensor(
+        b"".join(bytes([byte, 0]) for byte in _PADDED), dtype_of("uint8"), (len(_PADDED),), (2,)
+    ),
+    "where a BytesIO stands": lambda: _at(3, b"not" + b"\x80\x02" + _CALL),
 }  # fmt: skip
 
 
 def _canary() -> Any:
     return vars(sys.modules[CANARY])["sing"]
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text.encode())) + text.encode()
+
+
+def _at(place: int, data: bytes) -> io.BytesIO:
+    made = io.BytesIO(data)
+    made.seek(place)
+    return made
+
+
+def _of_two_directories(pickled: bytes) -> bytes:
+    """A zip in which torch finds this pickle, and Python's ``zipfile`` None: one looks where its end says, the other before its end."""
+    harmful, honest = (_taken_apart(part) for part in (pickled, b"\x80\x02N.".ljust(len(pickled))))
+    directory, shift = bytearray(honest[1]), len(honest[0])
+    for at in (at for at in range(len(directory)) if directory.startswith(b"PK\1\2", at)):
+        (offset,) = struct.unpack_from("<I", directory, at + 42)
+        struct.pack_into("<I", directory, at + 42, len(harmful[0]) + offset - shift)
+    end = bytearray(harmful[2])
+    struct.pack_into("<I", end, 16, len(harmful[0]))
+    return harmful[0] + harmful[1] + honest[0] + bytes(directory) + bytes(end)
+
+
+def _taken_apart(pickled: bytes) -> tuple[bytes, bytes, bytes]:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as zipped:
+        for name, data in (("data.pkl", pickled), ("version", b"3\n"), ("byteorder", b"little")):
+            zipped.writestr(f"archive/{name}", data)
+    whole = buffer.getvalue()
+    end = whole.rfind(b"PK\5\6")
+    (at,) = struct.unpack_from("<I", whole, end + 16)
+    return whole[:at], whole[at:end], whole[end:]
 
 
 def _with_items(name: str, items: Any) -> Any:
@@ -243,6 +304,13 @@ def test_a_new_class_of_a_framework_is_read_and_written_where_somebody_vouches(t
     assert hash(again) == hash(found)
 
 
+def _zip_of_text() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("notes.txt", "a" * 100)
+    return buffer.getvalue()
+
+
 HONEST: dict[str, Callable[[], object]] = {
     "numbers": lambda: torch.get_rng_state().numpy().tobytes(),
     "a seed like a pickle": lambda: SmallTensor.of_bytes(struct.pack("<QQ", 0x0280, 0)),
@@ -254,6 +322,7 @@ HONEST: dict[str, Callable[[], object]] = {
     "a state of Transformer Engine 2": lambda: SmallTensor.of_bytes(
         pickle.dumps({"scale_fwd": torch.ones(3), "extra_fp8_variables": {"num_gemms": 1}})
     ),
+    "a zip of somebody's": _zip_of_text,
     "of protocol 2": lambda: pickle.dumps({"scale_fwd": torch.ones(3), "size": torch.Size([1])}, 2),
 }  # fmt: skip
 
@@ -346,3 +415,8 @@ def _convert_and_load(folder: Path, to: str) -> None:
         assert made_in(data) <= MADE
     for path in (folder / "out").rglob("*.pt"):
         torch.load(path, weights_only=False)
+
+
+def test_an_object_of_a_distcp_file_is_refused_by_its_name() -> None:
+    with pytest.raises(Untrusted, match=r"^layers\.0\._extra_state/shard_0_1: 0 holds a pickle of its own"):
+        saved([called(_canary())], "layers.0._extra_state/shard_0_1")

@@ -34,7 +34,10 @@ def test_the_page_runs(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         words = shlex.split(line.replace("s3://checkpoints", f"s3://{BUCKET}").replace("/scratch", str(tmp_path)))
         done = CliRunner().invoke(app, words[1:])
         assert done.exit_code == 0, f"{line}\n{done.output}"
-    for option, said in (("nonsense=1", "obstore cannot open such a store"), ("nonsense", "should be KEY=VALUE")):
+    for option, said in (
+        ("nonsense=1", "obstore cannot open such a store"),
+        ("nonsense", "should be KEY=VALUE, found 'nonsense'"),
+    ):
         refused = CliRunner().invoke(app, ["steps", f"s3://{BUCKET}/tp2", "--store-option", option])
         assert refused.exit_code == 2, refused.output
         assert said in refused.output

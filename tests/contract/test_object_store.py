@@ -10,9 +10,10 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.objects import open_url, said
+from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import read_bytes
+from mcore_rlhf.storage.requests import said
 from mcore_rlhf.storage.settings import StoreSettings, stores_with
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.verify.checkpoint import Depth, verify

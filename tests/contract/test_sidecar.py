@@ -1,4 +1,4 @@
-"""What a format has no place for lies beside its files, in every format alike, and comes back; what earlier releases wrote is read."""
+"""What a format has no place for lies beside its files, in every format alike, and comes back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate, same
 from mcore_rlhf.core.catalog import FLOAT32
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import ARRAYS, STATE, Sidecar
@@ -25,7 +24,6 @@ from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 from tests.helpers.plain_load import plain_load
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-OLD = GOLDENS / "ours_v1"
 MUON = GOLDENS / "deepspeed_muon" / "z2_bf16_dp2"
 MEGATRON = GOLDENS / "megatron" / "tp1_bf16_do"
 
@@ -36,51 +34,6 @@ def converted(source: Path, target: Path, to: str, **write: Any) -> Job:
 
 def opened(path: Path) -> Source:
     return open_checkpoint(path, ReadOptions())
-
-
-def alike(a: Source, b: Source) -> list[str]:
-    """In what two sources differ, their files aside."""
-    found = [name for name in ("states", "optimizer", "model", "origin") if getattr(a, name) != getattr(b, name)]
-    assert isinstance(a.family, ModuleState)
-    assert isinstance(b.family, ModuleState)
-    found += [name for name in TrainingState.__slots__ if not same(getattr(a.state, name), getattr(b.state, name))]
-    pairs = ((name, getattr(a.family.base(), name), getattr(b.family.base(), name)) for name in ModuleState.__slots__)
-    return found + [name for name, one, other in pairs if not same(one, other)]
-
-
-@pytest.mark.parametrize(("to", "write"), [("hf", {"with_optimizer": True}), ("dcp", {"dp": 1})])
-def test_what_an_earlier_release_wrote_opens_with_the_same_state(
-    to: str, write: dict[str, Any], tmp_path: Path
-) -> None:
-    """``optimizer/state.json`` of a Hugging Face folder, and the item ``mcore_rlhf`` of a DCP folder."""
-    converted(MUON, tmp_path / "new", to, **write)
-    old, new = opened(OLD / to), opened(tmp_path / "new")
-    assert alike(old, new) == []
-    converted(OLD / to, tmp_path / "back", "deepspeed", dp=2)
-    converted(tmp_path / "new", tmp_path / "again", "deepspeed", dp=2)
-    files = {path.name: plain_load(path) for path in (tmp_path / "again" / "global_step2").glob("*.pt")}
-    assert len(files) == 3
-    assert same({path.name: plain_load(path) for path in (tmp_path / "back" / "global_step2").glob("*.pt")}, files)
-
-
-def test_what_an_earlier_release_left_in_client_state_waits(tmp_path: Path) -> None:
-    converted(MEGATRON, tmp_path / "new", "deepspeed", no_optimizer=True)
-    old, new = opened(OLD / "deepspeed"), opened(tmp_path / "new")
-    assert alike(old, new) == []
-    assert old.origin["iteration"] == 2
-    job = converted(OLD / "deepspeed", tmp_path / "hf", "megatron", no_optimizer=True)
-    assert "iter_0000002/mcore_rlhf/state.json" in job.target.texts
-
-
-def test_the_base_of_an_adapter_that_an_earlier_release_saved() -> None:
-    saved = SavedAdapter.read(OLD / "peft")
-    assert saved is not None
-    assert saved.base is not None
-    assert saved.base.fingerprint is not None
-    assert (saved.iteration, saved.base.path, saved.base.fingerprint.elements) == (5, "models/base", 5872)
-    source = opened(OLD / "peft")
-    assert source.state.iteration == 5
-    assert "mcore_rlhf_adapter.json" in [file.path for file in source.files]
 
 
 def test_client_state_of_deepspeeds_comes_back_from_megatron(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum kind { OPEN, CREATE, WRITE, FSYNC, RENAME, UNLINK, MKDIR, RMDIR, TRUNCATE, LINK, CLOSE, READ, OPENDIR, STAT, FLOCK, KINDS };
+enum kind { OPEN, CREATE, WRITE, FSYNC, RENAME, UNLINK, MKDIR, RMDIR, TRUNCATE, LINK, CLOSE, READ, OPENDIR, STAT, FLOCK, READDIR, FSTAT, KINDS };
 static const char *const NAMES[KINDS] = {"open",     "create", "write", "fsync", "rename",  "unlink", "mkdir", "rmdir",
-                                         "truncate", "link",   "close", "read",  "opendir", "stat",   "flock"};
+                                         "truncate", "link",   "close", "read",  "opendir", "stat",   "flock", "readdir", "fstat"};
 enum mode { FAIL, SHORT, SLEEP };
 enum verdict { GO_ON, FAILED, HALF };
 
@@ -200,6 +200,17 @@ DIR *fdopendir(int fd) {
     if (!real) real = dlsym(RTLD_NEXT, "fdopendir");
     return real(fd);
 }
+
+struct dirent64 *readdir64(DIR *dir) {
+    static struct dirent64 *(*real)(DIR *);
+    if (fails(READDIR, dirfd(dir))) return NULL;
+    if (!real) real = dlsym(RTLD_NEXT, "readdir64");
+    return real(dir);
+}
+struct dirent *readdir(DIR *dir) { return (struct dirent *)readdir64(dir); }
+
+int fstat(int fd, struct stat *out) { return fails(FSTAT, fd) ? -1 : (int)syscall(SYS_fstat, fd, out); }
+int fstat64(int fd, struct stat64 *out) { return fstat(fd, (struct stat *)out); }
 
 static int do_stat(int dir, const char *path, struct stat *out, int flags) {
     return mask >> STAT & 1 && refused(STAT, dir, path) ? -1 : (int)syscall(SYS_newfstatat, dir, path, out, flags);

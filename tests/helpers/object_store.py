@@ -133,7 +133,7 @@ class S3:
 
         store = open_url(f"s3://{BUCKET}/").store
         assert isinstance(store, ObjectStore)
-        return store.client
+        return store.requests.client
 
 
 @dataclass

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mcore_rlhf.families.option_types import GROUPS, MEGATRON, Option
+from mcore_rlhf.families.option_types import GROUPS, Option
 from mcore_rlhf.families.options import OPTIONS
-from mcore_rlhf.formats.registry import FORMATS
+from mcore_rlhf.formats.base import Format
+from mcore_rlhf.formats.registry import named
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 TARGETS = "targets"
-_COLUMNS = (MEGATRON, *((known.name,) for known in FORMATS if known.name not in MEGATRON))
+MEGATRON = tuple(known for known in named() if known.family == "megatron")
+_COLUMNS = (MEGATRON, *((known,) for known in named() if known not in MEGATRON))
 _PLACE = re.compile(r"(<!-- options: ([^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -31,7 +33,7 @@ def titles(page: str) -> list[str]:
 def _table(title: str) -> str:
     rows = [row for row in OPTIONS if row.commands]
     if title == TARGETS:
-        return _of_targets([row for row in rows if row.targets])
+        return _of_targets([row for row in rows if row.takes])
     assert title in GROUPS
     lines = [f"| `{row.flag}` | {_cell(row)} |" for row in rows if row.group == title]
     return "\n".join(["| option | is |", "|---|---|", *lines, ""])
@@ -44,21 +46,21 @@ def _cell(row: Option) -> str:
 
 def _of_targets(rows: list[Option]) -> str:
     """Options that are for the same targets, in one line."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[Format, ...], list[str]] = {}
     for row in rows:
-        groups.setdefault(row.targets, []).append(f"`{row.flag}`")
-    head = " | ".join(["option", *(", ".join(f"`{name}`" for name in names) for names in _COLUMNS)])
+        groups.setdefault(tuple(one for one in named() if row.is_for(one.takes)), []).append(f"`{row.flag}`")
+    head = " | ".join(["option", *(", ".join(f"`{one.name}`" for one in column) for column in _COLUMNS)])
     lines = [
-        f"| {', '.join(flags)} |{''.join(_mark(names, targets) for names in _COLUMNS)}"
+        f"| {', '.join(flags)} |{''.join(_mark(column, targets) for column in _COLUMNS)}"
         for targets, flags in groups.items()
     ]
     return "\n".join([f"| {head} |", "|---|" + "---|" * len(_COLUMNS), *lines, ""])
 
 
-def _mark(names: tuple[str, ...], targets: tuple[str, ...]) -> str:
+def _mark(column: tuple[Format, ...], targets: tuple[Format, ...]) -> str:
     """A tick where an option is for all targets of a column, and their names where it is for some."""
-    meant = [name for name in names if name in targets]
-    return " ✓ |" if len(meant) == len(names) else "".join([" ", *(f"`{name}` " for name in meant), "|"])
+    meant = [one for one in column if one in targets]
+    return " ✓ |" if len(meant) == len(column) else "".join([" ", *(f"`{one.name}` " for one in meant), "|"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ def convert_there(
 ) -> None:
     """Convert; the server's address stands in the environment."""
     os.environ.update(environment)
-    from mcore_rlhf.convert import ConvertOptions, WriteOptions, convert
+    from mcore_rlhf.convert import ConvertOptions, convert
+    from mcore_rlhf.families.options import WriteOptions
     from mcore_rlhf.storage.settings import StoreSettings, stores_with
 
     write = WriteOptions(**options.pop("write", {}))

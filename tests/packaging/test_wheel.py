@@ -1,10 +1,12 @@
-"""The wheel, built, installed into an empty environment and tried there: what a user has who has no clone."""
+"""Wheel and sdist, built, installed into empty environments and tried there: what a user has who has no clone."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -13,40 +15,114 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDENS = PROJECT / "tests" / "goldens" / "megatron"
+URL = "https://code.example/people/mcore_rlhf"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def _run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+def _run(*command: object, cwd: Path, url: str = "") -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_REQUIRE"))}
+    clean |= {"MCORE_RLHF_URL": url} if url else {}
     return subprocess.run(
         [str(word) for word in command], cwd=cwd, env=clean, capture_output=True, text=True, check=False
     )
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    built = _run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", folder, PROJECT, cwd=folder)
-    if built.returncode and "No matching distribution found for hatchling" in built.stderr:
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that can build."""
+    folder = tmp_path_factory.mktemp("tools")
+    venv.create(folder, with_pip=True)
+    done = _run(folder / "bin" / "python", "-m", "pip", "install", "-q", "hatchling>=1.26", cwd=folder)
+    if done.returncode and "No matching distribution found for hatchling" in done.stderr:
         pytest.skip("no package index to build from")
-    assert built.returncode == 0, built.stderr
-    return next(folder.glob("*.whl"))
+    assert done.returncode == 0, done.stderr
+    return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
-def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands of an environment are that has nothing but the wheel and what it asks for."""
+def built(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel and the sdist, built where the project's place is known."""
+    folder = tmp_path_factory.mktemp("built")
+    done = _run(tools, "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", folder, cwd=PROJECT, url=URL)
+    assert done.returncode == 0, done.stderr
+    return {"wheel": next(folder.glob("*.whl")), "sdist": next(folder.glob("*.tar.gz"))}
+
+
+@pytest.fixture
+def wheel(built: dict[str, Path]) -> Path:
+    return built["wheel"]
+
+
+def _interpreters() -> dict[str, str]:
+    """The oldest and the newest that are supported, where they run, and the one that runs here."""
+    found = {f"{sys.version_info[0]}.{sys.version_info[1]}": sys.executable}
+    for version in ("3.10", "3.13"):
+        for name in (
+            shutil.which(f"python{version}"),
+            *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")),
+        ):
+            if name and _run(name, "-c", "import ensurepip, venv", cwd=PROJECT).returncode == 0:
+                found.setdefault(version, name)
+    return found
+
+
+@pytest.fixture(scope="module", params=["wheel", "sdist"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["3.10", "3.11", "3.12", "3.13"])
+def bin_folder(
+    request: pytest.FixtureRequest, kind: str, built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Where the commands of an environment are that has nothing but the package and what it asks for."""
+    python = _interpreters().get(request.param)
+    if python is None:
+        pytest.skip(f"neither the interpreter that runs this, nor one to be found, is Python {request.param}")
     folder = tmp_path_factory.mktemp("empty")
-    venv.create(folder, with_pip=True)
-    done = _run(folder / "bin" / "python", "-m", "pip", "install", "-q", wheel, cwd=folder)
+    assert _run(python, "-m", "venv", folder, cwd=folder).returncode == 0
+    done = _run(folder / "bin" / "python", "-m", "pip", "install", "-q", built[kind], cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 
 
+def test_metadata_say_where_the_project_lives(built: dict[str, Path], tools: Path, tmp_path: Path) -> None:
+    about = zipfile.ZipFile(built["wheel"]).read(f"{built['wheel'].name.split('-py3')[0]}.dist-info/METADATA").decode()
+    urls = [line for line in about.splitlines() if line.startswith("Project-URL: ")]
+    assert f"Project-URL: Homepage, {URL}" in urls
+    assert {line.split(": ")[1].split(",")[0] for line in urls} >= {"Documentation", "Source", "Issues", "Changelog"}
+    # An sdist keeps them; where nobody knows, and where the clone's own place is no address for others, there are none.
+    with tarfile.open(built["sdist"]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    for known, wanted in (("", True), (None, False)):
+        if known is None:
+            (unpacked / "PKG-INFO").unlink()
+        done = _run(tools, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / "again", cwd=unpacked)
+        assert done.returncode == 0, done.stderr
+        (again,) = (tmp_path / "again").glob("*.whl")
+        assert (b"Project-URL: Homepage" in zipfile.ZipFile(again).read(about_in(again))) is wanted
+
+
+def about_in(wheel: Path) -> str:
+    return next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+
+
+def test_an_sdist_has_what_a_clone_has(built: dict[str, Path]) -> None:
+    with tarfile.open(built["sdist"]) as archive:
+        there = {name.partition("/")[2] for name in archive.getnames()}
+    listed = _run("git", "ls-files", cwd=PROJECT)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    assert set(listed.stdout.splitlines()) <= there
+
+
 def test_it_holds_what_it_needs_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("py.typed", "report/page.html", "report/page.css", "report/page.js", "models/meaning/declared.json"):
+    page = [f"report/{path.name}" for path in (PROJECT / "mcore_rlhf" / "report").glob("*.[!p]*")]
+    assert {"report/page.html", "report/page.css", "report/page.js"} <= set(page)
+    for name in ("py.typed", *page, "models/meaning/declared.json"):
         assert f"mcore_rlhf/{name}" in names
     assert {f"mcore_rlhf/configs/{path.name}" for path in (PROJECT / "configs").glob("*.yaml")} <= set(names)
     assert {name.split("/")[0] for name in names} - {"mcore_rlhf"} == {f"{wheel.name.split('-py3')[0]}.dist-info"}

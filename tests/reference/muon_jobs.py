@@ -113,6 +113,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "exp_avg_sq_dtype": "bfloat16",
         "store_param_remainders": False,
     },
+    PRECISE + ", fp16": {
+        "use_precision_aware_optimizer": True,
+        "main_params_dtype": "float16",
+        "exp_avg_dtype": "float16",
+        "exp_avg_sq_dtype": "float16",
+    },
     DEEPSPEEDS: {
         "optimizer": "muon",
         "muon_momentum": 0.9,
@@ -275,6 +281,38 @@ def _as_it_came(method: Any, tensor: Any) -> Any:
     return _moved(made) if hasattr(tensor, "is_moved") else made
 
 
+def said_of(kind: str) -> dict[str, Any]:
+    """What Megatron-LM's arguments say of a precision-aware optimizer."""
+    import torch
+
+    given = KINDS[kind]
+    precise = bool(given.get("use_precision_aware_optimizer"))
+    kinds = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype") if precise else ()
+    return {
+        "use_precision_aware_optimizer": precise,
+        **{name: getattr(torch, given.get(name, "float32")) for name in kinds},
+    }
+
+
+@contextmanager
+def arguments(kind: str) -> Iterator[None]:
+    """What Megatron saves inside has such arguments."""
+    from mcore_rlhf.demo import megatron_args
+
+    usual = megatron_args.build
+
+    def build(*given: Any) -> Any:
+        found = usual(*given)
+        vars(found).update(said_of(kind))
+        return found
+
+    megatron_args.build = build
+    try:
+        yield
+    finally:
+        megatron_args.build = usual
+
+
 def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
     """The engine, with arguments as Megatron-LM's are for such an optimizer."""
     engine = engine_jobs.engine_of(trainer)
@@ -286,7 +324,7 @@ def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
         newer = {"use_layer_wise_distributed_optimizer": layer_wise, "use_layer_wise_param_layout": "by layout" in kind}
         said |= newer if megatron() >= (0, 18) else {}
     said |= {"use_mup": True} if kind == MUP else {}
-    said |= {"use_precision_aware_optimizer": bool(KINDS[kind].get("use_precision_aware_optimizer"))}
+    said |= said_of(kind)
 
     def args() -> Any:
         assert callable(usual)
@@ -405,19 +443,21 @@ def by_megatron_alone(session: Session, root: str, kind: str) -> list[Seen]:
         runs.append(seen)
         with with_optimizer(kind):
             trainer, _ = new_trainer(session)
-        if resumes == "legacy":
-            megatron_checkpoint.load(trainer, f"{root}/legacy")
-        elif resumes is not None:
+        if resumes is not None:
             try:
-                dist_jobs.load(trainer, Path(root) / resumes, rng=False)
-            except UnpicklingError as error:
+                if resumes == "legacy":
+                    megatron_checkpoint.load(trainer, f"{root}/legacy")
+                else:
+                    dist_jobs.load(trainer, Path(root) / resumes, rng=False)
+            except (UnpicklingError, AssertionError) as error:
                 seen.told = type(error).__name__, str(error)
                 continue
         else:
             train_on(trainer, seen, LOOK)
-            megatron_checkpoint.save(trainer, f"{root}/legacy")
-            for sharding in shardings:
-                dist_jobs.save(trainer, Path(root) / sharding, sharding, {})
+            with arguments(kind):
+                megatron_checkpoint.save(trainer, f"{root}/legacy")
+                for sharding in shardings:
+                    dist_jobs.save(trainer, Path(root) / sharding, sharding, {})
         seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
         train_on(trainer, seen, END)
     return runs

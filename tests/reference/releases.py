@@ -38,6 +38,7 @@ class Row:
 
 ROWS = {
     "test_architectures": Row("transformers writes a folder, Megatron computes the same logits", ("[llama]",)),
+    "test_bridge_lora": Row("LoRA with an optimizer of the adapters alone, as Megatron-Bridge writes it"),
     "test_crossing_deepspeed": Row("Megatron to DeepSpeed and back"),
     "test_crossing_experts": Row("experts, latent attention and further tokens through Hugging Face's names"),
     "test_declared": Row("fields of `TransformerConfig` are the stored ones", ("megatron",), (OLDEST, NEWEST), "those are stored"),

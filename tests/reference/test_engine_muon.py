@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.manager.convert_step import convert_step
+from mcore_rlhf.manager.subject import find
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference import muon_jobs
 from tests.reference.cases import LOSS_TOLERANCE
@@ -27,12 +30,13 @@ MODEL = replace(SAME_ROWS, dropout=0.0, num_layers=2)
 TWO = Parallel(dp=2)
 
 
+HALF, WHOLE = PRECISE + ", fp16", PRECISE + ", masters"
 MUON, PING_PONG, LAID_OUT = "muon", LAYER_WISE + "ping-pong", LAYER_WISE + "by layout"
 NEWER = muon_jobs.megatron() >= (0, 18)
 SINCE_018 = [
     LAID_OUT, LAID_OUT + ", lion", "muon, lion", "adaptive_muon", "normuon", "soap", LAYER_WISE + "soap", "lion", "sgd",
 ]  # fmt: skip
-OF_ADAM = [PRECISE, OFFLOAD, pytest.param(OFFLOAD + ", half", marks=pytest.mark.slow)]
+OF_ADAM = [PRECISE, HALF, OFFLOAD, pytest.param(OFFLOAD + ", half", marks=pytest.mark.slow)]
 
 
 CUT = (PRECISE, OFFLOAD)
@@ -162,6 +166,11 @@ def test_another_layout_is_loaded_through_a_plan(
         assert rank.told == ("", "")
     before, after = (merged([one.look for one in some if one.look], LOOK, MODEL) for some in (saved[1], ranks))
     assert {state for state, _ in before} > {"param", "master"}
+    if kind == HALF:  # a scale for every part of a tensor
+        assert all(any("rounded anew" in text for text in rank.report) for rank in ranks)
+        for key, one in before.items():
+            torch.testing.assert_close(after[key], one, rtol=0, atol=float(one.float().abs().max()) * 2**-10)
+        return
     assert differences(before, after) == []
 
 
@@ -201,13 +210,86 @@ def test_remainders_become_masters_with_which_megatron_goes_on(
     root = lab.new_root()
     job = convert(source, root, ConvertOptions(to, write=WriteOptions(tp=other.tp, dp=other.dp), fsync=False))
     assert any("joined with the parameters they are the masters again" in text for _, text in job.report.lines)
-    again = run(lab, muon_jobs.go_on_with_megatron, other, root, PRECISE + ", masters")
+    assert "for runs without --use-precision-aware-optimizer" in job.target.needs
+    again = run(lab, muon_jobs.go_on_with_megatron, other, root, WHOLE)
     before, after = (merged([one.look for one in some if one.look], LOOK, MODEL) for some in (ranks, again))
     by_hand = {key: joined(before["param", key[1]], one) if key[0] == "master" else one for key, one in before.items()}
     assert any(not bits_equal(by_hand[key], before["param", key[1]].float()) for key in before if key[0] == "master")
     assert differences(by_hand, after) == []
     expected = {step: ranks[0].losses[step] for step in (3, 4)}
     assert again[0].losses == pytest.approx(expected, rel=LOSS_TOLERANCE["bf16"])
+
+
+@pytest.mark.parametrize("kind", [PRECISE], indirect=True)
+def test_in_flat_buckets_remainders_stay_what_megatron_keeps(
+    lab: Lab, saved: tuple[Path, list[Seen]], kind: str
+) -> None:
+    """Where it asks for 16 bits, masters in fp32 would all become 0, without a word."""
+    root, write = lab.new_root(), WriteOptions(optimizer_sharding="dp_reshardable")
+    done = convert(actor(saved[0]), root, ConvertOptions("megatron-dist", write=write, fsync=False))
+    assert done.lossless
+    assert "for runs with --use-precision-aware-optimizer" in done.target.needs
+    assert verify(root, ReadOptions(), Depth.DEEP).intact
+    for rank, again in zip(saved[1], run(lab, muon_jobs.go_on_with_megatron, TWO, root, kind), strict=True):
+        assert any(value.any() for key, value in again.states[LOOK].items() if key.endswith("master_param"))
+        assert same(rank, again, LOOK)
+        assert again.losses == {step: rank.losses[step] for step in (3, 4)}
+
+
+STEPS = [
+    pytest.param("converted", TWO, id="masters-of-a-conversion"),
+    pytest.param(WHOLE, TWO, id="masters-of-an-older-transformer-engine"),
+    pytest.param(WHOLE, Parallel(tp=2), id="at-another-layout"),
+]
+
+
+@pytest.mark.parametrize("kind", [PRECISE], indirect=True)
+@pytest.mark.parametrize(("stored", "other"), STEPS)
+def test_a_run_that_keeps_remainders_takes_masters(
+    lab: Lab, saved: tuple[Path, list[Seen]], kind: str, stored: str, other: Parallel
+) -> None:
+    """By its arguments each is this run's own: the values say that it is not."""
+    root, ranks = lab.new_root(), saved[1]
+    if stored == "converted":
+        convert_step(find(saved[0], ReadOptions()), root, ConvertOptions("megatron", fsync=False))
+    else:
+        ranks = run(lab, muon_jobs.save, TWO, root, stored)
+    again = run(lab, muon_jobs.load, other, root, kind)
+    assert [one.told for one in again] == [("", "")] * 2
+    before, after = (merged([one.look for one in some if one.look], LOOK, MODEL) for some in (ranks, again))
+    joins = {key: joined(after["param", key[1]], one) for key, one in after.items() if key[0] == "master"}
+    assert joins
+    for key, found in {**after, **joins}.items():
+        want = before[key]
+        if key in joins and stored == WHOLE:
+            found, want = _without_halves(found, before["param", key[1]], want)
+        elif key in joins:
+            want = joined(before["param", key[1]], want)
+        assert bits_equal(found, want), key
+    if stored == WHOLE:
+        assert any("half way between two bf16 numbers" in text for text in again[0].report)
+
+
+@pytest.mark.parametrize("kind", [WHOLE], indirect=True)
+def test_states_that_are_rounded_to_a_narrower_type_are_named(
+    lab: Lab, saved: tuple[Path, list[Seen]], kind: str
+) -> None:
+    """At the layout that was saved too, where each rank reads its own file."""
+    said = "rounded to the types in which this run keeps them: "
+    halves = ["master in float16, exp_avg in float16, exp_avg_sq in float16"]
+    for live, kinds in ((HALF, halves), (kind, [])):
+        for rank in run(lab, muon_jobs.load, TWO, saved[0], live):
+            assert rank.told == ("", "")
+            assert [text.partition(said)[2] for text in rank.report if said in text] == kinds
+
+
+def _without_halves(found: Any, param: Any, master: Any) -> tuple[Any, Any]:
+    """All but masters half way between two bf16 numbers that were rounded to the lower: of those 16 bits hold one less."""
+    bits = master.view(torch.int32)
+    half = ((bits & 0xFFFF) == 0x8000) & (param.view(torch.int16) == (bits >> 16).to(torch.int16))
+    assert half.sum() <= 8
+    assert torch.equal(found.view(torch.int32)[half], bits[half] - 1)
+    return found[~half], master[~half]
 
 
 @pytest.mark.slow
@@ -246,6 +328,33 @@ def test_an_offloaded_optimizer_in_megatrons_own_files(lab: Lab) -> None:
     resumed = run(lab, muon_jobs.go_on_with_megatron, TWO, became, OFFLOAD)[0]
     assert same(through, resumed, LOOK)
     assert resumed.losses == expected
+
+
+IN_BUCKETS = WriteOptions(optimizer_sharding="dp_reshardable")
+
+
+@pytest.mark.parametrize("kind", [PRECISE, HALF])
+def test_a_precision_aware_run_in_megatrons_own_files(lab: Lab, kind: str) -> None:
+    """With remainders Megatron goes on from flat buckets alone; what is made of any of its files it goes on from, bit for bit."""
+    root = lab.new_root()
+    through, *again = run(lab, muon_jobs.by_megatron_alone, TWO, root, kind)[0]
+    expected = {step: through.losses[step] for step in (3, 4)}
+    assert [one.told[0] for one in again] == (["AssertionError"] * 2 if kind == PRECISE else [""] * 2) + [""]
+    assert [one.losses == expected for one in again] == [kind == HALF] * 2 + [True]
+    for stored in ("legacy", "fully_reshardable", "dp_reshardable"):
+        assert verify(root / stored, ReadOptions(), Depth.DEEP).intact
+        for to, write in (
+            ("megatron", WriteOptions()),
+            ("megatron-dist", WriteOptions()),
+            ("megatron-dist", IN_BUCKETS),
+        ):
+            became = lab.new_root()
+            assert convert(root / stored, became, ConvertOptions(to, write=write, fsync=False)).lossless
+            assert verify(became, ReadOptions(), Depth.DEEP).intact
+            if kind == HALF or write is IN_BUCKETS:
+                resumed = run(lab, muon_jobs.go_on_with_megatron, TWO, became, kind)[0]
+                assert same(through, resumed, LOOK), (stored, to, write)
+                assert resumed.losses == expected
 
 
 EXPERTS = replace(MODEL, num_experts=4)

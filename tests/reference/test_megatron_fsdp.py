@@ -38,3 +38,15 @@ def test_it_goes_on_without_fsdp(
     losses = seen[0].losses
     expected = json.loads((GOLDENS / f"{name}.json").read_text())["losses"]
     assert losses == pytest.approx({step: expected[str(step)] for step in (3, 4)}, rel=LOSS_TOLERANCE["bf16"])
+
+
+def test_it_goes_on_without_torch_fsdp2(pool: WorkerPool, tmp_path: Path) -> None:
+    """``torch_dcp``, of which parameters, masters and moments are found by their numbers."""
+    golden, parallel = GOLDENS.parent / "megatron_torch_dcp" / "dp2_bf16", Parallel(dp=2)
+    write = WriteOptions(**layout_options(parallel, MODEL.num_layers), optimizer="distributed")
+    job = convert(golden, tmp_path / "out", ConvertOptions("megatron-dist", write=write, fsync=False))
+    assert job.lossless, job.account.lost
+    wanted = replace(resumed(Session(MODEL, parallel, WIDE), tmp_path / "out"), until=4)
+    losses = pool.run(observe_dist, wanted, world_size=parallel.world_size, timeout=TIMEOUT)[0].losses
+    expected = json.loads(golden.with_suffix(".json").read_text())["losses"]
+    assert losses == pytest.approx({step: expected[str(step)] for step in (3, 4)}, rel=LOSS_TOLERANCE["bf16"])

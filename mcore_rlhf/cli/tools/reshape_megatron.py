@@ -12,7 +12,6 @@ Source of the flags and their defaults: Megatron-LM core_v0.16.1, ``tools/checkp
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.models.spec import Rules, read_rules
+from mcore_rlhf.storage.reading import read_json
 
 KINDS = {"core": "core", "mcore": "core", "legacy": "legacy", "megatron": "legacy"}
 """Megatron's loaders and savers that read and write its own files, with their old names."""
@@ -142,7 +142,7 @@ def true_vocab_size(given: int | None, vocab_file: Path | None) -> int | None:
     if vocab_file is None:
         return given
     try:
-        words = json.loads(vocab_file.read_text(encoding="utf-8"))
+        words = read_json(vocab_file)
     except FileNotFoundError:
         raise NotACheckpoint(f"--vocab-file {vocab_file}: no such file") from None
     except ValueError:

@@ -19,6 +19,7 @@ from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.formats.hf import FORMAT
 from mcore_rlhf.storage.paths import parse_size
 
 DEFAULT_CHUNK = "5GiB"
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         max_shard_size=largest,
     )
     read = ReadOptions(role=args.role, vocab_size=args.vocab_size)
-    options = ConvertOptions("hf", read, write, workers=max(1, args.workers), overwrite=args.force)
+    options = ConvertOptions(FORMAT.name, read, write, workers=max(1, args.workers), overwrite=args.force)
 
     def write_folder() -> None:
         job = convert(args.input_dir, args.output_dir, options)

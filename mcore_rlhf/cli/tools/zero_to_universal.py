@@ -22,8 +22,10 @@ from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
 from mcore_rlhf.convert import ConvertOptions, Job, add_to_run, name_latest, prepare, publish_tag
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.formats.universal.files import LATEST, SUFFIX
-from mcore_rlhf.storage.paths import beneath
+from mcore_rlhf.formats.universal import FORMAT
+from mcore_rlhf.formats.universal.files import SUFFIX
+from mcore_rlhf.storage.paths import beneath, cannot_open
+from mcore_rlhf.storage.reading import read_line
 
 ROLES = ("_actor", "_critic")
 IGNORED = {
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             say(f"note: --{name} is ignored: {why}")
     options = ConvertOptions(
-        to="universal",
+        to=FORMAT.name,
         read=ReadOptions(stubs=tuple(args.stub)),
         write=WriteOptions(unused_patterns=not args.strict),
         workers=max(1, args.num_merge_workers),
@@ -100,7 +102,7 @@ def convert_run(sources: Mapping[Path, Path], options: ConvertOptions) -> None:
     jobs = {folder: add_to_run(source, folder, options) for folder, source in sources.items()}
     for folder, job in jobs.items():  # actor and critic go on together, from the same step
         name_latest(folder, job, options)
-        tell(job, folder / str(job.target.texts[LATEST]))
+        tell(job, folder / job.tag)
 
 
 def convert_folder(source: Path, target: Path, options: ConvertOptions) -> Job:
@@ -130,7 +132,10 @@ def tag_folder(folder: Path) -> Path:
         raise NotACheckpoint(
             f"{folder}: there is no file `latest`; expected a run of DeepSpeed, or one with _actor or _critic in it"
         )
-    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        tag = read_line(latest)
+    except OSError as error:
+        raise cannot_open(error, latest) from error
     try:
         found = beneath(folder, tag)
     except Untrusted as error:

@@ -293,10 +293,10 @@ def _of_resume(resume: str) -> Iterator[str]:
     """A run has several models, the frozen reference at least."""
     if resume.strip().lower() in ("", "auto", "none", "null") or resume.strip().isdecimal():
         return
-    from mcore_rlhf.formats.registry import FORMATS
+    from mcore_rlhf.formats.registry import format_at
 
     path = Path(os.path.expandvars(resume.strip())).expanduser().absolute()
-    if not path.is_dir() or not any(known.detect(path) for known in FORMATS):
+    if not path.is_dir() or format_at(path) is None:
         return
     step = _step_around(path)
     if step is None:

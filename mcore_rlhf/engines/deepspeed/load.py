@@ -21,6 +21,7 @@ from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
+from mcore_rlhf.formats.deepspeed import FORMAT
 from mcore_rlhf.formats.deepspeed.catalog import Partitioned, chunks_of
 from mcore_rlhf.layouts.tensor import whole_layout
 from mcore_rlhf.storage.stored import StoredTensor, Stub
@@ -147,7 +148,7 @@ def load_from(
 
     plan = planned(found, holds, stored.view(), stored.problems)
     _note(stored.report, source, live, parallel, plan, restored=restored)
-    kept = torch_values(ModuleState.needed(source, "deepspeed").optimizer)
+    kept = torch_values(ModuleState.needed(source, FORMAT.name).optimizer)
     wrapper = {key: value for key, value in kept.items() if key in WRAPPER}
     return Load.of(source, found, plan, stored.report), Restored(torch_values(source.state), restored, states, wrapper)
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.engines.stateful import live_source
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
-from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp import FORMAT
 from mcore_rlhf.formats.registry import open_checkpoint

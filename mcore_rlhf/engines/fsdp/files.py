@@ -18,6 +18,7 @@ import torch
 
 from mcore_rlhf.core.catalog import Box, DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.formats.dcp import FORMAT
 from mcore_rlhf.formats.dcp.keys import PARAMS, RLINF, flattened, joined
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.metadata import Path_
@@ -170,7 +171,7 @@ class LiveTable:
                     raise Unsupported(f"{joined(at)} {why}; only parameters and their states can be cut")
                 self.add(at, Replicated(tuple(value.shape), self.table.ranks[0]), value.detach().contiguous())
             elif self.rank == self.table.ranks[0]:
-                self.table.objects[at] = saved(value)
+                self.table.objects[at] = saved(value, joined(at))
 
 
 def live_state(table: LiveTable, layout: str) -> LiveState:
@@ -184,7 +185,7 @@ def live_state(table: LiveTable, layout: str) -> LiveState:
     items = whole.items(rank)
     file = LiveFile(f"{FOLDER}/{whole.name(rank)}", (rank,), table.segments, Distcp(items))
     texts = {f"{FOLDER}/{METADATA_FILE}": whole.metadata} if rank == whole.ranks[0] else {}
-    return LiveState("dcp", layout, (file,) if items else (), texts)
+    return LiveState(FORMAT.name, layout, (file,) if items else (), texts)
 
 
 def add_module(table: LiveTable, module: ShardedModule) -> None:

@@ -12,10 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, Chunk, DType, TensorEntry, TensorName, dtype_of, row_major
+from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, DType, TensorEntry, TensorName, dtype_of, row_major
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.formats.dcp import FORMAT
 from mcore_rlhf.formats.dcp.state import SCHEDULER, SCHEDULERS, VERSION, DcpState
 from mcore_rlhf.storage.paths import ReadablePath
 
@@ -102,28 +104,28 @@ class Matching:
         name = TensorName(self.stored.source.role, self.stored.stored_as(slot.owner.name), slot.state)
         yield slot.entry(name, split.global_shape, chunks)
 
-    def _add_states(self, param: LocalShard, view: Catalog) -> None:
+    def _add_states(self, param: LocalShard, view: Chunks) -> None:
         """Every state that the checkpoint has of a parameter; one that never got a gradient has none."""
         source, optimizer = self.stored.source, self.optimizer
         assert optimizer is not None
         name = TensorName(source.role, self.stored.stored_as(param.name))
         for state in source.states:
-            entry = view.get(name._replace(state=state)) if state != MASTER else None
-            if entry is not None:
+            dtype = view.dtype(name._replace(state=state)) if state != MASTER else None
+            if dtype is not None:
                 memory = partial(_state_part, optimizer.optimizer, param, state)
-                self.slots.add(param, state, self._dtype(param, name, entry.dtype), param.local.numel(), memory)
+                self.slots.add(param, state, self._dtype(param, name, dtype), param.local.numel(), memory)
 
     def _dtype(self, param: LocalShard, name: TensorName, dtype: DType) -> DType:
         """A state keeps the type in which it was stored, unless what it belongs to is of another here, or is a master beside a
         parameter, which no optimizer of torch's has.
         """
         live, catalog = dtype_of(param.local.dtype), self.stored.source.catalog
-        kept = [entry for state in (PARAM, MASTER) if (entry := catalog.get(name._replace(state=state))) is not None]
-        return dtype if len(kept) == 1 and kept[0].dtype == live else live
+        kept = [one for state in (PARAM, MASTER) if (one := catalog.dtype(name._replace(state=state))) is not None]
+        return dtype if kept == [live] else live
 
     def _note(self, report: Report, plan: FilePlan, *, wanted: bool) -> None:
         source, ranks, restored = self.stored.source, len(self.ranks), self.optimizer is not None
-        if (source.format, source.parallel.dp) != ("dcp", ranks):
+        if (source.format, source.parallel.dp) != (FORMAT.name, ranks):
             report.add(Fate.CHANGED, f"layout: {source.format} on DP {source.parallel.dp} → FSDP on {ranks} ranks")
         report.add(Fate.KEPT, "weights, optimizer states and param groups" if restored else "weights")
         if wanted and not restored:
@@ -238,7 +240,7 @@ class ShardedOptimizerLoad:
     @property
     def _torchs(self) -> bool:
         """Whether the fields of groups are those of torch's own optimizers."""
-        return self.stored.source.format == "dcp"
+        return self.stored.source.format == FORMAT.name
 
     def install(self, undo: Undo) -> None:
         """Make groups and states anew, of live tensors that will be filled and of new ones, and hand them over."""

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported
-from mcore_rlhf.families.megatron.arguments import Arguments as Stored
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, locate
 from mcore_rlhf.families.megatron.state import LAID_OUT, NAMES, RngMaker, RngState
 from mcore_rlhf.families.options import ReadOptions
@@ -116,7 +115,7 @@ class MegatronEngine:
         for tensor in files.converted:
             memory.put(tensor)
         alive = Counting(self.place, self.model, self.chain, self.optimizer, whole, memory).state_tensors()
-        return LiveState("megatron", self.layout, tuple(found), texts, tuple(alive))
+        return LiveState(FORMAT.name, self.layout, tuple(found), texts, tuple(alive))
 
     def prepare_load(self, request: LoadRequest) -> Load[LocalPart]:
         """Open a checkpoint of any format that is known, check that it fits this rank, and plan the load.
@@ -150,14 +149,11 @@ class MegatronEngine:
         if FORMAT.detect(request.folder):
             located = locate(request.folder, request.step)
             own = OwnFiles.find(located, self.place, self.model, bool(chain))
-            if own is not None and self._are_alike(own.args, chain):
-                return own.load(self.model, chain)
+            if own is not None and (not chain or not own.args.layer_wise):
+                loaded = own.load(self.model, chain, self.place.parallel)
+                if loaded is not None:
+                    return loaded
         return self._through_a_plan(request, chain)
-
-    def _are_alike(self, stored: Stored, chain: Sequence[ChainMember | None]) -> bool:
-        """Whether this rank's files can hold the optimizer as the live one keeps it: not dealt out, and remainders or masters."""
-        precise = any(member.keeps_remainders for member in chain if member is not None)
-        return not chain or (not stored.layer_wise and stored.flag("use_precision_aware_optimizer") == precise)
 
     def _through_a_plan(
         self, request: LoadRequest, chain: Sequence[ChainMember | None]
@@ -181,7 +177,9 @@ class MegatronEngine:
         if FORMAT.detect(request.folder):
             own = OwnFiles.find(locate(request.folder, request.step), self.place, self.model, optimizer=False)
         if own is not None and fits(own, self.place, self.chain):
-            load, stored = own.load(self.model, ())
+            weights = own.load(self.model, (), self.place.parallel)
+            assert weights is not None  # masters are of the optimizer
+            load, stored = weights
             whole = WholeOptimizer.find(own, self.place, self.model, self.chain, load.plan.problems)
             if whole is not None:
                 load = replace(load, opened=[*load.opened, *whole.files])
@@ -195,7 +193,9 @@ class MegatronEngine:
         if own is not None and lies_by_size(own, self.place):
             dealt = OwnFiles.find(own.located, self.place, self.model, optimizer=True)
             assert dealt is not None  # as it was without the optimizer's files
-            return (*dealt.load(self.model, self.chain), None)
+            loaded = dealt.load(self.model, self.chain, self.place.parallel)
+            if loaded is not None:
+                return (*loaded, None)
         return (*self._through_a_plan(request, self.chain), None)
 
     def rng_states(self) -> dict[str, torch.Tensor]:

@@ -18,10 +18,11 @@ import torch
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.plan import FilePlan
-from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS, new_rows
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import LAYER_WISE, Arguments
+from mcore_rlhf.families.megatron.remainders import has_remainders
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
@@ -37,6 +38,7 @@ from .groups import continued
 from .model import LiveModel, other_attention, unexpected
 from .optimizers import ChainMember, Owned, is_whole, kind_of
 from .parallel_state import ParallelRank
+from .precision import note_precision
 
 _ADVICE = "Build the model that the checkpoint holds, or load another checkpoint."
 
@@ -211,7 +213,7 @@ class MegatronMatching:
         plan = planned(
             found,
             self._holds,
-            Rows(StateOrder(source.catalog, order), source.model.with_vocabulary(self._rows())),
+            source.catalog.states(order).rows(source.model.with_vocabulary(self._rows())),
             self.problems,
         )
         self._note(plan)
@@ -228,7 +230,7 @@ class MegatronMatching:
             for local, param in chunk.parameters().items()
         }
         catalog, role = self.source.catalog, self.source.role
-        return lambda param, state: catalog.get(TensorName(role, names[param], state)) is not None
+        return lambda param, state: TensorName(role, names[param], state) in catalog
 
     def _holds(self, slot: Slot[LocalPart]) -> Iterator[TensorEntry]:
         named, stop = self._named.get((slot.owner.vpp_rank, slot.owner.name)), slot.start + slot.record.numel
@@ -302,16 +304,16 @@ class MegatronMatching:
         report, old, new = self.report, self.source.model.padded_vocab_size, self._rows()
         report.add(Fate.CHANGED, f"layout: {self.source.format} {self.source.parallel} → {self.place.parallel}")
         if old is not None and new is not None and new > old:
-            report.add(
-                Fate.CHANGED,
-                f"vocabulary rows {old}–{new - 1} are new padding and repeat row {old - 1}, in every state",
-            )
+            report.add(Fate.CHANGED, new_rows(old, new))
         elif old is not None and new is not None and new < old:
             report.add(Fate.CHANGED, f"vocabulary rows {new}–{old - 1} are padding that this layout does not have")
         if _has_opaque(self.source):
             report.add(Fate.CHANGED, "opaque values (_extra_state) belong to ranks of the source and stay this run's")
         if self.chain and self.source.optimizer is not None and MASTER not in self.source.states:
             report.add(Fate.DERIVED, "fp32 master parameters: copies of the parameters")
+        if self.source.optimizer is not None:
+            args, masters = Arguments(self.source.state.args), MASTER in self.source.states
+            note_precision(report, self.chain, args, cut=True, masters=masters and not has_remainders(self.source))
         if not plan.lossless:
             kept = self._from_masters() and self.chain
             report.add(

@@ -108,7 +108,18 @@ class ChainMember:
         """Whether masters are kept as what they have beyond their bf16 parameters, in 16 bits: files hold those integers as fp32."""
         config = getattr(self.optimizer, "config", None)
         wanted = getattr(config, "store_param_remainders", False) and getattr(config, "bf16", False)
-        return self.converts and not self.offloaded and bool(wanted)
+        # Transformer Engine keeps them of fp32 masters alone, whatever Megatron asks for
+        return self.converts and not self.offloaded and bool(getattr(self.inner, "store_param_remainders", wanted))
+
+    @property
+    def rescales(self) -> bool:
+        """Whether states are kept in fp16 or fp8 with a scale for each part: cut otherwise, they are rounded anew.
+
+        Source: Transformer Engine 2.9, ``pytorch/optimizers/fused_adam.py`` (``_apply_scale``).
+        """
+        config = getattr(self.optimizer, "config", None)
+        kinds = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        return self.converts and any(getattr(config, kind, None) in (torch.float16, torch.uint8) for kind in kinds)
 
     @property
     def offloaded(self) -> bool:

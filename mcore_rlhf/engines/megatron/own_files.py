@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import MASTER, PARAM, dtype_of, row_major
+from mcore_rlhf.core.catalog import MASTER, PARAM, Box, Chunk, TensorEntry, TensorName, dtype_of, row_major
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problem
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
+from mcore_rlhf.families.megatron.remainders import are_remainders
 from mcore_rlhf.families.megatron.state import NAMES
 from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
 from mcore_rlhf.formats.megatron.reader import training_state
@@ -23,12 +24,14 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.store import open_files
 
 from ..load import Load, Slot, planned_locally
 from .load import LocalPart, MegatronStored, slots_of, states_apart
 from .model import LiveModel
 from .optimizers import ChainMember
 from .parallel_state import ParallelRank
+from .precision import note_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,13 @@ class OwnFiles:
         shards = tuple(files.shards(ranks))
         return cls(located, args, parallel, chunks, shards) if _same_tensors(shards[0], model) else None
 
-    def load(self, model: LiveModel, chain: Sequence[ChainMember | None]) -> tuple[Load[LocalPart], MegatronStored]:
+    def load(
+        self, model: LiveModel, chain: Sequence[ChainMember | None], live: ParallelConfig
+    ) -> tuple[Load[LocalPart], MegatronStored] | None:
         """Plan the load.
+
+        Returns:
+            None where remainders are stored in the place of masters, and this run keeps masters: they are joined in a plan.
 
         Raises:
             CheckpointError: The optimizer's state is missing or does not fit.
@@ -82,17 +90,32 @@ class OwnFiles:
         trained, stored = chain if reading.kind is not None else (), self._stored(reading)
         names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
         apart = states_apart(trained, states, lambda param, state: (*names[param], state) in stored)
-        found = slots_of(model, trained, states, apart, own=True)
+        keeps = any(member.keeps_remainders for member in trained if member is not None)
+        has = (keeps or self.args.flag("use_precision_aware_optimizer")) and self._has_remainders(stored)
+        if trained and has and not keeps:
+            return None
+        found = slots_of(model, trained, states, apart, own=has)
         plan = planned_locally(
             found, lambda one: stored.get((one.owner.vpp_rank, one.owner.name, one.state)), self._missing
         )
         state = training_state(self.shards, self.located, reading.groups, report)
         report.add(Fate.KEPT, "parameters: this rank's own, bit for bit")
+        note_precision(report, trained, self.args, cut=self.parallel.dp != live.dp, masters=not has)
         opaque = {part.vpp_rank: torch_values(own.pt.materialize(part.opaque)) for part in own.parts}
         besides = MegatronStored(
             torch_values(state), states, reading.kind, torch_values(reading.scalars), opaque, apart
         )
         return Load(self.located.root, found, plan, report, [self.located.root / own.pt.file], self._rng()), besides
+
+    def _has_remainders(self, stored: Mapping[tuple[int, str, str], StoredTensor]) -> bool:
+        """Whether a precision-aware optimizer stored remainders of this rank's parameters in the place of their masters."""
+        pairs = (
+            (_flat(tensor, MASTER), _flat(stored[vpp_rank, name, PARAM], PARAM))
+            for (vpp_rank, name, state), tensor in stored.items()
+            if state == MASTER and (vpp_rank, name, PARAM) in stored
+        )
+        with open_files(self.located.root) as files:
+            return are_remainders(pairs, files)
 
     def _missing(self, slot: Slot[LocalPart]) -> Problem:
         text = f"{self.shards[0].pt.file}: no {slot.state} of {slot.owner.name}, which this run trains; was it frozen?"
@@ -118,6 +141,13 @@ class OwnFiles:
                 if folder == shard.at.folder:
                     found.update(((vpp_rank, name, state), tensor) for state, tensor in states.items())
         return found
+
+
+def _flat(tensor: StoredTensor, state: str) -> TensorEntry:
+    """A stored tensor, flattened."""
+    shape = (tensor.stop - tensor.start,)
+    chunk = Chunk(Box.whole(shape), tensor.record, tensor.start, (1,))
+    return TensorEntry(TensorName("", tensor.record.key, state), shape, tensor.record.dtype, (chunk,))
 
 
 def _same_degrees(stored: ParallelConfig, live: ParallelConfig) -> bool:

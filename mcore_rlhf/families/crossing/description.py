@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from mcore_rlhf.core.account import Fate, Item, Reason, Report
 from mcore_rlhf.core.account import Kind as Of
 from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
-from mcore_rlhf.errors import CheckpointError, UsageError
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, UsageError
+from mcore_rlhf.families.described import refuse_contradictions
 from mcore_rlhf.families.module import CONFIG, config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import ORIGIN, FormerFamily, plain
@@ -31,6 +32,7 @@ from mcore_rlhf.models.huggingface.config import (
 )
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import SEQUENTIAL, STACKED, Architecture, Sizes
+from mcore_rlhf.models.implied import against_config
 from mcore_rlhf.models.meaning import Kind
 from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.declared import complete
@@ -175,6 +177,10 @@ def description(source: Source, options: WriteOptions) -> dict[str, object]:
             f"{source.root}: nothing in it describes the model: how many heads it has, its rotary base, …\n"
             "Give --reference-config, the folder with its config.json."
         )
+    if options.reference_config is not None:
+        whole = not source.model.quantized
+        found_wrong = against_config(text_of(found), source.model.shapes, whole=whole)
+        refuse_contradictions(found_wrong, f"--reference-config {options.reference_config}", source)
     return dict(text_of(found))
 
 
@@ -422,7 +428,11 @@ def travelled_config(source: Source, notes: Report) -> dict[str, object] | None:
     model = source.model
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     try:
-        from_megatron(shapes, replace(sizes_of_config(config), mtp=model.mtp_layers), architecture_of(config))
+        relation = from_megatron(
+            shapes, replace(sizes_of_config(config), mtp=model.mtp_layers), architecture_of(config)
+        )
+        for wrong in against_config(config, relation.huggingface):
+            raise LayoutMismatch(str(wrong))
     except CheckpointError as error:
         why = str(error).splitlines()[0]
         notes.add(

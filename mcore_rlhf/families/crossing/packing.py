@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.catalog import Box, Shape
-from mcore_rlhf.core.views import Recut, Share, Shares
+from mcore_rlhf.core.shares import Share, Shares
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source
-from mcore_rlhf.models.huggingface.config import known_architecture
+from mcore_rlhf.models.huggingface.config import packed_in
 from mcore_rlhf.models.huggingface.relation import Link, shares_of_huggingface, shares_of_others
 from mcore_rlhf.models.huggingface.table import EXPERT, LAYER, Packed
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec
@@ -133,50 +133,29 @@ def _check(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     problems.raise_if_any()
 
 
-def on_disk(source: Source, config: Mapping[str, object]) -> Source:
-    """The source with every expert a tensor of its own; itself where there is nothing to unpack.
+def repacked(source: Source, config: Mapping[str, object], *, packs_experts: bool) -> Source:
+    """The source with the experts of a layer packed, or with every expert a tensor of its own; itself where it has them so.
 
     Args:
         source: Under Hugging Face's names.
         config: The model's description, which says what its packed tensors are.
+        packs_experts: Whether they are to be packed.
 
     Raises:
-        LayoutMismatch: A tensor that should be packed experts has another shape.
+        CheckpointError: A tensor has another shape than packed experts; or some are missing, are not all alike, or are trained
+            differently.
     """
-    table = _table(config)
-    packing = from_modules(source.model.shapes, table) if table else None
-    if packing is None or packing.same:
+    table = packed_in(config)
+    if not table:
         return source
-    return _seen(source, packing.of_files(), packing.files, "one by one, as on disk", packs_experts=False)
-
-
-def in_memory(source: Source, config: Mapping[str, object]) -> Source:
-    """The source with the experts of a layer packed; itself where there is nothing to pack.
-
-    Args:
-        source: Under Hugging Face's names, as on disk.
-        config: The model's description.
-
-    Raises:
-        CheckpointError: Experts are missing, are not all alike, or are trained differently.
-    """
-    table = _table(config)
-    packing = from_files(source.model.shapes, table) if table else None
-    if packing is None or packing.same:
+    packing = (from_files if packs_experts else from_modules)(source.model.shapes, table)
+    if packing.same:
         return source
-    text = "packed, as transformers 5 has them in memory"
-    return _seen(source, packing.of_modules(), packing.modules, text, packs_experts=True)
-
-
-def _table(config: Mapping[str, object]) -> tuple[Packed, ...]:
-    """The rows of the model's architecture; none where nobody says which it is, since others pack differently."""
-    known = known_architecture(config)
-    return () if known is None else known.packed
-
-
-def _seen(source: Source, shares: Shares, shapes: Mapping[str, Shape], text: str, *, packs_experts: bool) -> Source:
-    """The source under the names of one side."""
-    family, notes = ModuleState.needed(source, "hf"), source.notes.copy()
+    if packs_experts:
+        shapes, shares, text = packing.modules, packing.of_modules(), "packed, as transformers 5 has them in memory"
+    else:
+        shapes, shares, text = packing.files, packing.of_files(), "one by one, as on disk"
+    family, notes = ModuleState.needed(source), source.notes.copy()
     notes.add(Fate.CHANGED, f"experts: {text} ({len(source.model.params)} → {len(shapes)} tensors)", Item(Kind.MODEL))
     names: dict[str, list[str]] = {}
     for new, parts in shares.items():
@@ -188,7 +167,7 @@ def _seen(source: Source, shares: Shares, shapes: Mapping[str, Shape], text: str
         keys={name: said for name, said in family.keys.items() if renamed.get(name) == (name,)}, packs_experts=packs_experts,
     )  # fmt: skip
     return replace(
-        source, catalog=Recut(source.catalog, source.role, shares, shapes), notes=notes, family=seen,
+        source, catalog=source.catalog.recut(source.role, shares, shapes), notes=notes, family=seen,
         model=source.model.having(_specs(source, shares, shapes)),
         state=replace(source.state, groups=_groups(source.state.groups, renamed)),
     )  # fmt: skip

@@ -22,17 +22,18 @@ from mcore_rlhf.core.catalog import (
     PARAM,
     Chunk,
     DType,
-    FixedCatalog,
     Shape,
     TensorEntry,
     TensorName,
     dtype_of,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.source import Computed, Names, Source
-from mcore_rlhf.models.spec import ParamSpec
+from mcore_rlhf.families.source import Computed, Source
+from mcore_rlhf.models.huggingface.config import QUANTIZATION, quantization_in, without_quantization
+from mcore_rlhf.models.spec import FP8, OTHERWISE_QUANTIZED, SCALE, ParamSpec
 from mcore_rlhf.storage.leftovers import Carried
 
 if TYPE_CHECKING:
@@ -40,16 +41,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, object]
 
-_KEYS = ("quantization_config", "compression_config")
-"""Where a ``config.json`` says how its weights are quantized; compressed-tensors once had a key of its own."""
-_FP8 = frozenset(map(dtype_of, ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")))
-_SCALE = re.compile(r"(.*)(_scale_inv|(?<=weight)_scale)")
 _ACTIVATION = re.compile(r".*[._](input|output|activation|[qkv]|kv|k_proj\.output|v_proj\.output)_scales?(_inv|_ub)?")
-_OTHER = re.compile(
-    r".*(\.qweight|\.qzeros|\.g_idx|weight_packed|weight_zero_point|weight_g_idx|weight_global_scale|weight_scale_2|\.absmax"
-    r"|\.quant_map|\.quant_state\..*|\.SCB|\.W_q|_blocks)"
-)
-"""Names that stand for other ways to quantize: GPTQ, AWQ, compressed-tensors, ModelOpt, bitsandbytes, HQQ, MXFP4."""
 _BESIDE = frozenset(
     {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json", "recipe.yaml"}
 )
@@ -57,45 +49,17 @@ _BESIDE = frozenset(
 _BLOCK = (128, 128)
 
 
-def is_quantized(specs: Iterable[ParamSpec]) -> bool:
-    """Whether some of a model's tensors are no values by themselves."""
-    return next((True for spec in specs if _is_marked(spec)), False)
-
-
-def without_quantization(config: Config) -> dict[str, object]:
-    """A model's description that does not say how its weights are quantized."""
-    found = {key: value for key, value in config.items() if key not in _KEYS}
-    text = found.get("text_config")
-    if isinstance(text, Mapping):
-        found["text_config"] = without_quantization(text)
-    return found
-
-
-def method_of(config: Config) -> str:
-    """How a description says that the weights are quantized: ``fp8``, ``gptq``, …; empty where it does not."""
-    said = _said(config)
-    return str(said.get("quant_method") or said.get("format") or "some method") if said else ""
-
-
-def refuse_quantized(source: Source, to: Names, options: WriteOptions) -> None:
+def refuse_quantized(source: Source, method: str) -> None:
     """Refuse to convert quantized weights as if they were plain ones.
 
     Args:
-        source: What is to be converted.
-        to: The target's format.
-        options: What the target is to be.
+        source: What has such weights, which would not stay as they are.
+        method: How its description says that they are quantized; empty where it does not.
 
     Raises:
-        Unsupported: They are quantized, and would not stay as they are.
+        Unsupported: It is not done.
     """
-    family = ModuleState.of(source)
-    if family is None:
-        return
-    marked = [spec.name for spec in source.model.params if _is_marked(spec)]
-    method = method_of(family.config) if not (family.packs_experts or to.adapter or source.computed) else ""
-    stays = not to.packs_experts and options.dtype is None and not options.masters
-    if stays or not (marked or method):
-        return
+    marked = [spec.name for spec in source.model.params if spec.quantized]
     what = f"{marked[0]} and {len(marked) - 1} more tensors" if marked else f"{CONFIG}"
     by = f", by {method}" if method else ""
     raise Unsupported(
@@ -106,8 +70,11 @@ def refuse_quantized(source: Source, to: Names, options: WriteOptions) -> None:
 
 def _advice(marked: list[str]) -> str:
     if not marked:
-        return f"If they are plain weights, take {_KEYS[0]} out of {CONFIG}; otherwise take the model as it was before it was quantized."
-    if any(map(_OTHER.fullmatch, marked)):
+        return (
+            f"If they are plain weights, take {QUANTIZATION[0]} out of {CONFIG}; otherwise take the model as it was before it was "
+            "quantized."
+        )
+    if any(map(OTHERWISE_QUANTIZED.fullmatch, marked)):
         return (
             "Take the model as it was before it was quantized, or make it plain with the tool that quantized it. "
             "--to hf without --dtype keeps it as it is."
@@ -128,7 +95,7 @@ def dequantized(source: Source, options: WriteOptions) -> Source:
         LayoutMismatch: Weights have no scales, or ones of other shapes.
     """
     family = ModuleState.of(source)
-    if family is None or not is_quantized(source.model.params):
+    if family is None or not source.model.quantized:
         raise UsageError(f"--dequantize: no weight of {source.root} is quantized\nLeave it out.")
     return _Dequantizing(source, family, _dtype(family.config, options)).source_of_values()
 
@@ -143,7 +110,7 @@ class _Dequantizing:
     def source_of_values(self) -> Source:
         source, specs = self.source, {spec.name: spec for spec in self.source.model.params}
         scales = {
-            match[1]: name for name in specs if (match := _SCALE.fullmatch(name)) and not _ACTIVATION.fullmatch(name)
+            match[1]: name for name in specs if (match := SCALE.fullmatch(name)) and not _ACTIVATION.fullmatch(name)
         }
         self._refuse_others(specs, scales)
         made = {
@@ -171,19 +138,19 @@ class _Dequantizing:
         )  # fmt: skip
 
     def _refuse_others(self, specs: Mapping[str, ParamSpec], scales: Mapping[str, str]) -> None:
-        others = [name for name in specs if _OTHER.fullmatch(name)]
+        others = [name for name in specs if OTHERWISE_QUANTIZED.fullmatch(name)]
         if others:
             text = f"{others[0]} and {len(others) - 1} more tensors are not fp8 with scales, which is all that --dequantize knows"
             self.problems.add(Unsupported, f"{self.source.root}: {text}", _advice(others))
         for name, spec in specs.items():
-            if spec.dtype in _FP8 and name not in scales and name not in others:
+            if spec.dtype in FP8 and name not in scales and name not in others:
                 self.problems.add(
                     LayoutMismatch, f"{self.source.root}: {name} is {spec.dtype}, but has no scale beside it"
                 )
         for name, scale in scales.items():
             if name not in specs:
                 self.problems.add(LayoutMismatch, f"{self.source.root}: {scale} is there, but {name} is not")
-            elif specs[name].dtype not in _FP8 or len(specs[name].global_shape) != 2:
+            elif specs[name].dtype not in FP8 or len(specs[name].global_shape) != 2:
                 text = f"{name} is {specs[name].dtype} {list(specs[name].global_shape)}, expected a matrix of fp8 beside {scale}"
                 self.problems.add(Unsupported, f"{self.source.root}: {text}")
         self.problems.raise_if_any()
@@ -200,18 +167,18 @@ class _Dequantizing:
         stored = [entry for entry in entries if entry is not None]  # a Hugging Face folder stores every tensor it names
         return Scaled(stored[0], stored[1], block, self.dtype)
 
-    def _catalog(self, made: Mapping[str, Scaled], gone: set[str]) -> FixedCatalog:
+    def _catalog(self, made: Mapping[str, Scaled], gone: set[str]) -> Chunks:
         entries: dict[TensorName, TensorEntry] = {}
-        for name in self.source.catalog:
-            stored = self.source.catalog.get(name)
+        for stored in self.source.catalog.entries():
+            name = stored.name
             found = made.get(name.param) if name.state == PARAM else None
             if found is not None:
                 shape = found.weight.global_shape
                 chunk = Chunk.whole(found.record, shape)
                 entries[name] = TensorEntry(name, shape, self.dtype, (chunk,))
-            elif stored is not None and name.param not in gone:
+            elif name.param not in gone:
                 entries[name] = stored
-        return FixedCatalog(entries)
+        return Chunks.of(entries.values())
 
     def _report(self, made: list[str], activations: list[str]) -> None:
         notes = self.source.notes
@@ -247,23 +214,9 @@ def _block(weight: Shape, scale: Shape, config: Config) -> tuple[int, int] | Non
 
 
 def _said_block(config: Config) -> Iterable[tuple[int, int]]:
-    said = _said(config).get("weight_block_size")
+    said = quantization_in(config).get("weight_block_size")
     if isinstance(said, list) and len(said) == 2 and all(type(number) is int and number > 0 for number in said):
         yield said[0], said[1]
-
-
-def _said(config: Config) -> Config:
-    text = config.get("text_config")
-    for section in (config, text if isinstance(text, Mapping) else {}):
-        for key in _KEYS:
-            found = section.get(key)
-            if isinstance(found, Mapping) and found:
-                return found
-    return {}
-
-
-def _is_marked(spec: ParamSpec) -> bool:
-    return spec.dtype in _FP8 or _SCALE.fullmatch(spec.name) is not None or _OTHER.fullmatch(spec.name) is not None
 
 
 def _dtype(config: Config, options: WriteOptions) -> DType:
@@ -275,7 +228,7 @@ def _dtype(config: Config, options: WriteOptions) -> DType:
             found = dtype_of(said)
         except ValueError:
             continue
-        return found if found not in _FP8 else BFLOAT16
+        return found if found not in FP8 else BFLOAT16
     return BFLOAT16
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
-from mcore_rlhf.core.catalog import MASTER, PARAM, FixedCatalog, TensorName
-from mcore_rlhf.core.views import Joined
+from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
+from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.families.source import Computed, Source
 
 
@@ -16,12 +16,10 @@ def shifted(source: Source, by: Mapping[str, float], notes: Report, stored: Iter
 
     Args:
         source: Under either family's names.
-        by: What is added, by parameter; nothing, as a rule.
+        by: What is added, by parameter; at least one.
         notes: Told of it.
         stored: Other names under which the source may have them.
     """
-    if not by:
-        return source
     from mcore_rlhf.core.computed import Shifted  # needs numpy, which looking at a folder does not
 
     made = []
@@ -45,6 +43,6 @@ def shifted(source: Source, by: Mapping[str, float], notes: Report, stored: Iter
     )
     return replace(
         source,
-        catalog=Joined((FixedCatalog(entries), source.catalog)),
+        catalog=source.catalog.replaced({name: Tensor.of(entry) for name, entry in entries.items()}),
         computed=Computed(before.root, {**before.computations, **computations}),
     )

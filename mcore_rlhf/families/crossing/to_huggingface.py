@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
-from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16, MASTER, PARAM, Catalog
-from mcore_rlhf.core.views import FROM_MASTERS, Recut, StateOrder
+from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16, MASTER, PARAM
+from mcore_rlhf.core.shares import FROM_MASTERS
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.families.inventory import ELEMENTS, OPAQUE, WAITING, value_items
+from mcore_rlhf.families.described import refuse_contradictions
+from mcore_rlhf.families.inventory import ELEMENTS, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
-from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState
+from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState, names_of, opaque_item
 from mcore_rlhf.families.module import ModuleState, read_config, scaler_of, static_scaler
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import WAITS, FormerFamily, origin_of_megatron, plain
@@ -30,6 +31,7 @@ from mcore_rlhf.models.huggingface.config import (
 from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY_NORM
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import Architecture, Sizes
+from mcore_rlhf.models.implied import against_config
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
@@ -48,7 +50,7 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
     Raises:
         CheckpointError: It is a model whose names are not known, or its true vocabulary is not.
     """
-    family, model, notes = MegatronState.needed(source, "hf"), source.model, source.notes.copy()
+    family, model, notes = MegatronState.needed(source), source.model, source.notes.copy()
     given = options.reference_config
     reference = None if given is None else text_of(read_config(given))
     travelled = travelled_config(source, notes) if given is None else None
@@ -57,18 +59,22 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     _refuse_query_norm(source, shapes)
     relation = from_megatron(shapes, sizes, among)
-    source = shifted(source, {name: -by for _, name, by in relation.shifts}, notes)
+    if relation.shifts:
+        source = shifted(source, {name: -by for _, name, by in relation.shifts}, notes)
     build = build_of(relation, model.tied)
     described = Described(source.state.args, sizes, relation.architecture, build, options, notes)
     config = described.config(reference, travelled)
+    if reference is not None:
+        found = against_config(config, relation.huggingface)
+        refuse_contradictions(found, f"--reference-config {given}", source)
     _note(source, family, relation, sizes, notes)
     for doubt in doubts(source.state.args):
         notes.add(Fate.LOST, doubt)
     groups = with_members(source, relation, Membership(family.args, options.rules), family.scalars, notes)
     shares = relation.of_huggingface()
-    tensors: Catalog = source.catalog
+    tensors = source.catalog
     if not source.parity and MASTER in source.states:
-        tensors = StateOrder(tensors, {PARAM: FROM_MASTERS[PARAM]})
+        tensors = tensors.states({PARAM: FROM_MASTERS[PARAM]})
         notes.add(
             Fate.CHANGED, "parameters: rounded from their fp32 masters; the run itself computes with fewer bits of them"
         )
@@ -77,15 +83,23 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
         _note_left(left, notes)
     return replace(
         source, model=_model(source, relation, sizes, build.tied), parallel=ParallelConfig(dp=source.parallel.world_size),
-        catalog=Recut(tensors, source.role, shares, relation.huggingface), parity=True,
+        catalog=tensors.recut(source.role, shares, relation.huggingface), parity=True,
         state=_with_left(_state(source, notes, groups), left), notes=notes,
         family=ModuleState(
             str(left.get("tag") or f"global_step{source.state.iteration}"), (*relation.huggingface, *([LM_HEAD] if build.tied else [])),
             buffers=tuple(name for name, parts in shares.items() if is_buffer(parts[0].name)),
             shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config, optimizer=_section(left, "optimizer"), packs_experts=False,
+            laid_out=FormerFamily.of(source).laid_out,
         ), moved={**_waiting(source), **arguments_to_config(source.state.args, relation.architecture, config, notes)},
         origin=origin_of_megatron(source, config, relation.spelling),
     )  # fmt: skip
+
+
+def as_release(source: Source) -> Source:
+    """A release that becomes a model's folder, which has no run whose counters and arguments would be lost; its config says all."""
+    notes = source.notes.copy()
+    notes.leave(Reason.NO_RUN, Item(Kind.ARGUMENT), Item(Kind.SCHEDULER), Item(Kind.VALUE))
+    return replace(source, state=replace(source.state, other={}, scheduler=None), notes=notes, origin={})
 
 
 def _refuse_query_norm(source: Source, names: Iterable[str]) -> None:
@@ -250,11 +264,10 @@ def _note(source: Source, family: MegatronState, relation: Relation, sizes: Size
         Fate.DERIVED, "as torch's optimizers keep it", Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER)
     )
     _note_objects(source, notes)
-    opaque = [
-        name for s in family.shards for part in s.parts for name, value in part.opaque.items() if value is not None
-    ]
+    opaque = list(family.opaque())
     if opaque:
-        notes.add(Fate.LOST, f"values that are no parameters, such as {opaque[0]}", OPAQUE)
+        text = f"values that are no parameters: {names_of(opaque)}"
+        notes.add(Fate.LOST, text, *map(opaque_item, opaque))
 
 
 def _note_objects(source: Source, notes: Report) -> None:

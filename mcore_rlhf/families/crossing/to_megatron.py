@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.core.views import Recut, Rows
+from mcore_rlhf.core.shares import new_rows
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import Arguments
@@ -42,7 +42,7 @@ from .description import (
     note_ignored,
 )
 from .groups import as_megatron
-from .packing import on_disk
+from .packing import repacked
 from .shifting import shifted
 
 _TEXT, _IMAGES = "model.language_model.", "model.visual."
@@ -62,19 +62,20 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
         CheckpointError: It is a model whose names are not known, or nothing describes it.
     """
     source = _text_alone(source)
-    family = ModuleState.needed(source, "megatron")
+    family = ModuleState.needed(source, MegatronState.names)
     _check(source, family)
     origin = FormerFamily.of(source)
     config = description(source, options)
     among = architecture_of(config)
-    source = on_disk(source, config)
+    source = repacked(source, config, packs_experts=False)
     notes = source.notes.copy()
     sizes = sizes_of_config(config)
     shapes, sizes = _with_next_layers(source.model.shapes, sizes, notes)
     spelling = origin.spelling(_implementation(among, options))
     relation = from_huggingface(shapes, sizes, spelling, among, frozenset(family.buffers))
     by = {name: number for name, _, number in relation.shifts}
-    source = shifted(source, by, notes, stored=[name.replace("model.", _TEXT, 1) for name in by])
+    if by:
+        source = shifted(source, by, notes, stored=[name.replace("model.", _TEXT, 1) for name in by])
     tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes
     if tied and config.get("tie_word_embeddings") is False:
         raise LayoutMismatch(
@@ -89,7 +90,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     for doubt in doubts(args.values):
         notes.add(Fate.LOST, doubt)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
-    catalog = Rows(Recut(source.catalog, source.role, relation.of_megatron(), relation.megatron), rows)
+    catalog = source.catalog.recut(source.role, relation.of_megatron(), relation.megatron).rows(rows)
     groups = as_megatron(source, relation, Membership(args, options.rules), notes, options.lr_limits)
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
@@ -282,10 +283,7 @@ def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, f
         f"tensors), spelled as with --transformer-impl {relation.spelling.implementation}",
     )
     if rows > words:
-        notes.add(
-            Fate.CHANGED,
-            f"vocabulary rows {words}–{rows - 1} are new padding and repeat row {words - 1}, in every state",
-        )
+        notes.add(Fate.CHANGED, new_rows(words, rows))
     if any(name.endswith(FULL_QUERY) for name in relation.megatron):
         notes.add(
             Fate.NOTE,

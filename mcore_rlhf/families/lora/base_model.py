@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 
-from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, DType, Shape, TensorEntry, TensorName, flat_boxes
+from mcore_rlhf.core.catalog import MASTER, PARAM, DType, Shape, TensorEntry, TensorName, flat_boxes
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import gather
 from mcore_rlhf.core.execute import SourceBytes
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported, shown
-from mcore_rlhf.storage import reading
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.paths import ReadablePath, cannot_open
+from mcore_rlhf.storage.paths import ReadablePath
 
 from ..sidecar import STATE, Sidecar
-from .names import OLD_ORIGIN
 
 WHOLE_NBYTES = 1 << 16
 RUNS = 16
@@ -112,7 +111,7 @@ def runs_of(numel: int, itemsize: int) -> Runs:
     return tuple((start, start + length) for start in (last * run // (RUNS - 1) for run in range(RUNS)))
 
 
-def sampled(catalog: Catalog, role: str, names: Iterable[str], source: SourceBytes) -> Iterator[Sampled]:
+def sampled(catalog: Chunks, role: str, names: Iterable[str], source: SourceBytes) -> Iterator[Sampled]:
     """The tensors of a catalogue as a fingerprint sees them.
 
     Args:
@@ -202,28 +201,13 @@ class SavedAdapter:
 
     @classmethod
     def read(cls, folder: ReadablePath) -> SavedAdapter | None:
-        """What lies beside an adapter, also in :data:`.names.OLD_ORIGIN`, where it once lay; None where nothing does.
+        """What lies beside an adapter; None where nothing does.
 
         Raises:
             Corrupt: It is no JSON.
             Unsupported: It is of another version.
         """
         found = Sidecar.read(folder)
-        if found is not None:
-            return cls(found.iteration, BaseModel.parse(found.base, str(folder / STATE)) if found.base else None)
-        return cls._read_old(folder / OLD_ORIGIN)
-
-    @classmethod
-    def _read_old(cls, path: ReadablePath) -> SavedAdapter | None:
-        try:
-            values = reading.read_json(path)
-        except FileNotFoundError:
+        if found is None:
             return None
-        except OSError as error:
-            raise cannot_open(error, path) from error
-        except (ValueError, RecursionError) as error:
-            raise Corrupt(f"{path}: is no JSON: {error}") from None
-        if not isinstance(values, dict) or values.get("version") != 1 or type(values.get("iteration")) is not int:
-            raise Unsupported(f"{path}: expected version 1 and an iteration, found {shown(values, 80)}")
-        base = values.get("base")
-        return cls(values["iteration"], None if base is None else BaseModel.parse(base, str(path)))
+        return cls(found.iteration, BaseModel.parse(found.base, str(folder / STATE)) if found.base else None)

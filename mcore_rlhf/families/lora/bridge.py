@@ -1,7 +1,7 @@
 """Megatron-Bridge's LoRA under peft's names: adapters of fused linear layers become one for each layer that is fused.
 
 A fused layer's adapter has one ``linear_in`` for all that is fused (queries, keys, values; gate, up): it is repeated. Its ``linear_out``
-is cut like the rows of the base weight. ``CanonicalLoRA`` has an adapter for each. Read in code, not run.
+is cut like the rows of the base weight. ``CanonicalLoRA`` has an adapter for each, which was read in code, not run.
 
 Source: NVIDIA-NeMo/Megatron-Bridge ``src/megatron/bridge/peft/{adapter_wrapper,canonical_lora,utils}.py`` and
 ``models/conversion/peft_bridge.py``.
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.catalog import MASTER, PARAM, Box, Catalog, Shape
-from mcore_rlhf.core.views import Joined, OfStates, Recut, Share
+from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report, Said
+from mcore_rlhf.core.catalog import MASTER, PARAM, Box, Shape
+from mcore_rlhf.core.shares import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
-from mcore_rlhf.families.megatron.state import MegatronState
+from mcore_rlhf.families.inventory import OF_OPTIMIZER
+from mcore_rlhf.families.megatron.state import MegatronState, names_of, opaque_item
 from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.selection import renamed
@@ -171,28 +172,51 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
         ParamSpec(name, shape, dtypes[relation.shares[name][0].name], REPLICATED)
         for name, shape in relation.shapes.items()
     ]
-    adapter = Recut(OfStates(source.catalog, _WEIGHTS), source.role, relation.shares, relation.shapes)
+    adapter = source.catalog.of_states(_WEIGHTS).recut(source.role, relation.shares, relation.shapes)
     frozen = None if base is None else renamed(base, lambda name: _in_memory(name, relation.adapted))
     own = ModuleState("", tuple(spec.name for spec in specs))
-    catalog: Catalog = adapter
-    notes = replace(source.notes, lines=list((frozen or source).notes.lines))
+    catalog = adapter
+    notes = (frozen or source).notes.copy()
     if frozen is not None:
-        module = ModuleState.needed(frozen, "peft")
+        module = ModuleState.needed(frozen)
         specs = [*(replace(spec, trainable=False) for spec in frozen.model.params), *specs]
-        catalog = Joined((OfStates(frozen.catalog, _WEIGHTS), adapter))
+        catalog = frozen.catalog.of_states(_WEIGHTS).joined(adapter)
         own = replace(module, order=(*module.order, *own.order), packs_experts=True)
     notes.add(Fate.CHANGED, f"Megatron-Bridge's adapters become peft's, of {len(relation.adapted)} modules")
     if relation.repeated:
         text = f"{relation.repeated} matrices A are copies: in Megatron one serves all that is fused in a layer"
         notes.add(Fate.CHANGED, text)
-    if source.optimizer is not None:
-        notes.add(Fate.LOST, "the adapters' optimizer: its states are of matrices that several modules share")
+    _account(source, notes, alone=frozen is None)
     model = ModelSpec(tuple(specs), source.model.num_layers, frozen is not None and frozen.model.tied)
     state = replace((frozen or source).state, groups=(), scheduler=None, grad_scaler=None)
     return replace(
         source, model=model, parallel=ParallelConfig(), catalog=catalog, state=state, states=(), optimizer=None, notes=notes,
-        family=own,
+        family=own, moved={} if frozen is None else frozen.moved, origin=source.origin if frozen is None else frozen.origin,
     )  # fmt: skip
+
+
+def _account(source: Source, notes: Report, *, alone: bool) -> None:
+    """Say what becomes of the run: what was said of the base's way to Hugging Face's names is not said of the adapters' optimizer.
+
+    Args:
+        source: Megatron's.
+        notes: Told.
+        alone: Whether there are adapters and no base.
+    """
+    notes.settle(Fate.CHANGED, "as a module's, under peft's names", Item(Kind.TENSOR, PARAM))
+    if source.optimizer is not None:
+        text = "the adapters' optimizer: its states are of matrices that several modules share"
+        what = (*OF_OPTIMIZER, Item(Kind.SCHEDULER))
+        notes.said.update(dict.fromkeys(what, Said(Fate.LOST, text)))
+        notes.add(Fate.LOST, text, *what)
+    if alone:
+        text = "RNG states: Megatron's belong to its ranks, and formats under module names store none"
+        notes.add(Fate.LOST, text, *(item for item in source.family.inventory() if item.kind is Kind.RNG))
+        notes.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT))
+        notes.leave(Reason.OF_LAYOUT, Item(Kind.MODEL))
+        opaque = MegatronState.needed(source).opaque()
+        if opaque:
+            notes.add(Fate.LOST, f"values that are no parameters: {names_of(opaque)}", *map(opaque_item, opaque))
 
 
 def _in_memory(name: str, adapted: set[str]) -> str:

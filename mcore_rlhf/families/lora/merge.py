@@ -17,12 +17,12 @@ from mcore_rlhf.core.catalog import (
     Box,
     Chunk,
     DType,
-    FixedCatalog,
     TensorEntry,
     TensorName,
     dtype_of,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import COMPUTED
 from mcore_rlhf.core.lowrank import LowRank, LowRankSum
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
@@ -244,6 +244,8 @@ class Merge:
     def _report(self, found: Adapter) -> Report:
         notes = self.base.notes.copy()
         notes.extend(self.adapter.notes.lines)
+        for item, said in self.adapter.notes.said.items():
+            notes.said.setdefault(item, said)
         whole = f", and {len(found.saved_modules)} modules replaced" if found.saved_modules else ""
         notes.add(
             Fate.CHANGED,
@@ -282,7 +284,7 @@ class Merge:
         config = dict(module.config)
         if config.get("tie_word_embeddings") and not set(specs) <= set(self._own):
             config["tie_word_embeddings"] = False
-        catalog = FixedCatalog({TensorName(role, name): entry for name, entry in entries.items()})
+        catalog = Chunks.of(replace(entry, name=TensorName(role, name)) for name, entry in entries.items())
         buffers = tuple(name for old in module.buffers if (name := in_base(old)) is not None)
         order = dict.fromkeys(name for old in module.order if (name := in_base(old)) in specs or name in shared)
         return replace(

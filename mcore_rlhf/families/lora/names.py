@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.source import Source
+from mcore_rlhf.models.spec import ModelSpec
 
 CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
 WEIGHTS = (SAFETENSORS, BIN)
 """The first that is there counts, as for peft."""
-OLD_ORIGIN = "mcore_rlhf_adapter.json"
-"""Where the model that an adapter belongs to, its fingerprint, and the iteration once lay."""
 ENGINE_STATE = "state.pt"
 """Beside an adapter that ``AdapterEngine`` saved: the optimizer, the scheduler, and what is trained besides the adapter."""
 
@@ -57,6 +54,8 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 _IN_FILE = tuple((_pattern(file), memory, kind) for file, memory, kind in _ROWS)
 _IN_MEMORY = tuple((_pattern(memory), file, kind) for file, memory, kind in _ROWS)
+OF_ADAPTER = re.compile("|".join(re.sub(r"\?P<\w+>", "?:", pattern.pattern) for pattern, _, _ in _IN_MEMORY))
+"""Any name in memory that :func:`in_memory` knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +138,16 @@ def in_original(memory: str) -> str:
     return _WRAPPED.sub(".", without_prefix(memory).replace(_ORIGINAL, "."))
 
 
-def refuse_adapters(source: Source, to: str) -> None:
-    """See that a target that has no place for an adapter is not made of a model with one.
+def adapters_alone(model: ModelSpec) -> ModelSpec | None:
+    """A model of Megatron's with Megatron-Bridge's adapters, of which alone the optimizer has states; None where it has none.
 
-    Within Megatron's family a model keeps Megatron-Bridge's adapters, under their own names.
+    The base is frozen, and flat buffers do not say so. Source: NVIDIA-NeMo/Megatron-Bridge, ``src/megatron/bridge/peft/base.py``
+    (``freeze_model``).
 
     Args:
-        source: An opened checkpoint.
-        to: Name of the target's format: Megatron's two, or ``hf``.
-
-    Raises:
-        Unsupported: The source has adapters.
+        model: All of it.
     """
-    from mcore_rlhf.families.megatron.state import MegatronState  # who only asks for a file's name needs none
-
-    names = [spec.name for spec in source.model.params]
-    bridge = [name for name in names if BRIDGE_ADAPTER.fullmatch(name)] if MegatronState.of(source) else []
-    alone = len(bridge) == len(names)
-    if (bridge and (alone or to == "hf")) or (not bridge and any(in_memory(name) is not None for name in names)):
-        raise Unsupported(
-            f"{source.root}: holds an adapter, and a checkpoint of the format {to} has no place for one\n"
-            "Merge it into its base (--merge-adapter, with --base-model where the checkpoint has none), or convert it --to peft."
-        )
+    adapters = {spec.name for spec in model.params if BRIDGE_ADAPTER.fullmatch(spec.name)}
+    if not adapters or len(adapters) == len(model.params):
+        return None
+    return model.having(replace(s, trainable=s.trainable and s.name in adapters) for s in model.params)

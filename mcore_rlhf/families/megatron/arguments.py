@@ -117,10 +117,9 @@ class Arguments:
 
     @property
     def has_narrow_params(self) -> bool:
-        """Whether weights are kept in fp8 or fp4: files hold their values, and not their masters rounded. Source: megatron-core 0.19.2,
-        ``training/arguments.py`` (``--fp8-param-gather``).
-        """
-        return self.flag("fp8_param_gather") or self.flag("fp4_param_gather")
+        """Whether weights are not their masters rounded: of fp8 or fp4, or of masters in fp16 (Transformer Engine 2.9, ``FusedAdam``)."""
+        precise, dtype = self.flag("use_precision_aware_optimizer"), str(self.values.get("main_params_dtype"))
+        return (precise and "16" in dtype) or self.flag("fp8_param_gather") or self.flag("fp4_param_gather")
 
     @property
     def layer_wise(self) -> bool:

@@ -20,6 +20,14 @@ MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
 DEALT_FILES = "layer_wise_optimizer_*.pt"
 """Those of a layer-wise optimizer, one for every data-parallel rank."""
+NON_PERSISTENT = "non_persistent"
+"""Where a run with ``--non-persistent-ckpt-type global`` keeps its newest steps, beside those that stay; a root of its own.
+
+Source: megatron-core 0.19.2, ``training/checkpointing.py`` (``_NON_PERSISTENT_CKPT_SUBDIR``; ``_load_base_checkpoint``, which takes
+that where it is not older)."""
+_LOCAL = re.compile(r"iter_(\d{7,18})_\d{1,9}_local\.pt")
+"""A file of one rank. Source: NVIDIA/nvidia-resiliency-ext main,
+``checkpointing/local/ckpt_managers/local_manager.py`` (``local_ckpt_dir``, ``_filename_from_template``)."""
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"[0-9]{1,18}")
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
@@ -221,3 +229,48 @@ def _wanted(path: ReadablePath, step: int | None, found: dict[int | None, Readab
     if text != "release" and not _ITERATION.fullmatch(text):
         raise LayoutMismatch(f"{tracker}: expected an iteration or 'release', found {text[:40]!r}\nGive --step N.")
     return None if text == "release" else int(text)
+
+
+def newer_non_persistent(root: ReadablePath, iteration: int | None) -> str:
+    """A line about a non-persistent checkpoint beside others that is newer than the one that was chosen; empty where there is none.
+
+    Args:
+        root: The folder that a run would be given.
+        iteration: What was chosen; None for a release, and where nothing was.
+    """
+    beside = root / NON_PERSISTENT
+    found = max((n for n in _tracked(beside) if n is not None), default=None)
+    if found is None or found not in iteration_folders(beside) or (iteration is not None and found <= iteration):
+        return ""
+    older = "" if iteration is None else f", newer than iteration {iteration}"
+    return (
+        f"{NON_PERSISTENT}/ holds iteration {found}{older}: Megatron goes on from it with --non-persistent-ckpt-type global; to take it, "
+        f"give {beside}"
+    )
+
+
+def refuse_local(path: ReadablePath) -> None:
+    """Name the local checkpoints of nvidia-resiliency-ext as what they are (``--non-persistent-ckpt-type local``).
+
+    They lie at ``[SESSION/]RANK/iter_0000010_RANK_local.pt``.
+
+    Args:
+        path: A folder in no format that is known.
+
+    Raises:
+        Unsupported: It is a folder of those, of one rank or of all.
+    """
+    found = []
+    for pattern in ("", "*/", "*/*/"):
+        found = [file for file in path.glob(f"{pattern}iter_*_local.pt") if _LOCAL.fullmatch(file.name)]
+        if found:
+            break
+    if not found:
+        return
+    steps = sorted({int(match.group(1)) for file in found if (match := _LOCAL.fullmatch(file.name))})
+    raise Unsupported(
+        f"{path}: holds local checkpoints of nvidia-resiliency-ext (--non-persistent-ckpt-type local) of iteration "
+        f"{', '.join(map(str, steps[-3:]))}, {len(found)} files such as {found[0].name}: each is what one rank had in memory, on its own "
+        "node, for a restart of the same ranks, and is not read\n"
+        "Let the run that wrote them load them and save a checkpoint that stays (--save), and convert that."
+    )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Item, Kind, same
-from mcore_rlhf.core.views import Renamed
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.hybrid import Pattern
@@ -23,8 +22,6 @@ from .arguments import PATTERNS, Arguments, stored_arguments
 from .folders import FileRank
 from .state import MegatronState, ModelPart, RankValues
 
-GPT = "gpt"
-"""The pattern that asks for a GPTModel."""
 _SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 _PAIRS = re.compile(r"(\*[-E])+")
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,18})\.(.*)")
@@ -55,7 +52,7 @@ def as_hybrid(source: Source, text: str) -> Source:
     Raises:
         CheckpointError: The pattern is not that of such a model, or HybridModel has no place for some of it.
     """
-    family, pattern = MegatronState.needed(source, "megatron"), Pattern.of(text)
+    family, pattern = MegatronState.needed(source), Pattern.of(text)
     if family.args.pattern is not None:
         raise Unsupported(
             f"{source.root}: is a hybrid model already, {family.args.pattern}; --hybrid-layer-pattern is for GPTModels"
@@ -157,7 +154,7 @@ def _gpt_name(name: str) -> str:
 
 def _renamed(source: Source, names: Mapping[str, str], layers: int, changed: Mapping[str, object], text: str) -> Source:
     """The source under other names and with other arguments."""
-    family, notes = MegatronState.needed(source, "megatron"), source.notes.copy()
+    family, notes = MegatronState.needed(source), source.notes.copy()
     args = _with(source.state.args, changed)
     differs = [Item(Kind.ARGUMENT, k) for k, v in source.state.args.items() if not same(v, args.get(k))]
     notes.add(Fate.CHANGED, f"{text}: names, and the arguments that describe its layers")
@@ -169,7 +166,7 @@ def _renamed(source: Source, names: Mapping[str, str], layers: int, changed: Map
         source.model, params=specs, num_layers=layers, _index={}, unused=frozenset(_each(names, source.model.unused))
     )
     return replace(
-        source, model=model, catalog=Renamed(source.catalog, source.role, {name: spec.name for name, spec in new.items()}),
+        source, model=model, catalog=source.catalog.renamed(source.role, {name: spec.name for name, spec in new.items()}),
         state=replace(source.state, args=args), notes=notes,
         family=replace(
             family, args=Arguments({**family.args.values, **args}), order=list(dict.fromkeys(order)),

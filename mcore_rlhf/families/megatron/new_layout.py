@@ -76,7 +76,7 @@ def choose_parallel(source: Source, options: WriteOptions, report: Report) -> Pa
     tp, pp = options.tp or old.tp, options.pp or old.pp
     moe = source.model.num_experts > 0
     if not moe and ((options.ep or 1) > 1 or (options.etp or tp) != tp):
-        raise UsageError("--ep and --etp are for models with experts, and this model has none")
+        raise UsageError("--ep and --etp are for models with experts, and this model has none\nLeave them out.")
     ep = options.ep or old.ep
     etp = options.etp or (tp if old.etp == old.tp else old.etp) if moe else tp
     if moe and source.model.num_experts % ep:
@@ -184,8 +184,8 @@ def _check_heads(args: Arguments, parallel: ParallelConfig) -> None:
     groups = args.integer("num_query_groups", 1) if args.flag("group_query_attention") else 0
     if groups and groups % parallel.tp and parallel.tp % groups:
         problems.add(LayoutMismatch, f"--tp {parallel.tp}: {groups} query groups cannot be shared out", advice)
-    layers = "" if args.pattern is None else args.pattern.layers
-    for what, count in heads_to_divide(args.values, layers).items() if parallel.tp > 1 else ():
+    mixed = args.pattern if parallel.tp > 1 else None
+    for what, count in () if mixed is None else heads_to_divide(args.values, mixed.layers).items():
         if count % parallel.tp:
             text = f"--tp {parallel.tp}: {count} {what} cannot be divided equally"
             problems.add(LayoutMismatch, text, "Choose a --tp that divides the heads and groups of all layers.")

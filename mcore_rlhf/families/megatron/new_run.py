@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, same
-from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, DType, TensorName
-from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Rows, StateOrder
+from mcore_rlhf.core.catalog import BFLOAT16, FLOAT32, MASTER, PARAM, DType, TensorName
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS, new_rows
 from mcore_rlhf.errors import LayoutMismatch, Lossy, UsageError
 from mcore_rlhf.families.inventory import ELEMENTS, state_items
 from mcore_rlhf.families.options import WriteOptions
@@ -18,12 +19,18 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.megatron import OUTPUT
 from mcore_rlhf.storage.torch_values import torch_dtype
 
-from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, arguments_for, stored_arguments
+from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments, arguments_for, stored_arguments
 from .folders import FileRank
 from .groups import Membership, without_classes
 from .new_layout import NewLayout, choose, same_coordinates
+from .remainders import has_remainders, kept_remainders
 from .state import LAID_OUT, OF_RANKS, PER_RANK_KEYS, MegatronState, RankValues, RngMaker, saved_rng
 
+_PRECISE = "use_precision_aware_optimizer"
+_OF_PRECISE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Without that optimizer Megatron wants them to be fp32. Source: megatron-core 0.19.2, ``optimizer/optimizer_config.py``."""
+_FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
+"""Runs with the first load ``fsdp_dtensor`` alone, those with the second not Megatron's ``torch`` format."""
 _FULLY = "dist_ckpt_optim_fully_reshardable"
 """How Megatron-core's ``torch_dist`` stores the distributed optimizer: what we write loads at any layout, unless the user wants another."""
 RngStates = Sequence[Mapping[str, object]]
@@ -88,11 +95,43 @@ class NewRun:
         return None if self.source.state.release else self.source.state.iteration
 
     @cached_property
-    def view(self) -> Catalog:
+    def view(self) -> Chunks:
         """The source's tensors as the target wants them."""
         from_masters = self.choices.dtype is not None and MASTER in self.source.states
-        states = StateOrder(self.source.catalog, FROM_MASTERS if from_masters else EITHER)
-        return Rows(states, self.source.model.with_vocabulary(self.choices.padded_vocab_size))
+        stored = kept_remainders(self.source.catalog) if self.keeps_remainders else self.source.catalog
+        states = stored.states(FROM_MASTERS if from_masters else EITHER)
+        return states.rows(self.source.model.with_vocabulary(self.choices.padded_vocab_size))
+
+    @cached_property
+    def had_remainders(self) -> bool:
+        """Whether a precision-aware optimizer stored remainders in the place of the masters."""
+        return self.source.computed is not None and has_remainders(self.source)
+
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether the target has them too: in flat buckets Megatron keeps their type, and elsewhere it cannot load what it wrote.
+
+        Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py`` (``load_parameter_state_from_dp_reshardable``; what
+        ``load_parameter_state_from_dp_zero`` and ``…_from_fully_reshardable`` hand on is fp32); Transformer Engine 2.9,
+        ``pytorch/optimizers/fused_adam.py`` (``set_scaled_state``, which asserts 16-bit integers).
+        """
+        in_buckets = self.ckpt_format == "torch_dist" and self.options.optimizer_sharding == "dp_reshardable"
+        kept = self.choices.optimizer == DISTRIBUTED and self.choices.dtype in (None, BFLOAT16)
+        return in_buckets and kept and self.had_remainders
+
+    @property
+    def needs(self) -> str:
+        """For which runs the masters are as they are written, in brackets; empty where any run takes them."""
+        args = Arguments(self.arguments(None))
+        if self.choices.optimizer != DISTRIBUTED or MASTER not in self.source.states:
+            return ""
+        if self.keeps_remainders:
+            return " (for runs with --use-precision-aware-optimizer and Transformer Engine from 2.1 on)"
+        if self.had_remainders:
+            return " (for runs without --use-precision-aware-optimizer; MegatronEngine takes it with it, too)"
+        if args.flag(_PRECISE) and not args.has_narrow_params and not args.flag("optimizer_cpu_offload"):
+            return " (for runs that keep fp32 masters: store_param_remainders off, or Transformer Engine before 2.1)"
+        return ""
 
     @property
     def membership(self) -> Membership:
@@ -131,8 +170,12 @@ class NewRun:
         if self.choices.optimizer == LAYER_WISE and self.family.by_size and BY_LAYOUT in new:
             new[BY_LAYOUT] = False
         new.pop(LAID_OUT, None)
-        if new.get("use_megatron_fsdp"):
-            new["use_megatron_fsdp"] = False  # whose runs load fsdp_dtensor alone
+        for wrapped in _FSDP:
+            if new.get(wrapped):
+                new[wrapped] = False
+        if new.get(_PRECISE) and self.had_remainders and not self.keeps_remainders:
+            new[_PRECISE] = False  # masters are written whole: who takes them for remainders has others
+            new.update({name: _single(new[name]) for name in _OF_PRECISE if name in new})
         if self.options.no_optimizer:
             new["no_save_optim"] = True  # what a run says that saved no optimizer
         if dtype is not None:
@@ -204,6 +247,9 @@ class NewRun:
         ):
             text = "fp32 parameters are their own masters, and are kept"
             self.report.settle(Fate.DERIVED, text, Item(Kind.TENSOR, MASTER))
+        if self.needs:
+            kept = "remainders of 16 bits, as the source stores them" if self.keeps_remainders else "written whole"
+            self.report.add(Fate.NOTE, f"fp32 master parameters: {kept}{self.needs}")
         if self.choices.dtype is not None and MASTER in self.source.states and self.choices.optimizer is not None:
             text = f"parameters: converted to {self.choices.dtype} from their fp32 masters, which are kept"
             self.report.add(Fate.DERIVED, text)
@@ -234,7 +280,7 @@ class NewRun:
         if rows is None or new is None or rows == new:
             return
         if new > rows:
-            text = f"vocabulary rows {rows}–{new - 1} are new padding and repeat row {rows - 1}, in every state; all others are kept"
+            text = f"{new_rows(rows, new)}; all others are kept"
         else:
             text = f"vocabulary rows {new}–{rows - 1} are padding that the new layout does not have, and are cut"
         self.report.add(Fate.CHANGED, text, ELEMENTS)
@@ -289,6 +335,11 @@ class NewRun:
                 f"global_batch_size {batch} is not a multiple of micro_batch_size {micro} × DP {dp}: Megatron will want another --dp, "
                 "or other batch sizes",
             )
+
+
+def _single(value: object) -> object:
+    """fp32, as an argument says it: by its name, or as torch's type."""
+    return "fp32" if isinstance(value, str) else torch_dtype(FLOAT32.name)
 
 
 def _check_own_copies(source: Source, tp: int, ckpt_format: str) -> None:

@@ -11,9 +11,9 @@ Sources: Transformer Engine 2.1, ``transformer_engine/pytorch/optimizers/fused_a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import numpy as np
@@ -26,20 +26,28 @@ from mcore_rlhf.core.catalog import (
     MASTER,
     PARAM,
     Box,
-    Catalog,
     Chunk,
+    DType,
     Record,
     TensorEntry,
     TensorName,
     dot,
+    dtype_of,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import COMPUTED, words_of
 from mcore_rlhf.core.execute import WINDOW_BYTES, SourceBytes
-from mcore_rlhf.core.views import View
+from mcore_rlhf.core.rows import Rows, Strip, Tensor
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.source import Computed, Source, bytes_of
 from mcore_rlhf.models.meaning.bounds import is_number
+
+from .arguments import DISTRIBUTED, Arguments
+
+REMAINDER = "remainder"
+"""Under which name of a state what is stored is found, and not what is made of it."""
+_INT16 = dtype_of("int16")
 
 _SAMPLE = 1 << 12
 """Elements of a parameter that are looked at."""
@@ -100,25 +108,36 @@ def _are_remainders(values: Words) -> bool:
     return bool(((values >= _LOW) & (values <= _HIGH) & (values == np.rint(values))).all())
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedMasters(View):
-    """A catalogue whose masters are joined where it has remainders.
-
-    Args:
-        catalog: The one below, with remainders in the place of masters.
+def joined_masters(catalog: Chunks) -> Chunks:
+    """A table whose masters are joined where it has remainders, which are found besides. Copies of remainders stay copies, so that
+    they are compared as any others.
     """
+    masters = {name for name in catalog if name.state == MASTER and _has_remainder(catalog, name)}
+    stored = {name._replace(state=REMAINDER): catalog.tensor(name) for name in masters}
+    joined = {name: Tensor(catalog.tensor(name).shape, FLOAT32, partial(_runs, catalog, name)) for name in masters}
+    return catalog.replaced(joined).replaced(stored, told=False)
 
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None. Copies of remainders stay copies, so that they are compared as any others."""
-        entry = self.catalog.get(name)
-        if entry is None or name.state != MASTER or not _has_remainder(self.catalog, name):
-            return entry
-        strides = row_major(entry.global_shape)
-        chunks = (
-            Chunk(chunk.box, _record(entry, copy), dot(chunk.box.offset, strides), strides)
-            for copy, chunk in _numbered(entry)
-        )
-        return replace(entry, dtype=FLOAT32, chunks=tuple(chunks))
+
+def _runs(catalog: Chunks, name: TensorName, rows: Rows) -> Iterator[Strip]:
+    entry = catalog.get(name)
+    assert entry is not None  # it was among the names
+    strides = row_major(entry.global_shape)
+    return rows.strips(
+        Chunk(chunk.box, _record(entry, copy), dot(chunk.box.offset, strides), strides)
+        for copy, chunk in _numbered(entry)
+    )
+
+
+def kept_remainders(catalog: Chunks) -> Chunks:
+    """The masters of a checkpoint as the remainders that it stores, in 16 bits, for a target that holds its parameters as they are."""
+    masters = (name for name in catalog if name.state == MASTER and name._replace(state=REMAINDER) in catalog)
+    stored = {name: catalog.tensor(name._replace(state=REMAINDER)) for name in masters}
+    return catalog.replaced({name: one._replace(dtype=_INT16) for name, one in stored.items()}, same=True)
+
+
+def remainder_dtype(param: DType) -> DType:
+    """The type of the masters of parameters of a type, where remainders are kept."""
+    return _INT16 if param == BFLOAT16 else FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +149,7 @@ class Joins(Mapping[str, JoinedMaster]):
         role: Role of its tensors.
     """
 
-    catalog: Catalog
+    catalog: Chunks
     role: str
 
     def __getitem__(self, file: str) -> JoinedMaster:
@@ -164,10 +183,9 @@ def _join(joins: Joins, file: str) -> JoinedMaster:
     return JoinedMaster(found[0], replace(found[1], chunks=tuple(last.values())))
 
 
-def _has_remainder(catalog: Catalog, name: TensorName) -> bool:
+def _has_remainder(catalog: Chunks, name: TensorName) -> bool:
     """Parameters of other types have no remainders: what is fp32 is its own master."""
-    param = catalog.get(name._replace(state=PARAM))
-    return param is not None and param.dtype == BFLOAT16
+    return catalog.dtype(name._replace(state=PARAM)) == BFLOAT16
 
 
 def _record(entry: TensorEntry, copy: int) -> Record:
@@ -196,29 +214,50 @@ def with_masters_joined(source: Source) -> Source:
     source.notes.add(
         Fate.DERIVED,
         "fp32 master parameters: the precision-aware optimizer stored what bf16 cuts off of them (store_param_remainders); joined with "
-        "the parameters they are the masters again, bit for bit, and are written as such",
+        "the parameters they are the masters again, bit for bit",
     )
     joins = Joins(source.catalog, source.role)
-    return replace(source, catalog=JoinedMasters(source.catalog), computed=Computed(source.root, joins))
+    return replace(source, catalog=joined_masters(source.catalog), computed=Computed(source.root, joins))
+
+
+def has_remainders(source: Source) -> bool:
+    """Whether masters were joined of remainders that a source stores in their place; see :data:`REMAINDER`.
+
+    Args:
+        source: An opened checkpoint.
+    """
+    if source.optimizer != DISTRIBUTED or not Arguments(source.state.args).flag("use_precision_aware_optimizer"):
+        return False
+    names = (TensorName(source.role, spec.name, REMAINDER) for spec in source.model.params)
+    return any(name in source.catalog for name in names)
 
 
 def _holds_remainders(source: Source) -> bool:
+    names = (TensorName(source.role, spec.name, MASTER) for spec in source.model.params)
+    pairs = ((source.catalog.get(name), source.catalog.get(name._replace(state=PARAM))) for name in names)
+    with bytes_of(source) as files:
+        return are_remainders(((master, param) for master, param in pairs if master and param), files)
+
+
+def are_remainders(stored: Iterable[tuple[TensorEntry, TensorEntry]], files: SourceBytes) -> bool:
     """Whether what stands in the place of the masters are remainders, by samples of the parameters one after the other.
 
     The first one that tells decides: values that are no integers of 16 bits are masters, as are those of a parameter that they are
     not, when rounded. Zeros tell nothing.
+
+    Args:
+        stored: What stands there, and the parameter.
+        files: Their bytes.
     """
-    with bytes_of(source) as files:
-        for spec in source.model.params:
-            master, param = (source.catalog.get(TensorName(source.role, spec.name, state)) for state in (MASTER, PARAM))
-            if master is None or param is None or param.dtype != BFLOAT16 or not param.chunks or not master.chunks:
-                continue
-            box = _sampled(master.primary()[0].box)
-            values = words_of(master, box, FLOAT32, files)
-            if not _are_remainders(values.view(np.float32)):
-                return False
-            if differing_after_rounding(values, words_of(param, box, BFLOAT16, files), FLOAT32, BFLOAT16):
-                return True
+    for master, param in stored:
+        if param.dtype != BFLOAT16 or not param.chunks or not master.chunks:
+            continue
+        box = _sampled(master.primary()[0].box)
+        values = words_of(master, box, FLOAT32, files)
+        if not _are_remainders(values.view(np.float32)):
+            return False
+        if differing_after_rounding(values, words_of(param, box, BFLOAT16, files), FLOAT32, BFLOAT16):
+            return True
     return False
 
 

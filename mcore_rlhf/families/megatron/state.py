@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any, ClassVar, Protocol
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 from mcore_rlhf.core.catalog import PARAM, TensorName
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.inventory import OPAQUE, state_dict_of
+from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
+from mcore_rlhf.storage.nested import PICKLED_NONE, is_none
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
@@ -36,6 +41,7 @@ PER_RANK_KEYS = ("rerun_state_machine",)
 COUNTER = "num_floating_point_operations_so_far"
 LAID_OUT = "mcore_rlhf_laid_out"
 """Argument by which our engine, which asked the optimizer, says that it deals by a layout; for Megatron's see :class:`MegatronState`."""
+_SHOWN = 40
 OF_RANKS = {
     **{key: Item(Kind.RNG, key) for key in (*RNG_KEYS, *OLD_RNG_KEYS)},
     **{key: Item(Kind.VALUE, key) for key in PER_RANK_KEYS},
@@ -85,8 +91,8 @@ class RankValues(Protocol):
 
 
 @dataclass(slots=True)
-class MegatronTensors:
-    """What both formats' catalogues have in common: every parameter, and every state of those that are trained.
+class MegatronTensors(ABC):
+    """What both formats' tensors have in common: every parameter, and every state of those that are trained.
 
     Args:
         role: Role of all tensors.
@@ -102,18 +108,76 @@ class MegatronTensors:
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
     unrounded: frozenset[str] = field(default=frozenset(), kw_only=True)
 
-    def __iter__(self) -> Iterator[TensorName]:
-        for param in self.model.params:
-            if param.name not in self.unrounded:
-                yield TensorName(self.role, param.name, PARAM)
-            for state in self._states(param):
-                yield TensorName(self.role, param.name, state)
+    def table(self) -> Chunks:
+        """Where the elements of every tensor lie."""
+        found = Chunks()
+        for spec in self.model.params:
+            of_optimizer = self.own.get(spec.name, self.states) if spec.trainable else ()
+            for state in of_optimizer if spec.name in self.unrounded else (PARAM, *of_optimizer):
+                name = TensorName(self.role, spec.name, state)
+                tensor = self.tensor(spec, name)
+                if tensor is not None:
+                    found.add(name, tensor)
+        return found
 
-    def __len__(self) -> int:
-        return sum((p.name not in self.unrounded) + len(self._states(p)) for p in self.model.params)
+    @abstractmethod
+    def tensor(self, spec: ParamSpec, name: TensorName) -> Tensor | None:
+        """One of them, or None where nothing of it is stored."""
 
-    def _states(self, param: ParamSpec) -> tuple[str, ...]:
-        return self.own.get(param.name, self.states) if param.trainable else ()
+
+def says_nothing(value: object) -> bool:
+    """Whether there is nothing in a value under a parameter's name: None, no element, or None itself, pickled or saved.
+
+    Transformer Engine's modules without fp8 have such values. Sources: Transformer Engine 2.9, ``pytorch/module/base.py``
+    (``get_extra_state``: no element); 1.11, the same (``torch.save`` of None in a ``BytesIO``); megatron-core 0.19.2,
+    ``extensions/transformer_engine.py`` (``_get_extra_state``).
+
+    Args:
+        value: As it is stored; a tensor may be one that was not read.
+    """
+    if value is None or 0 in getattr(value, "shape", ()):
+        return True
+    data = value.getvalue() if isinstance(value, BytesIO) else value
+    if is_tensor(value) and getattr(value, "shape", ()) == (len(PICKLED_NONE),):
+        data = value.numpy().tobytes()  # type: ignore[attr-defined]
+    return isinstance(data, bytes) and (not data or is_none(data))
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueValue:
+    """What a rank's state dict has under a parameter's name though it is no tensor: ``_extra_state``.
+
+    Args:
+        shard: The rank.
+        stored: The value, as it is stored.
+    """
+
+    shard: RankValues
+    stored: object
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        small = isinstance(self.stored, StoredTensor) and self.stored.shape == (len(PICKLED_NONE),)
+        return says_nothing(self.shard.materialize(self.stored) if small else self.stored)
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of what it holds."""
+        value = self.shard.materialize(self.stored)
+        return _digest(value.getvalue() if isinstance(value, BytesIO) else value)
+
+
+def opaque_item(name: str) -> Item:
+    """The item that a value under a parameter's name is."""
+    return Item(Kind.MODEL, name)
+
+
+def names_of(names: Iterable[str]) -> str:
+    """Names of opaque values for people: all of them, up to a number that nobody reads on from."""
+    every = list(names)
+    more = f", … ({len(every)}; all of them in the account of --json)" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more
 
 
 def scheduler_in(top: Mapping[str, object], notes: Report) -> Mapping[str, object] | None:
@@ -169,12 +233,22 @@ class MegatronState(Family):
     def inventory(self) -> Inventory:
         """What its ranks have, item by item, beside what all of them share."""
         keys = dict.fromkeys(key for shard in self.shards for key in shard.top if key in OF_RANKS)
-        opaque = [v for shard in self.shards for part in shard.parts for v in part.opaque.values() if v is not None]
         return {
             **{OF_RANKS[key]: tuple(shard.top.get(key) for shard in self.shards) for key in keys},
             **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.scalars.items()},
-            **({OPAQUE: tuple(opaque)} if opaque else {}),
+            **{opaque_item(name): tuple(v.stored for v in values) for name, values in self.opaque().items()},
         }
+
+    def opaque(self) -> dict[str, list[OpaqueValue]]:
+        """Values under parameters' names that are no tensors, of all ranks that have one with anything in it."""
+        found: dict[str, list[OpaqueValue]] = {}
+        for shard in self.shards:
+            for part in shard.parts:
+                for name, stored in part.opaque.items():
+                    value = OpaqueValue(shard, stored)
+                    if not value.empty:
+                        found.setdefault(name, []).append(value)
+        return found
 
     def renamed(self, names: NewNames) -> MegatronState:
         """Names stay: of those that are left out, the opaque values of their modules go along."""

@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Catalog, DType, Shape, TensorName, dtype_of
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, Shape, TensorName, dtype_of
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete
+from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state
 
 from .groups import STEP, completed
-from .keys import PARAMS, Style, flattened
+from .keys import PARAMS, Style, flattened, joined
 from .state import DcpState
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ from mcore_rlhf.families.options import WriteOptions
 
 from .folders import RLINF_FOLDER
 from .keys import RLINF, KeyLayout
-from .state import EPOCH, RNG, SCHEDULERS, VERSION
+from .state import EPOCH, RNG, SCHEDULER, SCHEDULERS, VERSION
 
 _FSDP2 = "fsdp2"
 
@@ -56,6 +58,9 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
     own = DcpState.of(source)
     if own is not None:
         return _with_rng(dict(own.rest), source.state.iteration, choices.rng or "keep", report)
+    former = _former_layout(source)
+    if former is not None:
+        return _with_rng(_as_before(source, choices, report), source.state.iteration, choices.rng or "keep", report)
     rest: dict[str, object] = {}
     if choices.optimizer:
         rest[SCHEDULERS] = [_scheduler(source, report)]
@@ -64,6 +69,40 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
     if isinstance(stored, Mapping):
         rest[RNG] = dict(stored)
     return _with_rng(rest, source.state.iteration, choices.rng or ("keep" if RNG in rest else "derive"), report)
+
+
+def _former_layout(source: Source) -> KeyLayout | None:
+    """How the keys of the DCP folder were made that a source of another format once was; RLinf's are those of any new folder."""
+    module = ModuleState.of(source)
+    found = None if module is None else KeyLayout.from_json(module.laid_out)
+    return None if found is None or found.rest == RLINF.rest else found
+
+
+def _as_before(source: Source, choices: Choices, report: Report) -> dict[str, object]:
+    """What the run kept beside model and optimizer, without what its stay in another format has added."""
+    rest = {key: value for key, value in source.state.other.items() if key not in _ADDED}
+    if choices.optimizer and source.state.scheduler is not None:
+        laid_out = ModuleState.needed(source, "dcp").laid_out
+        groups = laid_out.get("groups")
+        known = isinstance(groups, int) and groups <= len(source.model.params)  # no group is without a parameter
+        scheduler = _of_run(_scheduler(source, report), groups if known else None)
+        rest |= {SCHEDULER: scheduler} if laid_out.get("scheduler") == SCHEDULER else {SCHEDULERS: [scheduler]}
+    return rest
+
+
+def _of_run(scheduler: Mapping[str, object], groups: object) -> dict[str, object]:
+    """A scheduler of as many groups as the run has whose keys do not say them: Megatron deals them by weight decay."""
+    found = scheduler.get(BASE_LRS)
+    if not isinstance(groups, int) or not isinstance(found, list) or any(rate != found[0] for rate in found):
+        return dict(scheduler)
+    return {
+        key: value[:1] * groups if isinstance(value, list) and len(value) == len(found) and key in PER_GROUP else value
+        for key, value in scheduler.items()
+    }
+
+
+_ADDED = ("skipped_steps", "global_samples")
+"""Counters of DeepSpeed's, which every source has that was Megatron's."""
 
 
 def _with_rng(rest: dict[str, object], iteration: int, wanted: str, report: Report) -> dict[str, object]:
@@ -153,7 +192,8 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         _check_groups(source)
-    layout = own.layout if own else RLINF
+    former = _former_layout(source)
+    layout = own.layout if own else former or RLINF
     if not optimizer:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
@@ -167,8 +207,8 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
             f"every tensor is cut in {parts}, which any number of ranks loads; {source.parallel.world_size} ranks wrote the source",
         )
     return Choices(
-        dp, layout, own.inner if own else RLINF_FOLDER,
-        own.weights if own else True, optimizer, optimizer, dtype,
+        dp, layout, own.inner if own else RLINF_FOLDER if former is None else "",
+        own.weights if own else former is None, optimizer, optimizer, dtype,
         options.rng,
     )  # fmt: skip
 
@@ -264,7 +304,7 @@ class Content:
     source: Source
     module: ModuleState
     choices: Choices
-    view: Catalog
+    view: Chunks
     rest: Mapping[str, object]
 
     def parts(self) -> Iterator[Part]:
@@ -361,8 +401,8 @@ def _leaf(path: Path_, value: object, cache: dict[str, bytes] | None = None) -> 
     if isinstance(value, SmallTensor):
         return Constant(path, value.dtype, value.shape, value.contiguous())
     if cache is None or not isinstance(value, bool | int | float | str | tuple | None):
-        return Stored(path, saved(value))
+        return Stored(path, saved(value, joined(path)))
     key = repr(value)  # a learning rate for each parameter: pickled once
     if key not in cache:
-        cache[key] = saved(value)
+        cache[key] = saved(value, joined(path))
     return Stored(path, cache[key])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, UsageError
+from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
@@ -17,8 +18,8 @@ FULL_WEIGHTS = "model_state_dict/full_weights.pt"
 _MISSPELLED = "model_state_dict/full_weigths.pt"
 """RLinf's documentation has both spellings."""
 LOCAL_SHARDS = "local_shard_checkpoint"
-
-_STEP = re.compile(r"(?:global_step_|step-|step_|iter_|checkpoint-)0*(\d{1,18})")
+ONE_FILE = "state.pt"
+"""All of a plain module's run; see :mod:`.saved`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,10 @@ def locate(path: ReadablePath, step: int | None) -> Located:
         folder = next((found for found in (path, path / RLINF_FOLDER, _split(path)) if found and is_dcp(found)), None)
         if folder is not None and (beside := optimizer_beside(folder)) is not None:
             return Located(
-                beside.parent, beside.with_name(_name(folder)), step=_named_step(beside.parent), optimizer=beside
+                beside.parent, beside.with_name(_name(folder)), step=named_step(beside.parent), optimizer=beside
             )
         ranks = folder is None and is_verl(path)
-        return Located(path, folder, weights_file(path), _named_step(path), () if folder else _shards(path), ranks)
+        return Located(path, folder, weights_file(path), named_step(path), () if folder else _shards(path), ranks)
     steps = _steps(path)
     if not steps:
         raise NotACheckpoint(f"{path}: holds no DCP folder: no {METADATA_FILE}, no {RLINF_FOLDER}, no step-N")
@@ -130,20 +131,11 @@ def locate(path: ReadablePath, step: int | None) -> Located:
     chosen = steps.get(step) if step is not None else next(iter(steps.values()))
     if chosen is None:
         raise NotACheckpoint(f"{path}: has no step {step}; there are {', '.join(map(str, steps))}")
-    return Located(chosen, chosen, None, _named_step(chosen))
+    return Located(chosen, chosen, None, named_step(chosen))
 
 
 def _name(folder: ReadablePath) -> str:
     return absolute(folder).name
-
-
-def _named_step(path: ReadablePath) -> int | None:
-    """The step in the name of the folder, or of one above it: ``global_step_50/actor``, ``step-10``."""
-    for folder in (path, *list(path.parents)[:2]):
-        match = _STEP.fullmatch(folder.name)
-        if match:
-            return int(match[1])
-    return None
 
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
@@ -156,7 +148,8 @@ def is_verl(folder: ReadablePath) -> bool:
 
 
 def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
-    """The files of each kind, by rank; those of the optimizer may all be left out, and those of the RNG states.
+    """The files of each kind, by rank; those of the optimizer may all be left out, and those of the RNG states: a run saves a kind of
+    every rank or of none, and goes on from nothing less.
 
     Args:
         root: The folder.
@@ -201,9 +194,9 @@ def _names(root: ReadablePath, kind: str, world: int) -> list[str]:
 
 def _check_complete(root: ReadablePath, files: Mapping[str, Sequence[str]], world: int, *, optimizer: bool) -> None:
     problems = Problems()
-    for kind in ("model", "optim") if optimizer else ("model",):
+    for kind in (MODEL, EXTRA, OPTIMIZER) if optimizer else (MODEL, EXTRA):
         there = set(files[kind])
-        for rank in range(world) if there or kind == "model" else ():
+        for rank in range(world) if there or kind == MODEL else ():
             name = f"{kind}_world_size_{world}_rank_{rank}.pt"
             if name not in there:
                 problems.add(

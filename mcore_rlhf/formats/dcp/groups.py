@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report
@@ -103,8 +104,9 @@ def _params(fields: Mapping[str, object]) -> list[object]:
 
 
 def name_numbers(
-    collected: Collected, shapes: Mapping[str, Shape], states: Mapping[str, Shape], folder: ReadablePath, notes: Report
-) -> dict[str, str]:
+    collected: Collected, shapes: Mapping[str, Shape], states: Mapping[str, Shape], folder: ReadablePath, notes: Report,
+    *, flat: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """Names for the numbers that a plain ``optimizer.state_dict()`` has instead.
 
     The optimizer counts its parameters group by group; which parameter that is only the program knew that built the groups.
@@ -116,6 +118,7 @@ def name_numbers(
         states: Shape of one state of every number.
         folder: For messages.
         notes: Told what was found.
+        flat: Whether states are flattened, and only their number of elements tells.
 
     Raises:
         Unsupported: No order fits, or several do; or the members of the groups are not numbers.
@@ -125,7 +128,8 @@ def name_numbers(
     if sorted(numbers, key=int) != [str(n) for n in range(len(numbers))]:
         raise Unsupported(f"{folder}: the optimizer's state is numbered, but its param groups list {numbers[:5]}")
     deals = [(how, deal) for how, deal in _deals(shapes) if len(deal) == len(ordered)]
-    fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, shapes, states)) is not None]
+    known = {name: (prod(shape),) for name, shape in shapes.items()} if flat else shapes
+    fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, known, states)) is not None]
     if len({tuple(sorted(named.items())) for _, named in fitting}) != 1 or not all(named for _, named in fitting):
         raise Unsupported(
             f"{folder}: the optimizer's state is numbered (0 to {len(numbers) - 1}), and neither the model's order nor the usual split "
@@ -133,7 +137,8 @@ def name_numbers(
             "Save it again with torch.distributed.checkpoint.state_dict.get_state_dict, which has names."
         )
     how, names = fitting[0]  # several ways of dealing may come to the same
-    notes.add(Fate.DERIVED, f"names of the optimizer's numbered parameters: {how}; all shapes agree")
+    agree = "numbers of elements" if flat else "shapes"
+    notes.add(Fate.DERIVED, f"names of the optimizer's numbered parameters: {how}; all {agree} agree")
     return _renamed(collected, names)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.dcp.metadata import Path_
@@ -49,8 +49,8 @@ class KeyLayout:
     """How keys are made.
 
     Args:
-        model: ReadablePath of the model's dictionary.
-        optimizer: ReadablePath of the optimizer's, or None where the folder has none.
+        model: Path of the model's dictionary.
+        optimizer: Path of the optimizer's, or None where the folder has none.
         style: How its keys are spelled.
         top: Whether something lies outside of the dictionary that both of them are in.
     """
@@ -60,26 +60,42 @@ class KeyLayout:
     style: Style = Style.NESTED
     top: bool = False
 
+    def as_json(self) -> dict[str, object]:
+        """What :meth:`from_json` makes the same layout of."""
+        optimizer = None if self.optimizer is None else list(self.optimizer)
+        return {"model": list(self.model), "optimizer": optimizer, "style": self.style.value, "top": self.top}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, object]) -> KeyLayout | None:
+        """The layout that was noted; None where it is none."""
+        model, optimizer, style = value.get("model"), value.get("optimizer"), value.get("style")
+        known = {one.value: one for one in Style}
+        paths = [path for path in (model, optimizer) if path is not None]
+        if model is None or str(style) not in known or not all(_is_path(path) for path in paths):
+            return None
+        of = None if optimizer is None else tuple(cast(list[str], optimizer))
+        return cls(tuple(cast(list[str], model)), of, known[str(style)], value.get("top") is True)
+
     @property
     def rest(self) -> Path_:
-        """ReadablePath of the dictionary that holds everything else."""
+        """Path of the dictionary that holds everything else."""
         own, other = self.model[:-1], self.model[:-1] if self.optimizer is None else self.optimizer[:-1]
         common = takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False))
         return () if self.top else tuple(part for part, _ in common)
 
     def model_path(self, param: str) -> Path_:
-        """ReadablePath of a parameter or buffer."""
+        """Path of a parameter or buffer."""
         return (*self.model, param)
 
     def state_path(self, param: str, state: str, number: int = 0) -> Path_:
-        """ReadablePath of a parameter's optimizer state; the number is its own among all that are trained."""
+        """Path of a parameter's optimizer state; the number is its own among all that are trained."""
         head = self.optimizer or ()
         if self.style is Style.FLAT:
             return (*head, f"{STATE}.{param}.{state}")
         return (*head, STATE, str(number) if self.style is Style.NUMBERED else param, state)
 
     def group_path(self, number: int, field: str, param: str = "") -> Path_:
-        """ReadablePath of a field of a param group, or, in the flat style, of a parameter's own."""
+        """Path of a field of a param group, or, in the flat style, of a parameter's own."""
         head = self.optimizer or ()
         return (*head, f"{GROUPS}.{param}.{field}") if self.style is Style.FLAT else (*head, GROUPS, number, field)
 
@@ -93,6 +109,10 @@ class KeyLayout:
         if path[:-1] == self.model and isinstance(path[-1], str):
             return Key("model", param=path[-1])
         return Key("rest", path=path[len(self.rest) :] if path[: len(self.rest)] == self.rest else path)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, list) and all(type(part) in (str, int) for part in value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FLOATING, FixedCatalog, TensorName
+from mcore_rlhf.core.catalog import FLOATING, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
@@ -18,7 +19,9 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
-from .folders import LOCAL_SHARDS, Located
+from .folders import Located
+from .shards import refuse_shards, shard_files
+from .tied import find_aliases, stored_identity
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d{1,18})\.")
 
@@ -31,14 +34,11 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
         options: Which role, which stubs.
 
     Raises:
-        CheckpointError: They are damaged, or there are only rank files without offsets.
+        CheckpointError: They are damaged, or there are only rank files without offsets; or those lie beside them, and the optimizer, which
+            is in them, is wanted.
     """
-    if located.weights is None:
-        raise Unsupported(
-            f"{located.root / LOCAL_SHARDS}: holds {len(located.shards)} rank files with bare local tensors, which do not say what "
-            "part of which tensor they are\nSave the run with RLinf's checkpoint_format: dcp; or copy model_state_dict/full_weights.pt "
-            "beside it, to convert the weights alone."
-        )
+    if located.weights is None or (located.shards and options.optimizer):
+        refuse_shards(located)
     opened = read_pt(located.root, located.weights, stubs=options.stubs)
     if not isinstance(opened.tree, dict) or not all(isinstance(v, StoredTensor) for v in opened.tree.values()):
         raise Unsupported(f"{opened.directory.path}: expected a dictionary of tensors, found something else in it")
@@ -46,20 +46,22 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
     notes.add(Fate.LOST, f"the optimizer and all else: {located.root} holds only the weights of {located.weights}")
     tensors: dict[str, StoredTensor] = opened.tree
     role = options.role or "actor"
-    specs = [ParamSpec(n, t.shape, t.record.dtype, REPLICATED, t.record.dtype in FLOATING) for n, t in tensors.items()]
-    module = ModuleState(
-        "", tuple(tensors), tuple(spec.name for spec in specs if not spec.trainable), config=model_config(located.root)
-    )
-    entries = {name: whole_entry(TensorName(role, name), stored) for name, stored in tensors.items()}
+    config, shapes = model_config(located.root), {name: stored.shape for name, stored in tensors.items()}
+    aliases = find_aliases(shapes, (), config, lambda name: stored_identity([(opened.directory, tensors[name])]), notes)
+    own = {name: stored for name, stored in tensors.items() if name not in aliases}
+    specs = [ParamSpec(n, t.shape, t.record.dtype, REPLICATED, t.record.dtype in FLOATING) for n, t in own.items()]
+    buffers = tuple(spec.name for spec in specs if not spec.trainable)
+    module = ModuleState("", tuple(tensors), buffers, aliases, config=config)
+    entries = {name: whole_entry(TensorName(role, name), stored) for name, stored in own.items()}
     return Source(
         format="dcp",
         root=located.root,
         role=role,
-        model=ModelSpec(tuple(specs), num_layers(tensors), False, vocab_size=options.vocab_size),
+        model=ModelSpec(tuple(specs), num_layers(tensors), bool(aliases), vocab_size=options.vocab_size),
         parallel=ParallelConfig(),
-        catalog=FixedCatalog({entry.name: entry for entry in entries.values()}),
+        catalog=Chunks.of(entries.values()),
         state=TrainingState(located.step or 0),
-        files=(StoredFile.of_zip(opened.file, opened.directory),),
+        files=(StoredFile.of_zip(opened.file, opened.directory), *shard_files(located, tensors, options.stubs)),
         states=(),
         optimizer=None,
         notes=notes,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Shape, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage.dcp.folder import DcpFolder, load_tensor, unwrap
+from mcore_rlhf.storage.dcp.folder import DcpFolder, load_tensor
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath
 
@@ -25,11 +24,9 @@ from .folders import RLINF_FOLDER, Located, locate
 from .groups import STEP, Collected, name_numbers
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import model_config, num_layers, plain_source
-from .state import RNG, DcpState, iteration_of, note_rng, scheduler_of
+from .state import RNG, DcpState, iteration_of, note_rng, scheduler_key, scheduler_of
+from .tied import find_aliases
 from .verl import read_verl
-
-ITEM = "mcore_rlhf"
-"""An item of ours, which releases up to 0.9 wrote in place of :mod:`~mcore_rlhf.families.sidecar`."""
 
 
 def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
@@ -58,33 +55,8 @@ def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
     if missing:
         raise Incomplete(f"{located.folder}: planner_data has no path for {missing[0]}")
     sidecar = Sidecar.read(located.folder, options.stubs)
-    if sidecar is None and ITEM in opened.objects:
-        sidecar = _from_item(unwrap(opened, ITEM), str(located.folder))
     layout = find_layout(list(paths.values()), [paths[key] for key in opened.tensors])
     return _DcpReader(located, opened, paths, layout, options, sidecar, beside).source()
-
-
-def _from_item(stored: Any, where: str) -> Sidecar:
-    """What an item of the folder itself once held, under :data:`ITEM`.
-
-    Raises:
-        Unsupported: A later version wrote it.
-    """
-    if not isinstance(stored, dict) or stored.get("version") != 1:
-        raise Unsupported(f"{where}: its item {ITEM!r} is of a version that is not known; a later mcore_rlhf wrote it")
-    state, module = (
-        dict(stored["state"]),
-        {name: value for name, value in stored["native"].items() if name != "optimizer"},
-    )
-    groups = tuple(
-        ParamGroup(g["fields"], g["expert"], tuple(g["params"]), tuple(g["scalars"])) for g in state.pop("groups")
-    )
-    names: dict[str, Any] = {key: tuple(module.pop(key)) for key in ("order", "buffers", "per_rank") if key in module}
-    dtypes = {name: dtype_of(dtype) for name, dtype in stored["dtypes"].items()}
-    return Sidecar(
-        **state, **module, **names, groups=groups, values=stored["native"].get("optimizer", {}), dtypes=dtypes,
-        frozen=tuple(stored["frozen"]),
-    )  # fmt: skip
 
 
 def _paths(opened: DcpFolder) -> dict[str, Path_]:
@@ -140,7 +112,7 @@ class _DcpReader:
             role=role,
             model=model,
             parallel=ParallelConfig(dp=self._ranks()),
-            catalog=DcpCatalog(role, model, self.opened, entries),
+            catalog=_table(role, model, self.opened, entries),
             state=self._training(family, groups),
             files=self._files(),
             states=states,
@@ -167,8 +139,6 @@ class _DcpReader:
         """Every key to where it belongs; what is small is loaded."""
         for full, key in keys.items():
             tensor = self.opened.tensors.get(full)
-            if full == ITEM:
-                continue
             if key.kind == "model" and tensor is not None:
                 self.model_keys[key.param] = full
             elif key.kind in ("state", "group"):
@@ -269,7 +239,15 @@ class _DcpReader:
         """Second names of tied weights, which an FSDP run stores under both."""
         if self.sidecar is not None:
             return dict(self.sidecar.shared)
-        return find_aliases(self.opened, self.model_keys, set(self.state_keys), self.notes)
+        shapes = {name: self._shape(key) for name, key in self.model_keys.items()}
+        config = model_config(self.located.root)
+        return find_aliases(
+            shapes,
+            set(self.state_keys),
+            config,
+            lambda name: _checksums(self.opened, self.model_keys[name]),
+            self.notes,
+        )
 
     def _model(self, aliases: set[str]) -> tuple[ModelSpec, dict[str, dict[str, str]]]:
         members = set(self.collected.members())
@@ -311,9 +289,13 @@ class _DcpReader:
         inner = RLINF_FOLDER if self.located.folder == self.located.root / RLINF_FOLDER else ""
         own = self.sidecar.module if self.sidecar is not None else self._guessed(groups, aliases)
         lost = tuple(text for fate, text in self.notes.lines if fate is Fate.LOST)
-        shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)}
+        weights = self.located.weights is not None
+        laid_out = {**self.layout.as_json(), "scheduler": scheduler_key(rest)}
+        if self.layout.style is Style.FLAT:  # its keys do not say how many groups there are, and its scheduler does
+            laid_out["groups"] = scheduled_groups(scheduler_of(rest)[0])
+        shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)} | {"laid_out": laid_out}
         return DcpState(
-            **shared, layout=self.layout, inner=inner, weights=self.located.weights is not None, rest=rest, groups=groups,
+            **shared, layout=self.layout, inner=inner, weights=weights, rest=rest, groups=groups,
             scalars=self.collected.scalars, differing=lost,
             derived=() if self.sidecar is None else tuple(key for key in rest if key not in self.sidecar.other),
         )  # fmt: skip
@@ -334,71 +316,20 @@ class _DcpReader:
         return TrainingState(step, groups=groups, scheduler=scheduler, other=other)
 
 
-@dataclass(frozen=True, slots=True)
-class DcpCatalog:
-    """Lazy mapping from names to where their elements lie.
+def _table(role: str, model: ModelSpec, folder: DcpFolder, keys: Mapping[str, Mapping[str, str]]) -> Chunks:
+    """Where every tensor lies; the ends of its items are read when somebody asks.
 
     Args:
-        role: Role of all its tensors.
-        model: Names and shapes.
+        role: Role of all tensors.
+        model: Names.
         folder: The folder.
         keys: For every parameter, the folder's key of each of its states. A trained fp32 parameter is its own master, and
             stands under that name; ``param`` is what a target rounds from it.
     """
-
-    role: str
-    model: ModelSpec
-    folder: DcpFolder
-    keys: Mapping[str, Mapping[str, str]]
-
-    def __iter__(self) -> Iterator[TensorName]:
-        for spec in self.model.params:
-            for state in self.keys[spec.name]:
-                yield TensorName(self.role, spec.name, state)
-
-    def __len__(self) -> int:
-        return sum(len(self.keys[spec.name]) for spec in self.model.params)
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """Find the chunks of one tensor, or None where the folder does not have it."""
-        key = self.keys.get(name.param, {}).get(name.state)
-        if key is None or name.role != self.role:
-            return None
-        return self.folder.tensors[key].entry(name)
-
-
-_EMBEDDING = re.compile(r"(?:^|[._])(?:embed\w*|wte|word_embeddings)\.")
-
-
-def find_aliases(
-    opened: DcpFolder, model_keys: Mapping[str, str], trained: Collection[str], notes: Report
-) -> dict[str, str]:
-    """Matrices that the optimizer does not know, and whose bytes are those of a trained one: an embedding and an output layer.
-
-    Args:
-        opened: The folder.
-        model_keys: Keys of the model's tensors, by name.
-        trained: Parameters that the optimizer has states of; without any, nothing can be told.
-        notes: Told what was found.
-
-    Returns:
-        ``{alias: owner}``.
-    """
-    found: dict[str, str] = {}
-    shapes = {name: opened.tensors[key].global_shape for name, key in model_keys.items()}
-    owners: dict[Shape, list[str]] = {}
-    for name in model_keys:
-        if name in trained:
-            owners.setdefault(shapes[name], []).append(name)
-    for alias, key in model_keys.items():
-        if alias in trained or len(shapes[alias]) != 2:
-            continue
-        for owner in owners.get(shapes[alias], ()):
-            embeds = _EMBEDDING.search(f"{alias} {owner}")
-            if embeds and _checksums(opened, key) == _checksums(opened, model_keys[owner]):
-                found[alias] = owner
-                notes.add(Fate.NOTE, f"{alias}: the same tensor as {owner}, stored twice")
-                break
+    found = Chunks()
+    for spec in model.params:
+        for state, key in keys[spec.name].items():
+            found.add(TensorName(role, spec.name, state), folder.tensors[key].as_tensor())
     return found
 
 

@@ -40,6 +40,11 @@ def scheduler_of(rest: Mapping[str, object]) -> tuple[dict[str, object] | None, 
     return None, other
 
 
+def scheduler_key(rest: Mapping[str, object]) -> str:
+    """Under which key a run keeps its scheduler: one, or a list of them."""
+    return SCHEDULER if SCHEDULER in rest else SCHEDULERS
+
+
 def iteration_of(
     located: Located, rest: Mapping[str, object], scheduler: Mapping[str, object] | None, groups: tuple[ParamGroup, ...], notes: Report
 ) -> int:  # fmt: skip

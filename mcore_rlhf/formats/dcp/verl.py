@@ -6,12 +6,26 @@ not written: verl reads its own files with as many ranks as wrote them, and take
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report, same
-from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, FixedCatalog, TensorEntry, TensorName
+from mcore_rlhf.core.catalog import (
+    FLOAT32,
+    FLOATING,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dot,
+    flat_boxes,
+    row_major,
+)
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
@@ -29,6 +43,7 @@ from .folders import EXTRA, MODEL, OPTIMIZER, Located, rank_files
 from .groups import Collected, name_numbers
 from .plain import model_config, num_layers
 from .state import SCHEDULER, iteration_of
+from .tied import find_aliases, stored_identity
 
 Values = list[dict[str, Any]]
 _RNG = "rng"
@@ -52,6 +67,28 @@ def read_verl(located: Located, options: ReadOptions) -> Source:
     return _VerlReader(located, options, opened, optim, files[EXTRA]).source()
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor that ranks have piece by piece, flattened, one behind the other.
+
+    Args:
+        global_shape: Its shape.
+        pieces: What the ranks have of it, in their order; those that have nothing are left out.
+    """
+
+    global_shape: Shape
+    pieces: tuple[StoredTensor, ...]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Where its elements lie."""
+        first, strides = 0, row_major(self.global_shape)
+        for piece in self.pieces:
+            stop = first + piece.shape[0]
+            for part in flat_boxes(self.global_shape, first, stop):
+                yield Chunk(part, piece.record, piece.start + dot(part.offset, strides) - first, strides)
+            first = stop
+
+
 @dataclass
 class _VerlReader:
     located: Located
@@ -71,9 +108,13 @@ class _VerlReader:
         states = self._states(tensors)
         groups = self.collected.groups(self.located.root, list(tensors), self.notes) if states else ()
         members = {name for group in groups for name in group.params}
+        config = model_config(self.located.root)
+        aliases = self._aliases(tensors, states, config)
         entries: dict[TensorName, TensorEntry] = {}
         specs = []
         for name, parts in tensors.items():
+            if name in aliases:
+                continue
             entry = self._entry(TensorName(role, name), parts)
             trained = name in members if states else self._is_cut(parts) and entry.dtype in FLOATING
             own = MASTER if states and trained and entry.dtype == FLOAT32 else PARAM
@@ -81,22 +122,21 @@ class _VerlReader:
             entries |= {(at := TensorName(role, name, state)): self._entry(at, held) for state, held in of.items()}
             specs.append(ParamSpec(name, entry.global_shape, entry.dtype, REPLICATED, trained))
         found = tuple(dict.fromkeys(name.state for name in entries if name.state != PARAM))
-        model = ModelSpec(tuple(specs), num_layers(tensors), False, vocab_size=self.options.vocab_size)
+        model = ModelSpec(tuple(specs), num_layers(tensors), bool(aliases), vocab_size=self.options.vocab_size)
         buffers = [name for name, parts in tensors.items() if name not in members and not self._is_cut(parts)]
-        config = model_config(self.located.root)
         return Source(
             format="dcp",
             root=self.located.root,
             role=role,
             model=model,
             parallel=ParallelConfig(dp=len(self.model)),
-            catalog=FixedCatalog(entries),
+            catalog=Chunks.of(entries.values()),
             state=self._training(groups),
             files=self._files(),
             states=tuple(sorted(found, key=lambda state: state != MASTER)),
             optimizer="dcp" if states else None,
             notes=self.notes,
-            family=ModuleState("", tuple(tensors), tuple(buffers), config=config),
+            family=ModuleState("", tuple(tensors), tuple(buffers), aliases, config=config),
             unplaced=self.unplaced.names,
         )
 
@@ -119,6 +159,21 @@ class _VerlReader:
             if isinstance(value, Local | StoredTensor)
         }
 
+    def _aliases(
+        self, tensors: Mapping[str, Sequence[Any]], states: Collection[str], config: Mapping[str, object]
+    ) -> dict[str, str]:
+        """Second names of tied weights, by what lies at both of them on every rank."""
+        directories = [file.directory for file in self.model]
+        stored = {n: [p.stored if isinstance(p, Local) else p for p in parts] for n, parts in tensors.items()}
+        shapes = {n: parts[0].global_shape if self._is_cut(parts) else parts[0].shape for n, parts in tensors.items()}
+        return find_aliases(
+            shapes,
+            states,
+            config,
+            lambda name: stored_identity([*zip(directories, stored[name], strict=True)]),
+            self.notes,
+        )
+
     def _is_cut(self, parts: Sequence[Any]) -> bool:
         return isinstance(parts[0], Local)
 
@@ -128,29 +183,61 @@ class _VerlReader:
             return {}
         ranks = [self._dictionary(file) for file in self.optim]
         numbered = cast(Values, [values.get("state", {}) for values in ranks])
-        _refuse_apart(self.optim, numbered, "state of parameter ")
-        for number in numbered[0]:
-            _refuse_apart(self.optim, [rank[number] for rank in numbered], f"state of parameter {number}: ")
-        _refuse_swapped(self.optim, [{(n, k): v for n, of in rank.items() for k, v in of.items()} for rank in numbered])
         found: dict[str, dict[str, list[Any]]] = {}
-        for number, values in numbered[0].items():
-            for key, value in values.items():
-                if isinstance(value, Local):
-                    found.setdefault(str(number), {})[key] = [rank[number][key] for rank in numbered]
-                else:
-                    one = self._scalar(numbered, number, key)
-                    self.collected.scalars.setdefault(str(number), {})[key] = one
-        if numbered[0] and not found:
-            raise Unsupported(
-                f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
-                "which parameters they are\nverl's strategy fsdp2 saves an optimizer that can be converted."
-            )
+        for number, key in self._keys(numbered):
+            held = [states[number][key] for states in numbered if key in states.get(number, {})]
+            if isinstance(held[0], Local) or getattr(held[0], "shape", None):
+                found.setdefault(str(number), {})[key] = held
+            else:
+                one = self._scalar(numbered, number, key)
+                self.collected.scalars.setdefault(str(number), {})[key] = one
         self._compare_groups(ranks)
         self.collected.fields = {n: dict(group) for n, group in enumerate(ranks[0].get("param_groups", ()))}
         shapes = {name: parts[0].global_shape for name, parts in tensors.items() if self._is_cut(parts)}
+        if any(
+            isinstance(part, StoredTensor) for states in found.values() for parts in states.values() for part in parts
+        ):
+            return self._flat_states(found, shapes)
         one = {number: next(iter(states.values()))[0].global_shape for number, states in found.items()}
         names = name_numbers(self.collected, shapes, one, self.located.root, self.notes)
         return {names[number]: states for number, states in found.items()}
+
+    def _keys(self, ranks: Values) -> list[tuple[Any, Any]]:
+        """Every state by number and key; where they are parts of DTensors, all ranks have all of them.
+
+        Raises:
+            LayoutMismatch: They have not, or files lie under each other's names.
+        """
+        if any(isinstance(value, Local) for rank in ranks for states in rank.values() for value in states.values()):
+            _refuse_apart(self.optim, ranks, "state of parameter ")
+            for number in ranks[0]:
+                _refuse_apart(self.optim, [rank[number] for rank in ranks], f"state of parameter {number}: ")
+            _refuse_swapped(
+                self.optim, [{(n, k): v for n, of in rank.items() for k, v in of.items()} for rank in ranks]
+            )
+        listed = {(number, key): None for rank in ranks for number, states in rank.items() for key in states}
+        return sorted(listed, key=lambda at: at[0])
+
+    def _flat_states(
+        self, found: Mapping[str, Mapping[str, list[Any]]], shapes: Mapping[str, Shape]
+    ) -> dict[str, dict[str, list[Any]]]:
+        """States of FSDP1: bare pieces. With original parameters each is of one of them, and those of all ranks together are it.
+
+        Raises:
+            Unsupported: They are pieces of flattened modules, or several parameters might be meant.
+        """
+        sizes = {n: (sum(piece.shape[0] for piece in next(iter(states.values()))),) for n, states in found.items()}
+        try:
+            names = name_numbers(self.collected, shapes, sizes, self.located.root, self.notes, flat=True)
+        except Unsupported:
+            raise Unsupported(
+                f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
+                "which parameters they are\nverl's strategy fsdp2 saves an optimizer that can be converted."
+            ) from None
+        return {
+            names[number]: {key: [Pieces(shapes[names[number]], tuple(pieces))] for key, pieces in states.items()}
+            for number, states in found.items()
+        }
 
     def _scalar(self, ranks: Values, number: Any, key: str) -> object:
         """A step, which all ranks have counted alike.
@@ -158,8 +245,9 @@ class _VerlReader:
         Raises:
             LayoutMismatch: They have not.
         """
-        first, *others = (_scalar(file, rank[number][key]) for file, rank in zip(self.optim, ranks, strict=True))
-        for file, other in zip(self.optim[1:], others, strict=True):
+        there = [(file, rank) for file, rank in zip(self.optim, ranks, strict=True) if number in rank]
+        first, *others = (_scalar(file, rank[number][key]) for file, rank in there)
+        for (file, _), other in zip(there[1:], others, strict=True):
             if not same(other, first) and not getattr(first, "shape", ()):  # what has dimensions is FSDP1's
                 raise LayoutMismatch(
                     f"{file.directory.path}: {key} of parameter {number} is {_brief(other)}, but {_brief(first)} on rank 0\n"
@@ -179,6 +267,8 @@ class _VerlReader:
         first = parts[0]
         if isinstance(first, StoredTensor):
             return whole_entry(name, *parts)
+        if isinstance(first, Pieces):
+            return TensorEntry(name, first.global_shape, first.pieces[0].record.dtype, tuple(first.chunks()))
         chunks = tuple(self._chunks(name, parts))
         return TensorEntry(name, first.global_shape, first.stored.record.dtype, chunks)
 

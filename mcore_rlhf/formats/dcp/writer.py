@@ -14,7 +14,6 @@ from mcore_rlhf.core.catalog import (
     MASTER,
     PARAM,
     Box,
-    Catalog,
     Chunk,
     Record,
     Shape,
@@ -22,7 +21,8 @@ from mcore_rlhf.core.catalog import (
     TensorName,
     row_major,
 )
-from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -59,7 +59,7 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
         report.lines = [line for line in report.lines if line[1] not in own.differing]
     names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
     order = FROM_MASTERS if choices.masters else EITHER
-    view = StateOrder(Renamed(source.catalog, source.role, names), {PARAM: order[PARAM]})
+    view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
     content = Content(source, module, choices, view, rest_of(source, choices, report))
     _report(source, choices, options, report)
     return _DcpTarget(source, module, choices, content, view).target(report)
@@ -93,7 +93,7 @@ class _DcpTarget:
     module: ModuleState
     choices: Choices
     content: Content
-    view: Catalog
+    view: Chunks
 
     def target(self, report: Report) -> Target:
         parts = list(self.content.parts())
@@ -162,7 +162,7 @@ class _DcpTarget:
             tree[part.name.param] = StoredTensor.whole(record, part.shape)
             chunk = Chunk.whole(record, part.shape)
             holds.append(TensorEntry(part.name, part.shape, part.dtype, (chunk,)))
-        return FileLayout(holds, [chunk.record for entry in holds for chunk in entry.chunks], Pt.of(tree))
+        return FileLayout(Chunks.of(holds), [chunk.record for entry in holds for chunk in entry.chunks], Pt.of(tree))
 
 
 def _layout(path: str, items: Sequence[Item], keyed: dict[str, Planned]) -> FileLayout:
@@ -174,7 +174,7 @@ def _layout(path: str, items: Sequence[Item], keyed: dict[str, Planned]) -> File
             part = keyed[item.fqn]
             chunk = Chunk(Box(item.offset, item.shape), placed[item.key], 0, row_major(item.shape))
             holds[part.name] = TensorEntry(part.name, part.shape, part.dtype, (chunk,))
-    return FileLayout(list(holds.values()), list(placed.values()), Distcp(items))
+    return FileLayout(Chunks.of(holds.values()), list(placed.values()), Distcp(items))
 
 
 def _shapes(parts: Sequence[Part]) -> dict[str, Shape]:
@@ -186,13 +186,20 @@ def _paths(parts: Sequence[Part]) -> dict[str, Path_]:
 
 
 def _report(source: Source, choices: Choices, options: WriteOptions, report: Report) -> None:
-    if DcpState.of(source) is None:
+    if DcpState.of(source) is None and choices.inner:
         where = ".".join(map(str, choices.layout.rest))
         report.add(
             Fate.NOTE,
             f"keys: RLinf's, {where}.model.<name> and {where}.optimizers.…, as torch's get_state_dict names them; settings of "
             "AdamW that the source does not have get torch's own values",
         )
+        report.add(
+            Fate.NOTE,
+            f"the folder is {choices.inner}/, where RLinf looks; a trainer that wants {METADATA_FILE} in the step itself, or other keys, "
+            "passes over it and may begin anew without a word: dcp.load finds it by this path and these keys",
+        )
+    elif DcpState.of(source) is None:
+        report.add(Fate.KEPT, "keys as the DCP folder had them that the run came from, at the top of the folder")
     trained = [spec for spec in source.model.params if spec.trainable]
     halves = [spec for spec in trained if spec.dtype in FLOATING and spec.dtype.itemsize == 2]
     if choices.dtype is not None and choices.optimizer and choices.dtype != FLOAT32:

@@ -19,18 +19,23 @@ What a :class:`~mcore_rlhf.families.source.Source` of the DeepSpeed family looks
 
 from __future__ import annotations
 
+from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .files import is_tag_folder, looks_like_root
+from .files import LATEST, is_tag_folder, looks_like_root
 
 
 class DeepSpeedFormat(Format):
     """DeepSpeed's own checkpoints, written by ``engine.save_checkpoint``."""
 
     name = "deepspeed"
+    holds_adapters = True
+    takes = (Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL, Takes.ZERO_STAGE, Takes.DTYPE)
+    tracker = LATEST
+    tags = True
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

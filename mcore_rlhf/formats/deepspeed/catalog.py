@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mcore_rlhf.core.catalog import (
@@ -19,12 +20,13 @@ from mcore_rlhf.core.catalog import (
     DType,
     Record,
     Shape,
-    TensorEntry,
     TensorName,
     dot,
     flat_boxes,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.rows import Rows, Strip, Tensor
 from mcore_rlhf.errors import Corrupt, Incomplete
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.layouts.zero import BorderGroup, Group, SlicedGroup
@@ -64,11 +66,11 @@ class MpShard:
 
 
 @dataclass(slots=True)
-class DeepSpeedCatalog:
-    """Lazy mapping from tensor names to where their elements lie.
+class StoredTensors:
+    """Where the elements of every tensor lie.
 
     Args:
-        role: Role of all its tensors.
+        role: Role of all of them.
         model: Shapes.
         shards: For each parameter, those of the ranks that have a part of it.
         states: Names of the optimizer's tensor states.
@@ -82,36 +84,27 @@ class DeepSpeedCatalog:
     states: tuple[str, ...]
     param_from_master: bool = False
 
-    def __iter__(self) -> Iterator[TensorName]:
+    def table(self) -> Chunks:
+        """All of them."""
+        found = Chunks()
         for spec in self.model.params:
-            for state in self._states_of(spec.name):
-                yield TensorName(self.role, spec.name, state)
+            shards = self.shards[spec.name]
+            there = {state for shard in shards for state in shard.stored}
+            from_master = self.param_from_master and MASTER in there and PARAM not in there
+            states = {state: state for state in (PARAM, *self.states) if state in there}
+            for state, stored in ({PARAM: MASTER, **states} if from_master else states).items():
+                having = [shard for shard in shards if stored in shard.stored]
+                dtype, lay = _dtype_of(having[0].stored[stored]), partial(_runs, having, stored)
+                found.add(TensorName(self.role, spec.name, state), Tensor(spec.global_shape, dtype, lay))
+        return found
 
-    def __len__(self) -> int:
-        return sum(len(self._states_of(spec.name)) for spec in self.model.params)
 
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """Compute one entry, or None where the checkpoint does not have it."""
-        spec = self.model.get(name.param)
-        if spec is None or name.role != self.role or name.state not in self._states_of(name.param):
-            return None
-        state = MASTER if name.state == PARAM and self._only_master(name.param) else name.state
-        having = [shard for shard in self.shards[name.param] if state in shard.stored]
-        by_region: dict[tuple[Box, ...], list[list[Chunk]]] = {}
-        for shard in having:
-            region = tuple(piece.box for piece in shard.layout.pieces)
-            by_region.setdefault(region, []).append(list(chunks_of(shard.stored[state], shard.layout)))
-        chunks = [chunk for found in by_region.values() for part in agreed(found) for chunk in part]
-        return TensorEntry(name, spec.global_shape, _dtype_of(having[0].stored[state]), tuple(chunks))
-
-    def _states_of(self, name: str) -> list[str]:
-        found = {state for shard in self.shards[name] for state in shard.stored}
-        states = [state for state in (PARAM, *self.states) if state in found]
-        return [PARAM, *states] if self._only_master(name) else states
-
-    def _only_master(self, name: str) -> bool:
-        found = {state for shard in self.shards[name] for state in shard.stored} if self.param_from_master else set()
-        return MASTER in found and PARAM not in found
+def _runs(having: Sequence[MpShard], state: str, rows: Rows) -> Iterator[Strip]:
+    by_region: dict[tuple[Box, ...], list[list[Chunk]]] = {}
+    for shard in having:
+        region = tuple(piece.box for piece in shard.layout.pieces)
+        by_region.setdefault(region, []).append(list(chunks_of(shard.stored[state], shard.layout)))
+    return rows.strips([chunk for found in by_region.values() for part in agreed(found) for chunk in part])
 
 
 def _dtype_of(stored: StoredTensor | Partitioned) -> DType:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
@@ -92,7 +93,9 @@ def is_tag_folder(path: ReadablePath) -> bool:
     """Whether a folder holds the files of a native tag (a universal one has a folder ``zero`` beside them)."""
     if not path.is_dir() or (path / "zero").is_dir():
         return False
-    return any(_MODEL.fullmatch(child.name) or _MODEL_OF_RANK.fullmatch(child.name) for child in path.iterdir())
+    with suppress(FileNotFoundError):  # a step beside the one that is meant may be deleted meanwhile
+        return any(_MODEL.fullmatch(child.name) or _MODEL_OF_RANK.fullmatch(child.name) for child in path.iterdir())
+    return False
 
 
 def looks_like_root(path: ReadablePath) -> bool:

@@ -12,7 +12,6 @@ from mcore_rlhf.core.catalog import (
     FLOAT32,
     MASTER,
     PARAM,
-    Catalog,
     DType,
     Record,
     Shape,
@@ -20,6 +19,7 @@ from mcore_rlhf.core.catalog import (
     TensorName,
     dtype_of,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -276,7 +276,7 @@ class TagLayout:
     zero: ZeroConfig
     model: ModelSpec
     states: tuple[str, ...]
-    catalog: Catalog
+    catalog: Chunks
     _available: frozenset[TensorName] = frozenset()
     _dtypes: dict[str, DType] = field(default_factory=dict)
     _flat: dict[int, list[NewFlatGroup]] = field(default_factory=dict)
@@ -356,8 +356,7 @@ class TagLayout:
             return FLOAT32
         if state not in self._dtypes:
             name = next(name for name in self.catalog if name.state == state)
-            entry = self.catalog.get(name)
-            self._dtypes[state] = entry.dtype if entry is not None else FLOAT32
+            self._dtypes[state] = self.catalog.dtype(name) or FLOAT32
         return self._dtypes[state]
 
 

@@ -26,7 +26,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
-from .catalog import DeepSpeedCatalog, MpShard, Partitioned, StoredModule, read_module
+from .catalog import MpShard, Partitioned, StoredModule, StoredTensors, read_module
 from .files import is_round_robin, locate
 from .groups import StoredFlatGroup, mappings, param_group_fields, read_groups
 from .stage0 import Stage0Optimizer, read_plain
@@ -97,7 +97,7 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
     if apart:
         notes.add(Fate.NOTE, f"differs between ranks, and goes with them only into the same layout: {', '.join(apart)}")
     without = opened.sliced and not options.optimizer
-    catalog = DeepSpeedCatalog(
+    tensors = StoredTensors(
         role=options.role or "actor",
         model=model,
         shards={name: list(of.values()) for name, of in shards.items()},
@@ -107,13 +107,13 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
     return Source(
         format="deepspeed",
         root=opened.files.root,
-        role=catalog.role,
+        role=tensors.role,
         model=model,
         parallel=ParallelConfig(tp=opened.tp, pp=opened.pp, etp=opened.tp, dp=opened.dp),
-        catalog=catalog,
+        catalog=tensors.table(),
         state=_training_state(opened, optimizer.groups, notes),
         files=tuple(StoredFile.of_zip(pt.file, pt.directory, rank) for rank, pt in opened.all()),
-        states=catalog.states,
+        states=tensors.states,
         optimizer=f"zero{opened.stage}" if options.optimizer and (optimizer.flat or optimizer.plain) else None,
         notes=notes,
         family=_module_state(opened, modules, shards, apart),

@@ -17,7 +17,8 @@ from typing import Any
 
 from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, TensorName
-from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Remembered, StateOrder
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, is_dynamic, loose_values, static_scaler
@@ -25,7 +26,6 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.families.universal_info import INFO
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
-from mcore_rlhf.formats.carried import AT_THE_TOP
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.models.spec import ParamSpec
@@ -65,7 +65,7 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
         )
     report = source.notes.for_target()
     zero = zero_config(source, family, options, report)
-    if options.no_optimizer and source.format not in AT_THE_TOP:
+    if options.no_optimizer and not (source.carried and source.carried.of_model):
         report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)  # a source of which it was not read does not say that it has one
     if zero.optimizer:
         _check_masters(source)
@@ -75,7 +75,7 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
         zero=zero,
         model=source.model.having(_cast(spec, zero.dtype, family.buffers) for spec in source.model.params),
         states=(MASTER, *(state for state in source.states if state != MASTER)) if zero.optimizer else (),
-        catalog=Remembered(StateOrder(source.catalog, EITHER if zero.dtype is None else FROM_MASTERS)),
+        catalog=source.catalog.states(EITHER if zero.dtype is None else FROM_MASTERS),
     )
     _note(tag, report)
     parallel = ParallelConfig(tp=zero.tp, pp=zero.pp, etp=zero.tp, dp=zero.dp)
@@ -109,7 +109,7 @@ def _check_masters(source: Source) -> None:
 
 
 def _has(source: Source, spec: ParamSpec, state: str) -> bool:
-    return source.catalog.get(TensorName(source.role, spec.name, state)) is not None
+    return TensorName(source.role, spec.name, state) in source.catalog
 
 
 def _holds(tag: TagLayout, report: Report) -> Inventory:
@@ -149,7 +149,7 @@ def _file(tag: TagLayout, name: str, content: _Content) -> TargetFile:
 def _lay_out(tag: TagLayout, path: str, make: _Content) -> FileLayout:
     file = NewFile(path, tag)
     content = make(file)  # which also notes the records
-    return FileLayout(file.holds, file.records, Pt.of(content))
+    return FileLayout(Chunks.of(file.holds), file.records, Pt.of(content))
 
 
 def _note(tag: TagLayout, report: Report) -> None:

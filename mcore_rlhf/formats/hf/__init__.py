@@ -6,12 +6,13 @@ names of both. What has no place in such a folder lies beside: :mod:`mcore_rlhf.
 
 from __future__ import annotations
 
+from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .series import find_series, has_parts
+from .series import find_series, has_parts, weights_folder
 
 
 class HuggingFaceFormat(Format):
@@ -20,6 +21,8 @@ class HuggingFaceFormat(Format):
     name = "hf"
     packs_experts = False
     weights_only = True
+    takes = (Takes.MODEL_FOLDER, Takes.DTYPE, Takes.MASTERS)
+    model_folder = own_sidecar = True
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How transformers is told to load it."""
@@ -28,8 +31,9 @@ class HuggingFaceFormat(Format):
         return loading_line(path)
 
     def detect(self, path: ReadablePath) -> bool:
-        """Whether a folder has weights under Hugging Face's file names."""
-        return path.is_dir() and (find_series(path) is not None or has_parts(path))
+        """Whether a folder has weights under Hugging Face's file names, or is a role's of verl with them."""
+        folder = weights_folder(path)
+        return folder.is_dir() and (find_series(folder) is not None or has_parts(folder))
 
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a folder."""

@@ -15,9 +15,11 @@ from pathlib import Path
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import DType, Shape, dtype_of
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, UsageError
-from mcore_rlhf.models.huggingface.config import misfits
+from mcore_rlhf.models.huggingface.config import foreign_names, misfits
+from mcore_rlhf.models.meaning.declared import config_fields
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open
+from mcore_rlhf.suggestions import hub_name
 
 from .files import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, is_code, is_of_tokenizer
 from .series import read_json
@@ -29,8 +31,14 @@ TIED = "tie_word_embeddings"
 _LAYER = re.compile(r"model\.layers\.(\d{1,18})\.")
 _OTHER_HEADS = ("score.", "classifier.", "value_head.", "v_head.", "summary.")
 """Tensors of models that predict something else than words."""
+_NO_HEADS = ("model.", "mtp.")
+"""Where there is no output layer, whatever it is called."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """What 5.x of transformers writes, and what 4.x does; 5.x reads both."""
+_NAMES_ADVICE = (
+    "from_pretrained would leave every weight random. Let the program that wrote them convert them, which knows what is which; "
+    "without a config the tensors are written as they are."
+)
 _CHECK_ADVICE = "The config is another model's, or was edited: take the one that belongs to these weights."
 
 
@@ -101,13 +109,19 @@ def check_config(
         LayoutMismatch: They contradict each other; every pair of values is named.
     """
     problems, text = Problems(), text_config(config)
-    embedding = shapes.get(EMBEDDING)
+    embedding, head = shapes.get(EMBEDDING), shapes.get(LM_HEAD)
     if embedding is not None and len(embedding) == 2:
-        for key, count in (("vocab_size", embedding[0]), ("hidden_size", embedding[1])):
+        words = _is_known(text) or head is None  # Moshi's embedding has a row that is no word
+        for key, count in (*([("vocab_size", embedding[0])] if words else []), ("hidden_size", embedding[1])):
             _same(text, key, count, f"{EMBEDDING} is {list(embedding)}", where, problems)
+    if head is not None and len(head) == 2 and not problems:
+        _same(text, "vocab_size", head[0], f"{LM_HEAD} is {list(head)}", where, problems)
     _check_layers(text, shapes, where, problems)
     for misfit in misfits(text, shapes) if whole and not problems else ():
         problems.add(LayoutMismatch, f"{where}: {misfit}", _CHECK_ADVICE)
+    foreign = foreign_names(text, shapes) if whole and text is config else ""
+    if foreign:
+        problems.add(LayoutMismatch, f"{where}: {foreign}", _NAMES_ADVICE)
     said = text.get(TIED)
     if isinstance(said, bool) and tied is not None and said != tied:
         found = "is the embedding itself" if tied else "is a tensor of its own"
@@ -133,9 +147,16 @@ def is_tied(config: Config, names: Collection[str], where: str) -> bool:
         return False
     if said is not False:
         return True
-    if _is_language_model(text) or _is_language_model(config):
+    # a class that nobody has looked at may call it otherwise: DeepSeek-V4's is head.weight
+    elsewhere = not _is_known(text) and any(not name.startswith(_NO_HEADS) for name in names)
+    if not elsewhere and (_is_language_model(text) or _is_language_model(config)):
         raise LayoutMismatch(f"{where}: {TIED} is false, but {LM_HEAD} is not among the tensors\n{_CHECK_ADVICE}")
     return False
+
+
+def _is_known(config: Config) -> bool:
+    """Whether it is of a class of which it is known which tensors there are."""
+    return bool(config_fields(str(config.get("model_type"))))
 
 
 def _is_language_model(config: Config) -> bool:
@@ -245,6 +266,10 @@ def files_beside(own: Mapping[str, ReadablePath], tokenizer: str | None, report:
 
 def _tokenizer_files(folder: ReadablePath) -> dict[str, ReadablePath]:
     """The tokenizer in a folder that the user gave, with the code that its configs name; nothing else in it is looked at."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder}: there is no such folder to take a tokenizer from{hub_name(str(folder), local=True)}"
+        )
     paths = sorted([*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")])
     names = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
     found = [name for name in names if is_of_tokenizer(name)]

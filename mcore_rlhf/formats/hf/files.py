@@ -15,6 +15,7 @@ from math import prod
 from pathlib import PurePosixPath
 
 from mcore_rlhf.core.catalog import Chunk, DType, Record, Shape, TensorEntry, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.formats.base import FileLayout, TargetFile
 from mcore_rlhf.storage.safetensors import Safetensors
 from mcore_rlhf.storage.stored import StoredTensor
@@ -27,8 +28,6 @@ MODEL_STEM = {SAFETENSORS: "model", BIN: "pytorch_model"}
 
 OPTIMIZER = "optimizer"
 """The folder in which we keep the optimizer's tensors; transformers does not look at it."""
-OLD_STATE = f"{OPTIMIZER}/state.json"
-"""Where everything but tensors once lay."""
 
 CHAT_TEMPLATES = "chat_templates"
 _TOKENIZER = re.compile(
@@ -136,7 +135,7 @@ class Shard:
         records = [Record(self.file, name, part.dtype, prod(part.shape), 0) for name, part in named]
         tensors = [StoredTensor.whole(record, part.shape) for record, (_, part) in zip(records, named, strict=True)]
         entries = [part.placed(record) for record, (_, part) in zip(records, named, strict=True)]
-        return FileLayout(entries, records, Safetensors(tensors, {"format": "pt"}))
+        return FileLayout(Chunks.of(entries), records, Safetensors(tensors, {"format": "pt"}))
 
     def target(self) -> TargetFile:
         """The file as part of a target."""

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorEntry, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems, Unsupported
-from mcore_rlhf.families.crossing.quantized import is_quantized, method_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import SPLIT_BESIDE, SPLIT_WEIGHTS, split_beside, split_role
 from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.huggingface.config import method_of
 from mcore_rlhf.models.huggingface.rotary_fields import is_frequencies
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
-from .files import CONFIG, OLD_STATE, OPTIMIZER, SAFETENSORS
-from .series import Series, find_series, has_parts, read_series
+from .files import CONFIG, OPTIMIZER, SAFETENSORS
+from .series import PARTS_CONFIG, Scattered, Series, find_series, has_parts, read_parts, read_series, weights_folder
 
 
 def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
@@ -35,22 +37,42 @@ def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
+    path = weights_folder(path)
     found = find_series(path)
-    if found is None:
-        if has_parts(path):
-            raise Unsupported(
-                f"{path}: has files shard-…-model-….safetensors with every rank's pieces of tensors, as torch's HuggingFaceStorageWriter "
-                "saves them with save_distributed\nPut them together first: save with enable_consolidation=True, or let "
-                "torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files do it."
-            )
+    if found is None and not has_parts(path):
         raise NotACheckpoint(
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
         )
-    notes, config = Report(), read_own_config(path)
+    notes, config = Report(), read_own_config(path) or read_own_config(path / PARTS_CONFIG)
+    if found is None:
+        notes.add(
+            Fate.NOTE,
+            "weights are pieces, a file for each rank; no file says how many ranks there were, nor how large a tensor is",
+        )
+    _look_beside(path, options, notes)
     refuse_other_file(config, str(path / CONFIG))
-    weights = read_series(path, *found, options.stubs)
+    weights = read_parts(path) if found is None else read_series(path, *found, options.stubs)
     sidecar = _sidecar(path, options, notes)
     return _FolderReader(path, options, config, weights, sidecar, _step(path), notes).source()
+
+
+def _look_beside(path: ReadablePath, options: ReadOptions, notes: Report) -> None:
+    """Say what belongs to these weights and lies in other folders of their role, which nobody joins with them.
+
+    Raises:
+        Unsupported: It is an optimizer, and wanted.
+    """
+    role = split_role(path)
+    there = () if role is None else split_beside(role)
+    if role is None or not there:
+        return
+    optimizer = SPLIT_BESIDE[0]
+    if options.optimizer and optimizer in there:
+        raise Unsupported(
+            f"{role / optimizer}: the optimizer of these weights, under Megatron's names and cut as its ranks had it; the weights are "
+            "Hugging Face's; nothing joins the two\nSave the run with use_dist_checkpointing, or convert the weights alone."
+        )
+    notes.add(Fate.LOST, f"what lies beside {SPLIT_WEIGHTS}/ and was not opened: {', '.join(there)}")
 
 
 def _step(path: ReadablePath) -> int:
@@ -65,7 +87,7 @@ def _step(path: ReadablePath) -> int:
 def _sidecar(path: ReadablePath, options: ReadOptions, notes: Report) -> Sidecar | None:
     """What was kept beside the weights; damage matters only to someone who wants the optimizer."""
     try:
-        found = Sidecar.read(path, options.stubs) or Sidecar.read(path, options.stubs, OLD_STATE)
+        found = Sidecar.read(path, options.stubs)
         if found is not None and found.states and not (path / OPTIMIZER).is_dir():  # somebody wants the weights alone
             return replace(found, states=(), optimizer="", groups=())
         return found
@@ -110,7 +132,7 @@ class _FolderReader:
             role=role,
             model=model,
             parallel=ParallelConfig(),
-            catalog=HuggingFaceCatalog(role, self._places(params, twice)),
+            catalog=_table(role, self._places(params, twice)),
             state=self._training(),
             files=tuple(self._files()),
             states=tuple(self.states),
@@ -168,7 +190,7 @@ class _FolderReader:
             if EMBEDDING in shapes and (LM_HEAD in shapes or LM_HEAD in shared)
             else None
         )
-        whole = not is_quantized(ParamSpec(n, s.shape, s.record.dtype, REPLICATED) for n, s in params.items())
+        whole = not any(ParamSpec(n, s.shape, s.record.dtype, REPLICATED).quantized for n, s in params.items())
         check_config(self.config, shapes, tied, str(self.path / CONFIG), whole=whole)
 
     def _check_state(
@@ -224,9 +246,8 @@ class _FolderReader:
     def _files(self) -> list[StoredFile]:
         """All files that matter."""
         files = [*self.weights.files, *(file for series in self.states.values() for file in series.files)]
-        for name in (CONFIG, OLD_STATE):
-            if (self.path / name).is_file():
-                files.append(StoredFile(name, (self.path / name).stat().st_size, ()))
+        if (self.path / CONFIG).is_file():
+            files.append(StoredFile(CONFIG, (self.path / CONFIG).stat().st_size, ()))
         return [*files, *sidecar_files(self.path)]
 
 
@@ -234,27 +255,15 @@ Places = Mapping[str, Mapping[str, tuple[StoredTensor, ...]]]
 """For each parameter and each of its states, where its elements lie: in more than one place where it is stored twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class HuggingFaceCatalog:
-    """Lazy mapping from tensor names to where their elements lie.
+def _table(role: str, places: Places) -> Chunks:
+    names = ((TensorName(role, param, state), stored) for param, of in places.items() for state, stored in of.items())
+    return Chunks.of(_entry(name, stored) for name, stored in names)
 
-    Args:
-        role: Role of all its tensors.
-        places: Where they lie.
-    """
 
-    role: str
-    places: Places
-
-    def __iter__(self) -> Iterator[TensorName]:
-        for param, states in self.places.items():
-            for state in states:
-                yield TensorName(self.role, param, state)
-
-    def __len__(self) -> int:
-        return sum(len(states) for states in self.places.values())
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """The entry of that name, or None."""
-        stored = self.places.get(name.param, {}).get(name.state) if name.role == self.role else None
-        return whole_entry(name, *stored) if stored else None
+def _entry(name: TensorName, places: tuple[StoredTensor, ...]) -> TensorEntry:
+    """A tensor that lies whole in each of several places, or piece by piece."""
+    first = places[0]
+    if not any(isinstance(place, Scattered) for place in places):
+        return whole_entry(name, *places)
+    chunks = [chunk for place in places for chunk in (place.chunks if isinstance(place, Scattered) else ())]
+    return TensorEntry(name, first.shape, first.record.dtype, tuple(chunks))

@@ -14,16 +14,16 @@ from mcore_rlhf.core.catalog import (
     FLOATING,
     MASTER,
     PARAM,
-    Catalog,
     DType,
     Shape,
     TensorEntry,
     TensorName,
     dtype_of,
 )
-from mcore_rlhf.core.views import FROM_MASTERS, Cast, StateOrder
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.shares import FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
-from mcore_rlhf.families.crossing.quantized import is_quantized, method_of, without_quantization
+from mcore_rlhf.families.described import refuse_contradictions
 from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import ModuleState, config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
@@ -32,6 +32,8 @@ from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import tell_kept
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.huggingface.config import method_of, without_quantization
+from mcore_rlhf.models.implied import against_config
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
@@ -204,8 +206,10 @@ class _FolderTarget:
         pair = {LM_HEAD, EMBEDDING}
         tied = any({alias, owner} == pair for alias, owner in shared.items())
         known = tied if EMBEDDING in shapes and (tied or LM_HEAD in shapes) else None
-        quantized = is_quantized(self.source.model.params)
+        quantized = self.source.model.quantized
         check_config(self.config, shapes, known, self.where, whole=not quantized)
+        found = against_config(text_config(self.config), shapes, whole=not quantized)
+        refuse_contradictions(found, self.where, self.source)
         is_tied(self.config, shapes, self.where)
         config = dict(self.config)
         if known is not None and TIED not in text_config(config):
@@ -274,7 +278,7 @@ class _FolderTarget:
         """Said of weights that are not what the source stores."""
         specs = {spec.name: spec for spec in self.source.model.params}
         changed = [part for part in parts if part.dtype != specs[part.source.param].dtype]
-        stored = [self.source.catalog.get(part.source) is not None for part in parts]
+        stored = [part.source in self.source.catalog for part in parts]
         if not all(stored):
             report.add(Fate.DERIVED, "weights: rounded from their fp32 masters, since the source does not store them")
         from_masters = [part for part in changed if self._stored(part, MASTER) is not None]
@@ -336,11 +340,11 @@ class Weights:
     described: bool
 
     @property
-    def view(self) -> Catalog:
+    def view(self) -> Chunks:
         """Where the tensors come from."""
         if self.options.masters:
-            return StateOrder(self.source.catalog, FROM_MASTERS)
-        return Cast(self.source.catalog, None if self.options.dtype is None else dtype_of(self.options.dtype))
+            return self.source.catalog.states(FROM_MASTERS)
+        return self.source.catalog.cast(None if self.options.dtype is None else dtype_of(self.options.dtype))
 
     def parts(self) -> list[WrittenTensor]:
         """The weights, in the module's order.
@@ -366,7 +370,7 @@ class Weights:
 
     def _is_master(self, name: TensorName, entry: TensorEntry) -> bool:
         """Whether an entry is as exact as the run has it: an fp32 parameter is its own master where there is no other."""
-        return entry.dtype == FLOAT32 or self.source.catalog.get(name._replace(state=MASTER)) is not None
+        return entry.dtype == FLOAT32 or name._replace(state=MASTER) in self.source.catalog
 
     def state_parts(self, state: str) -> list[WrittenTensor]:
         """One state of the optimizer, of every parameter that has it."""

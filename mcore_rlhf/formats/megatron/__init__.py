@@ -6,7 +6,8 @@ for what Megatron decides by itself: folders, arguments, buffers, groups, the la
 
 from __future__ import annotations
 
-from mcore_rlhf.families.megatron.folders import is_iteration_folder, looks_like_root
+from mcore_rlhf.families.megatron.folders import TRACKER, is_iteration_folder, looks_like_root
+from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
@@ -18,6 +19,9 @@ class MegatronFormat(Format):
 
     name = "megatron"
     family = "megatron"
+    takes = (Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL, Takes.MEGATRON, Takes.DTYPE, Takes.RNG)
+    tracker = TRACKER
+    markers = ("iter_*", "release", "mp_rank_*")
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

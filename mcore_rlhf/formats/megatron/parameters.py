@@ -4,15 +4,17 @@ catalogue of where each lies, whose chunks are computed when asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FLOATING, PARAM, Chunk, Shape, TensorEntry, TensorName
+from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorName
+from mcore_rlhf.core.rows import Rows, Strip, Tensor
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.layout import local_chunks
+from mcore_rlhf.families.megatron.ranks import local_run
 from mcore_rlhf.families.megatron.state import MegatronTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
@@ -40,8 +42,8 @@ class Holder:
 
 
 @dataclass(slots=True)
-class MegatronCatalog(MegatronTensors):
-    """Lazy mapping from tensor names to where their elements lie.
+class StoredTensors(MegatronTensors):
+    """Where the elements of every tensor lie.
 
     Args:
         parallel: Degrees of the files.
@@ -52,26 +54,31 @@ class MegatronCatalog(MegatronTensors):
     holders: Mapping[str, Sequence[Holder]]
     _layouts: dict[tuple[int, Shape, bool, int, int], LocalLayout] = field(default_factory=dict)
 
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """Compute one entry, or None where the checkpoint does not have it."""
-        spec = self.model.get(name.param)
-        if spec is None or name.role != self.role:
-            return None
+    def tensor(self, spec: ParamSpec, name: TensorName) -> Tensor | None:
+        """See :class:`MegatronTensors`."""
+        held = (
+            holder.param if name.state == PARAM else holder.states.get(name.state)
+            for holder in self.holders.get(name.param, ())
+        )
+        first = next((stored for stored in held if stored is not None), None)
+        return (
+            None
+            if first is None
+            else Tensor(spec.global_shape, first.record.dtype, partial(self._runs, spec, name.state))
+        )
+
+    def _runs(self, spec: ParamSpec, state: str, rows: Rows) -> Iterator[Strip]:
         expert, stacked = is_routed_expert(spec.name), spec.partition.stacked is not None
         how = id(spec.partition), spec.global_shape, expert  # layers and experts share theirs, and so do many ranks
-        chunks: list[Chunk] = []
-        for holder in self.holders.get(name.param, []):
-            stored = holder.param if name.state == PARAM else holder.states.get(name.state)
+        for holder in self.holders[spec.name]:
+            stored = holder.param if state == PARAM else holder.states.get(state)
             if stored is not None:
                 at = holder.at
                 place = *how, at.etp_rank if expert else at.tp_rank, at.ep_rank if stacked else 0
                 layout = self._layouts.get(place)
                 if layout is None:
                     layout = self._layouts[place] = self._layout(spec, at)
-                chunks += local_chunks(stored, layout)
-        if not chunks:
-            return None
-        return TensorEntry(name, spec.global_shape, chunks[0].record.dtype, tuple(chunks))
+                yield local_run(stored, layout, rows)
 
     def _layout(self, spec: ParamSpec, at: FileRank) -> LocalLayout:
         expert = is_routed_expert(spec.name)

@@ -23,6 +23,8 @@ from mcore_rlhf.families.megatron.arguments import (
 )
 from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, rank_folders
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
+from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
+from mcore_rlhf.families.megatron.modelopt import KEYS as MODELOPT_KEYS
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     LAID_OUT,
@@ -45,7 +47,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
 from .optimizer import OptimizerReading, is_flat, read_optimizer
-from .parameters import Holder, MegatronCatalog, PartitionFinder
+from .parameters import Holder, PartitionFinder, StoredTensors
 from .shards import MODEL_KEY, RankFiles, RankShard, check_keys, check_ranks, globalize
 
 
@@ -116,7 +118,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     note_frozen(sorted(optimizer.frozen), notes)
     state = training_state(run.shards, run.located, optimizer.groups, notes)
     note_scheduler(optimizer.kind, state.scheduler, notes)
-    catalog = MegatronCatalog(
+    tensors = StoredTensors(
         options.role or "actor",
         model,
         optimizer.states,
@@ -127,10 +129,10 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     source = Source(
         format="megatron",
         root=run.located.root,
-        role=catalog.role,
+        role=tensors.role,
         model=model,
         parallel=run.parallel,
-        catalog=catalog,
+        catalog=tensors.table(),
         state=state,
         files=tuple(StoredFile.of_zip(pt.file, pt.directory) for shard in run.shards for pt in shard.files),
         states=optimizer.states,
@@ -250,7 +252,9 @@ def _unused(args: Arguments, specs: Sequence[ParamSpec]) -> frozenset[str]:
 
     Source: megatron-core 0.16.1, ``models/gpt/gpt_model.py`` (``shared_embedding_or_output_weight``).
     """
-    return frozenset(spec.name for spec in specs if args.tied and spec.name == OUTPUT and spec.partition.vocabulary)
+    if not args.tied or not args.mtp_layers:
+        return frozenset()
+    return frozenset(spec.name for spec in specs if spec.name == OUTPUT and spec.partition.vocabulary)
 
 
 _SMALL = 16 << 20
@@ -291,8 +295,17 @@ def _grad_scaler(optimizer: object) -> object | None:
 
 def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
     kept: dict[str, object] = {}
+    modelopt = [
+        (shard, value) for shard in shards for key, value in shard.top.items() if MODELOPT_KEYS.fullmatch(str(key))
+    ]
+    values = [shard.materialize(value) for shard, value in modelopt]
+    if values and all(same(value, values[0]) for value in values):
+        kept[MODELOPT] = values[0]
+    elif values:
+        text = f"{MODELOPT}: ModelOpt's, of which every rank has another: it names modules of its own rank"
+        notes.add(Fate.LOST, text, Item(Kind.VALUE, MODELOPT))
     for key, value in {key: value for shard in reversed(shards) for key, value in shard.top.items()}.items():
-        if key in _KNOWN or MODEL_KEY.fullmatch(str(key)):
+        if key in _KNOWN or any(keys.fullmatch(str(key)) for keys in (MODEL_KEY, MODELOPT_KEYS)):
             continue
         if key == COUNTER:
             kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself

@@ -17,17 +17,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import LocalParam, Membership, groups_by_member
-from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, RankLayout, Records, grad_dtype
+from mcore_rlhf.families.megatron.layout import Blueprint, grad_dtype
+from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
+from mcore_rlhf.families.megatron.modelopt import keys as modelopt_keys
+from mcore_rlhf.families.megatron.modelopt import of_modules
 from mcore_rlhf.families.megatron.new_run import NewRun
-from mcore_rlhf.families.megatron.state import COUNTER, PER_RANK_KEYS, RankValues
+from mcore_rlhf.families.megatron.ranks import LocalItem, RankLayout, Records
+from mcore_rlhf.families.megatron.state import (
+    COUNTER,
+    PER_RANK_KEYS,
+    MegatronState,
+    OpaqueValue,
+    RankValues,
+    names_of,
+    opaque_item,
+)
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
@@ -54,7 +65,9 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     run.note()
     if run.choices.optimizer == LAYER_WISE:
         _check_layer_wise(run)
-    writer.opaque.note(run.report)
+    writer.opaque.note(run.family, run.report)
+    if MODELOPT in run.source.state.other:
+        _note_modelopt(run)
     files = [file for at in file_ranks(run.choices.parallel) for file in writer.files(at)]
     return Target(
         format="megatron",
@@ -64,7 +77,16 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
         texts={TRACKER: run.tracker},
         report=run.report,
         holds=run.holds(),
+        needs=run.needs,
     )
+
+
+def _note_modelopt(run: NewRun) -> None:
+    """Say what of ModelOpt's state is under the names of modules that other ranks have here."""
+    names = of_modules(run.source.state.other[MODELOPT])
+    if names and not run.same_ranks:
+        text = f"{MODELOPT}: {', '.join(names)} names modules of the source's ranks, and is not renamed"
+        run.report.add(Fate.LOST, text, Item(Kind.VALUE, MODELOPT))
 
 
 def _check_layer_wise(run: NewRun) -> None:
@@ -165,7 +187,7 @@ class _LegacyWriter:
 
 
 def _layout(records: Records, tree: Callable[[], object]) -> FileLayout:
-    return FileLayout(records.entries, records.records, Pt(tree))
+    return FileLayout(records.holds(), records.records, Pt(tree))
 
 
 Tree = dict[object, object]
@@ -214,7 +236,10 @@ class TreeMaker:
             tree["opt_param_scheduler"] = state.scheduler
         if self.rng is not None:
             tree["rng_state"] = list(self.rng)
-        tree.update((key, value) for key, value in state.other.items() if key not in tree)
+        tree.update((key, value) for key, value in state.other.items() if key not in (*tree, MODELOPT))
+        if MODELOPT in state.other:
+            chunks = self.rank.blueprint.choices.parallel.vpp
+            tree.update(dict.fromkeys(modelopt_keys(chunks), state.other[MODELOPT]))
         tree.update(self.per_rank)
         return tree
 
@@ -317,33 +342,42 @@ class OpaqueValues:
     def __init__(self, shards: Sequence[RankValues], old: ParallelConfig, new: ParallelConfig) -> None:
         self._old, self._new = old, new
         self._values: dict[tuple[str, int, int], tuple[RankValues, object]] = {}
+        self._firsts: dict[tuple[str, int], tuple[RankValues, object]] = {}
         for shard in shards:
             for part in shard.parts:
                 for name, value in part.opaque.items():
-                    self._values.setdefault(_place(name, shard.at), (shard, value))
+                    name, rank, ep_rank = _place(name, shard.at)
+                    self._values.setdefault((name, rank, ep_rank), (shard, value))
+                    self._firsts.setdefault((name, rank), (shard, value))
 
     def value_for(self, rank: RankLayout) -> Callable[[LocalItem], object]:
         """A function that gives the value of an opaque key on a rank of the new layout."""
 
         def value(item: LocalItem) -> object:
-            found = self._values.get(_place(item.item.name, rank.at))
-            if found is None or not self._kept(item.item.name):
+            name, split_rank, ep_rank = _place(item.item.name, rank.at)
+            own = self._values.get((name, split_rank, ep_rank)) if self._old.ep == self._new.ep else None
+            found = own or self._firsts.get((name, split_rank))
+            if found is None or not self._kept(name):
                 return None
             shard, stored = found
             return shard.materialize(stored)
 
         return value
 
-    def note(self, report: Report) -> None:
-        """Say which values are set to None."""
-        lost = {name for (name, *_), (_, value) in self._values.items() if value is not None and not self._kept(name)}
-        if lost:
-            some = ", ".join(sorted(lost)[:2]) + (", …" if len(lost) > 2 else "")
-            report.add(
-                Fate.CHANGED,
-                f"{len(lost)} opaque values ({some}) belong to tensor-parallel ranks of the source and are set to None",
-                OPAQUE,
-            )
+    def note(self, family: MegatronState, report: Report) -> None:
+        """Say which values are lost: set to None, or another rank's, though there is something in them."""
+        there = family.opaque()
+        lost = [name for name in there if not self._kept(name)]
+        unlike = [name for name in there if self._kept(name) and self._old.ep != self._new.ep and _differ(there[name])]
+        for names, text in (
+            (lost, "belong to tensor-parallel ranks of the source, which are others here, and are set to None"),
+            (
+                unlike,
+                "are not the same on all expert-parallel ranks of the source, which are others here: all have those of the first",
+            ),
+        ):
+            if names:
+                report.add(Fate.LOST, f"{len(names)} opaque values {text}: {names_of(names)}", *map(opaque_item, names))
 
     def _kept(self, name: str) -> bool:
         """Whether the ranks to which a value belongs are the same in both layouts."""
@@ -353,8 +387,18 @@ class OpaqueValues:
         return self._old.etp == self._new.etp and same_experts
 
 
+def _differ(values: Sequence[OpaqueValue]) -> bool:
+    """Whether ranks that hold the same part of a module have another value each."""
+    by_rank: dict[int, set[bytes]] = {}
+    for value in values:
+        by_rank.setdefault(value.shard.at.tp_rank, set()).add(value.digest)
+    return any(len(digests) > 1 for digests in by_rank.values())
+
+
 def _place(name: str, at: FileRank) -> tuple[str, int, int]:
-    """A key and the ranks on which it has a value of its own: packed experts have one value for all of a rank."""
+    """A key and the ranks on which it has a value of its own: packed experts have one value for all of a rank, and every
+    expert-parallel rank has its own of what is no expert's.
+    """
     if not is_routed_expert(name):
-        return name, at.tp_rank, 0
+        return name, at.tp_rank, at.ep_rank
     return name, at.etp_rank, at.ep_rank if expert_of(name) is None else 0

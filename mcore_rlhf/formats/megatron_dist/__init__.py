@@ -6,6 +6,8 @@ single ranks. What Megatron decides by itself, such as groups and arguments, is 
 
 from __future__ import annotations
 
+from mcore_rlhf.families.megatron.folders import TRACKER, looks_like_root
+from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
@@ -17,6 +19,10 @@ class MegatronDistFormat(Format):
 
     name = "megatron-dist"
     family = "megatron"
+    takes = (Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL, Takes.MEGATRON, Takes.TORCH_DIST, Takes.DTYPE, Takes.RNG)
+    tracker = TRACKER
+    markers = ("iter_*", "release", "dist_ckpt", "model", "metadata.json", ".metadata", "common.pt")
+    tokenizer_beside = True
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
@@ -25,11 +31,9 @@ class MegatronDistFormat(Format):
 
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder is an iteration, a root with iterations, or a role's of verl with one."""
-        from mcore_rlhf.families.megatron.folders import looks_like_root
+        from .folders import is_dist_folder, role_part
 
-        from .folders import INNER, is_dist_folder
-
-        return is_dist_folder(path) or is_dist_folder(path / INNER) or looks_like_root(path, is_dist_folder)
+        return is_dist_folder(path) or role_part(path) is not None or looks_like_root(path, is_dist_folder)
 
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""

@@ -12,7 +12,7 @@ Sources: megatron-core 0.16.1 and 0.19.2, ``optimizer/distrib_optimizer.py`` (``
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -34,7 +34,8 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.folders import FileRank
 from mcore_rlhf.families.megatron.groups import ChainedOptimizer
-from mcore_rlhf.families.megatron.layout import Blueprint, LocalItem, RankLayout, grad_dtype, sharing_ranks
+from mcore_rlhf.families.megatron.layout import Blueprint, grad_dtype, sharing_ranks
+from mcore_rlhf.families.megatron.ranks import LocalItem, RankLayout
 from mcore_rlhf.layouts.flat import FlatBuffer
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.dcp.folder import DcpTensor
@@ -227,12 +228,18 @@ class FlatStates:
         """The states of the parameters that have some."""
         return dict.fromkeys(self._places, self.states)
 
+    def dtype(self, param: str, state: str) -> DType | None:
+        """The type of a state of a parameter, or None where it lies in no bucket."""
+        if param not in self._places or state not in self.states:
+            return None
+        return self._buffers[self._places[param][0].buffer, state].parts[0][2].dtype
+
     def chunks(self, param: str, state: str) -> Iterator[Chunk]:
-        """Where a state of a parameter lies; see :data:`.catalog.FlatChunks`."""
+        """Where a state of a parameter lies."""
         for place in self._places.get(param, ()) if state in self.states else ():  # another optimizer's has none here
             buffer = self._buffers[place.buffer, state]
             for low, high, tensor, box in buffer.within(place.start, place.stop):
-                chunk = self.folder.dcp.chunk(tensor, box)
+                chunk = tensor.folder.chunk(tensor, box)
                 start, stop = max(low, place.start), min(high, place.stop)
                 yield from place.chunks(chunk.record, chunk.start, low, start, stop)
 
@@ -398,11 +405,13 @@ class BucketContents:
         blueprint: The whole checkpoint, without states, which lie here.
         moments: The states besides the masters.
         values: What each chained optimizer keeps besides tensors, by key.
+        master: The type of the masters of parameters of a type.
     """
 
     blueprint: Blueprint
     moments: Sequence[str]
     values: Sequence[Mapping[object, object]]
+    master: Callable[[DType], DType]
     files: list[list[BucketPart]] = field(init=False)
     objects: list[ObjectItem] = field(default_factory=list)
     _shapes: dict[str, Shape] = field(default_factory=dict)
@@ -444,9 +453,15 @@ class BucketContents:
                     stored_as = "param" if state == MASTER else state
                     fqn = f"{prefix}gbuf_idx_{buffer.where[2]}.{names}.bucket_idx_{number}.{stored_as}"
                     self._shapes[fqn] = (numel,)
-                    yield BucketPart(state, self.blueprint.state_dtypes.get(state, FLOAT32), ranges, fqn, first)
+                    own = (
+                        self.master(buffer.dtype)
+                        if state == MASTER
+                        else self.blueprint.state_dtypes.get(state, FLOAT32)
+                    )
+                    yield BucketPart(state, own, ranges, fqn, first)
         values = {**self.values[group.member], "per_bucket_numel": padded, "per_bucket_numel_unpadded": unpadded}
-        self.objects += (ObjectItem(f"{prefix}{key}/shard_0_1", saved([value])) for key, value in values.items())
+        named = {f"{prefix}{key}/shard_0_1": value for key, value in values.items()}
+        self.objects += (ObjectItem(fqn, saved([value], fqn)) for fqn, value in named.items())
 
 
 def _ranges(places: Sequence[_Place], first: int, numel: int, share: int) -> tuple[_Range, ...]:

@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
-from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
+from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.folders import Located, locate
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import INNER, SPLIT_BESIDE, SPLIT_MODEL, is_split, split_beside, split_role
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
-from mcore_rlhf.storage.paths import ReadablePath, beneath
+from mcore_rlhf.storage.links import enclose
+from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath
 
 if TYPE_CHECKING:
     from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
@@ -36,6 +39,8 @@ _OF_FSDP = (b"rng_state.(", b"optimizer.param_to_group_meta.")
 
 Source: megatron-core 0.19.2, ``training/checkpointing.py`` (``get_rng_state``), ``optimizer/distrib_optimizer.py``
 (``sharded_param_state_fsdp_dtensor``)."""
+_OF_TORCH_DCP = (b"checkpoint_version", b"args")
+"""What it names in one of ``--ckpt-format torch_dcp``: the keys of a legacy file. Source: the same, ``generate_state_dict``."""
 INTEGRITY = "integrity.json"
 _INTEGRITY_ADVICE = (
     "Copy the file again from where it was written. Without it the folder is read and its sums are not checked."
@@ -47,24 +52,21 @@ CONFIG_TEXT = json.dumps(
 """The content of ``metadata.json``."""
 
 
-INNER = "dist_ckpt"
-"""Where verl has it in a role's folder, beside ``huggingface/``.
-
-Source: verl ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` and ``verl/utils/megatron_utils.py``
-(``get_dist_checkpoint_path``) at b178a3c.
-"""
-
-
 def is_dist_folder(path: ReadablePath) -> bool:
     """Whether a folder directly holds such a checkpoint, or what is left of one."""
     if "sharded_backend" in _config(path):
         return True
     if path.name.startswith(("iter_", "release")) and (path / METADATA_FILE).is_file():
         named = reading.read_bytes(path / METADATA_FILE)
-        return (
-            (path / COMMON).is_file() or f"{SHARED}/shard_".encode() in named or any(one in named for one in _OF_FSDP)
-        )
+        marks = (f"{SHARED}/shard_".encode(), *_OF_FSDP)
+        return (path / COMMON).is_file() or any(one in named for one in marks) or _is_torch_dcp(named)
     return (path / COMMON).is_file() and ((path / METADATA_FILE).is_file() or any(path.glob("__*_*.distcp")))
+
+
+def role_part(path: ReadablePath) -> ReadablePath | None:
+    """Where the model lies in a role's folder of verl's; None where the folder is none, or its model is not Megatron's."""
+    parts = [path / INNER, *([path / SPLIT_MODEL] if is_split(path) else ())]
+    return next((part for part in parts if is_dist_folder(part)), None)
 
 
 def is_fsdp_folder(path: ReadablePath) -> bool:
@@ -73,20 +75,30 @@ def is_fsdp_folder(path: ReadablePath) -> bool:
     return there and any(name in reading.read_bytes(path / METADATA_FILE) for name in _OF_FSDP)
 
 
+def is_torch_dcp_folder(path: ReadablePath) -> bool:
+    """Whether a folder is one of ``--ckpt-format torch_dcp``."""
+    there = not _config(path) and not (path / COMMON).is_file() and (path / METADATA_FILE).is_file()
+    return there and not is_fsdp_folder(path) and _is_torch_dcp(reading.read_bytes(path / METADATA_FILE))
+
+
+def _is_torch_dcp(named: bytes) -> bool:
+    return all(one in named for one in _OF_TORCH_DCP)
+
+
 def locate_dist(path: ReadablePath, step: int | None) -> Located:
     """Find the checkpoint that a path means, and look at its ``metadata.json``.
 
     Raises:
         NotACheckpoint: There is none.
-        UsageError: Several, and nothing says which.
+        UsageError: Several, and nothing says which; or an optimizer without its model.
         Incomplete: Its save was not finished.
         Unsupported: It is one of another backend of Megatron-core's, or has no arguments.
     """
-    path = path / INNER if is_dist_folder(path / INNER) else path
-    located = locate(path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}")
+    path = role_part(path) or path
+    located = _in_role(locate(path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}"))
     folder = located.folder
     config = _config(folder)
-    if is_fsdp_folder(folder):
+    if is_fsdp_folder(folder) or is_torch_dcp_folder(folder):
         return located
     if not config:
         raise Incomplete(
@@ -105,6 +117,38 @@ def locate_dist(path: ReadablePath, step: int | None) -> Located:
             f"{folder / METADATA_FILE}: missing (a plain ls or cp * passes over it)\nCopy the folder again, or use an older step."
         )
     return located
+
+
+def _in_role(located: Located) -> Located:
+    """The same, relative to the role's folder where that has the optimizer in a folder of its own.
+
+    Raises:
+        UsageError: It is that folder: it holds no model.
+    """
+    role = split_role(located.folder)
+    if role is None:
+        return located
+    part = absolute(located.folder).relative_to(role).as_posix()
+    if part in SPLIT_BESIDE:
+        raise UsageError(f"{located.folder}: holds no model, only what belongs to one\nGive {role}, which has both.")
+    enclose(role)  # whoever named the model's part alone gets the others with it
+    return Located(role, role / part, None)
+
+
+def _beside(located: Located) -> tuple[str, ...]:
+    """The parts of a role beside its model, relative to the root.
+
+    Raises:
+        Incomplete: One is missing.
+    """
+    there = () if split_role(located.folder) is None else split_beside(located.root)
+    problems = Problems()
+    for part in there:
+        if not (located.root / part / METADATA_FILE).is_file():
+            text = f"{located.root / part / METADATA_FILE}: missing; the checkpoint has a folder for it, or says so"
+            problems.add(Incomplete, text, "Copy the folder again, or use an older step.")
+    problems.raise_if_any()
+    return there
 
 
 def _check_version(file: ReadablePath, config: dict[str, object]) -> None:
@@ -222,6 +266,7 @@ class DistFolder:
         top: That: its content.
         dcp: The sharded rest.
         zips: Files beside those of ``dcp``.
+        beside: Files of other folders of the same checkpoint.
         tensors: By state (``param`` for the weight, ``master``, ``exp_avg``, …) and key.
         flat: Buckets of the distributed optimizer, where it is stored in those.
         objects: What is not a tensor.
@@ -233,6 +278,7 @@ class DistFolder:
     top: Mapping[str, Any]
     dcp: DcpFolder
     zips: tuple[StoredFile, ...] = ()
+    beside: tuple[StoredFile, ...] = ()
     tensors: dict[str, dict[str, DcpTensor]] = field(default_factory=dict)
     flat: dict[FlatKey, DcpTensor] = field(default_factory=dict)
     objects: dict[ShardKey, DcpObject] = field(default_factory=dict)
@@ -246,19 +292,27 @@ class DistFolder:
             self._add_object(fqn, item)
 
     @classmethod
-    def open(cls, located: Located, stubs: tuple[str, ...]) -> DistFolder:
+    def open(cls, located: Located, options: ReadOptions) -> DistFolder:
         """Open a folder.
 
         Raises:
             CheckpointError: It is incomplete, damaged, or asks for code.
         """
+        whole = cls._open(located, located.folder.relative_to(located.root).as_posix(), options)
+        for part in _beside(located):
+            whole.join(cls._open(located, part, options))
+        return whole
+
+    @classmethod
+    def _open(cls, located: Located, name: str, options: ReadOptions) -> DistFolder:
+        """Open one folder of those that a checkpoint lies in."""
         from mcore_rlhf.storage.dcp.folder import DcpFolder  # who only asks what a folder is needs none of it
         from mcore_rlhf.storage.pt import read_pt
 
-        folder, name = located.folder, located.folder.relative_to(located.root).as_posix()
-        dcp, zips = DcpFolder.open(folder, located.root, stubs), list[StoredFile]()
+        folder = located.root / name
+        dcp, zips = DcpFolder.open(folder, located.root, options.stubs), list[StoredFile]()
         if (folder / COMMON).is_file():
-            pt = read_pt(located.root, f"{name}/{COMMON}", stubs=stubs)
+            pt = read_pt(located.root, f"{name}/{COMMON}", stubs=options.stubs)
             file, top = pt.file, pt.materialize(pt.tree)
             zips.append(StoredFile.of_zip(file, pt.directory))
         else:
@@ -273,6 +327,21 @@ class DistFolder:
             raise Unsupported(f"{file}: expected a dictionary, found {type(top).__name__}")
         return cls(located, file, top, dcp, tuple(zips))
 
+    def join(self, other: DistFolder) -> None:
+        """Let it have what another folder of the same checkpoint has; of what both have, its own counts."""
+        self.top = {**other.top, **self.top}
+        self.tensors = {
+            state: {**other.tensors.get(state, {}), **self.tensors.get(state, {})}
+            for state in (*self.tensors, *other.tensors)
+        }
+        self.flat = {**other.flat, **self.flat}
+        self.objects = {**other.objects, **self.objects}
+        self.groups = {
+            where: {**other.groups.get(where, {}), **self.groups.get(where, {})}
+            for where in (*self.groups, *other.groups)
+        }
+        self.beside = (*self.beside, *other.files())
+
     @property
     def model(self) -> Mapping[str, DcpTensor]:
         """The model's own tensors by key."""
@@ -281,7 +350,7 @@ class DistFolder:
     def files(self) -> tuple[StoredFile, ...]:
         """All files with their checksums."""
         sharded = (StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in self.dcp.files())
-        return (*self.zips, *sharded)
+        return (*self.zips, *sharded, *self.beside)
 
     def value(self, item: DcpObject) -> object:
         """An object's value. Most are small and equal, and are taken apart once.

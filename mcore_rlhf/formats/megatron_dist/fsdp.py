@@ -21,6 +21,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.folders import Located
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
 from mcore_rlhf.storage.dcp.metadata import Path_
@@ -63,23 +64,23 @@ class FsdpFolder(DistFolder):
         ranks = (1, args.integer("tensor_model_parallel_size", 1) or 1)
         for pair, content in self.rng.items():
             place = next(iter(self.dcp.metadata.places.values()))
-            self.objects[ShardKey("rng_state", pair, ranks)] = _Loaded("rng_state", place, self.dcp, content)
+            self.objects[ShardKey("rng_state", pair, ranks)] = Loaded("rng_state", place, self.dcp, content)
 
     @classmethod
-    def open(cls, located: Located, stubs: tuple[str, ...]) -> FsdpFolder:
+    def open(cls, located: Located, options: ReadOptions) -> FsdpFolder:
         """Open a folder.
 
         Raises:
             CheckpointError: It is incomplete, damaged, or asks for code.
             Unsupported: It has pipeline stages, or several model chunks, whose layers have the same names.
         """
-        dcp = DcpFolder.open(located.folder, located.root, stubs)
+        dcp = DcpFolder.open(located.folder, located.root, options.stubs)
         if not dcp.planner_data:
             raise Incomplete(f"{located.folder}: its .metadata does not say what its items are\nCopy the folder again.")
         nest: dict[str, Any] = {}
         for fqn, path in dcp.planner_data.items():
             if path[0] not in (_TENSORS, "optimizer") or _GROUPS in path[:2]:
-                _put(nest, path, _value(dcp, fqn))
+                put(nest, path, item_value(dcp, fqn))
         if any(str(path[0]).startswith("model") and path[0] != _TENSORS for path in dcp.planner_data.values()):
             raise Unsupported(f"{located.folder}: {_PIPELINE}")
         strange = [fqn for fqn, path in dcp.planner_data.items() if not _is_known(path, fqn in dcp.tensors)]
@@ -102,7 +103,7 @@ class FsdpFolder(DistFolder):
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded(DcpObject):
+class Loaded(DcpObject):
     """An object that was put together of several.
 
     Args:
@@ -117,7 +118,7 @@ class _Loaded(DcpObject):
 
     def data(self) -> bytes:
         """See :meth:`.DcpObject.data`."""
-        return saved([self.content])
+        return saved([self.content], self.fqn)
 
 
 _PIPELINE = (
@@ -138,8 +139,13 @@ def _is_known(path: Path_, is_tensor: bool) -> bool:
     return path[0] not in (_TENSORS, "optimizer")
 
 
-def _value(dcp: DcpFolder, fqn: str) -> object:
-    """An object, or a small tensor: random states."""
+def item_value(dcp: DcpFolder, fqn: str) -> object:
+    """An object, or a small tensor: random states.
+
+    Args:
+        dcp: The folder.
+        fqn: The item.
+    """
     if fqn in dcp.objects:
         return dcp.objects[fqn].load()
     if fqn not in dcp.tensors:
@@ -149,8 +155,14 @@ def _value(dcp: DcpFolder, fqn: str) -> object:
     return DcpObject(fqn, dcp.metadata.places[fqn, box.offset], dcp).load()
 
 
-def _put(nest: dict[str, Any], path: Path_, value: object) -> None:
-    """Place a value in a nest of dictionaries and lists."""
+def put(nest: dict[str, Any], path: Path_, value: object) -> None:
+    """Place a value in a nest of dictionaries and lists.
+
+    Args:
+        nest: The nest.
+        path: Where.
+        value: The value.
+    """
     at: Any = nest
     for step, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}

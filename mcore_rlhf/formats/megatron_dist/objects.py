@@ -17,10 +17,17 @@ from typing import Any
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Said
 from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.megatron.folders import FileRank, folder_name
 from mcore_rlhf.families.megatron.new_run import NewRun
-from mcore_rlhf.families.megatron.state import COUNTER, OF_RANKS, MegatronState, ModelPart, RankValues
+from mcore_rlhf.families.megatron.state import (
+    COUNTER,
+    OF_RANKS,
+    MegatronState,
+    ModelPart,
+    RankValues,
+    names_of,
+    opaque_item,
+)
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.dcp.folder import DcpObject
@@ -214,18 +221,17 @@ class Objects:
     def items(self) -> Iterator[ObjectItem]:
         """All objects."""
         for key, value in self.opaque().items():
-            yield ObjectItem(_fqn(key), self._data(value))
+            yield ObjectItem(_fqn(key), self._data(value, _fqn(key)))
         yield from self._rng()
         if self.run.same_world:
-            yield from (ObjectItem(_fqn(key), saved(item.load())) for key, item in self.own.others.items())
+            yield from (ObjectItem(_fqn(key), saved(item.load(), _fqn(key))) for key, item in self.own.others.items())
 
     def opaque(self) -> dict[ShardKey, object]:
         """``_extra_state`` of all modules: those that the source has, and those that Megatron-core wants to be there."""
         stored = self._stored()
         found: dict[ShardKey, object] = {}
-        left_out = _NOT_STORED if self.run.family.args.pattern is None else _NOT_STORED[1:]
         for name in (*self.run.family.order, *self._norms()):
-            if not name.endswith(EXTRA) or name.endswith(left_out):
+            if not name.endswith(EXTRA) or name.endswith(self._left_out):
                 continue
             home = home_of(name, self.spelling)
             if self._in_one_module(name):
@@ -236,19 +242,36 @@ class Objects:
 
     def note(self) -> None:
         """Say what of the source's values finds no place."""
-        there = [name for name, (_, value) in self._stored().items() if not _is_empty(value)]
-        nowhere = next((name for name in there if not name.endswith(EXTRA)), None)
-        if nowhere is not None:
-            self.run.report.add(Fate.LOST, f"values that are no parameters, such as {nowhere}", OPAQUE)
+        there = self.run.family.opaque()
+        nowhere = [name for name in there if not name.endswith(EXTRA)]
+        left_out = [name for name in there if name.endswith(self._left_out)]
         packed = [name for name in there if name.endswith(EXTRA) and self._in_one_module(name)]
-        if packed:
-            text = f"{len(packed)} opaque values of all experts of a rank, such as {packed[0]}, are set to None: each expert has one here"
-            self.run.report.add(Fate.CHANGED, text, OPAQUE)
+        unlike = [
+            name
+            for name, values in there.items()
+            if name not in (*nowhere, *left_out, *packed) and len({value.digest for value in values}) > 1
+        ]
+        for names, text in (
+            (nowhere, "values that are no parameters, for which torch_dist has no place"),
+            (left_out, "opaque values that Megatron-core leaves out of torch_dist"),
+            (packed, "opaque values of all experts of a rank are set to None, since each expert has one here"),
+            (
+                unlike,
+                "opaque values that ranks have each for itself: torch_dist has one for all, that of the first",
+            ),
+        ):
+            if names:
+                self.run.report.add(Fate.LOST, f"{text}: {names_of(names)}", *map(opaque_item, names))
         for key, said in self.own.left_objects().items() if not self.run.same_world else ():
             if said.reason is None:
                 self.run.report.add(said.fate, said.text, Item(Kind.VALUE, key))
             else:
                 self.run.report.leave(said.reason, Item(Kind.VALUE, key))
+
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        """The ends of names that have no object."""
+        return _NOT_STORED if self.run.family.args.pattern is None else _NOT_STORED[1:]
 
     def _in_one_module(self, name: str) -> bool:
         """Whether a value belongs to a module that holds all experts of a rank."""
@@ -303,16 +326,16 @@ class Objects:
             states = None if kept is not None and self.run.choices.rng == "keep" else self.run.rng_states(at)
             for key in keys:
                 if states is not None:
-                    yield ObjectItem(_fqn(key), saved([list(states)]))
+                    yield ObjectItem(_fqn(key), saved([list(states)], _fqn(key)))
                 elif kept is not None and self.run.choices.rng == "keep":
-                    yield ObjectItem(_fqn(key), saved(kept.load()))
+                    yield ObjectItem(_fqn(key), saved(kept.load(), _fqn(key)))
 
-    def _data(self, value: object) -> bytes:
+    def _data(self, value: object, fqn: str) -> bytes:
         """A value as Megatron-core saves it: in a list. Nearly all are None."""
         if value is not None:
-            return saved([value])
+            return saved([value], fqn)
         if None not in self._saved:
-            self._saved[None] = saved([None])
+            self._saved[None] = saved([None], fqn)
         return self._saved[None]
 
 
@@ -329,11 +352,6 @@ def idle_objects(top: Mapping[str, object]) -> frozenset[str]:
 
 def _some(others: Mapping[ShardKey, DcpObject], idle: frozenset[str]) -> str:
     return ", ".join([key for key in dict.fromkeys(other.key for other in others) if key not in idle][:3])
-
-
-def _is_empty(value: object) -> bool:
-    """Whether there is nothing in an opaque value: None, or the tensor without elements of a run without fp8."""
-    return value is None or 0 in getattr(value, "shape", ())
 
 
 def _fqn(key: ShardKey) -> str:

@@ -4,7 +4,7 @@ stacked tensors when asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -17,17 +17,19 @@ from mcore_rlhf.core.catalog import (
     Box,
     Chunk,
     Shape,
-    TensorEntry,
     TensorName,
     dot,
     flat_boxes,
     row_major,
 )
+from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.families.inventory import Unplaced
+from mcore_rlhf.families.lora.names import adapters_alone
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
+from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.state import (
     SCHEDULER_KEYS,
@@ -37,17 +39,19 @@ from mcore_rlhf.families.megatron.state import (
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import counted_above, named_step
 from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, registration_order
-from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .buckets import FlatStates
-from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, locate_dist
+from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, is_torch_dcp_folder, locate_dist
 from .fsdp import FsdpFolder
+from .modelopt import modelopt_in
 from .names import Home, Parameters, SpecFinder, Spelling, spelling_of_keys
 from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
 from .optimizer import (
@@ -58,6 +62,9 @@ from .optimizer import (
     read_optimizer,
     trained_states,
 )
+from .run_config import FILE as CONFIGURATION
+from .run_config import arguments_beside
+from .torch_dcp import TorchDcpFolder
 
 _FAULT = (
     "Megatron-core (seen with 0.16.1; every release up to 0.19.2 has it) does that to a fully_reshardable save of a run with overlapping "
@@ -79,7 +86,9 @@ def read_dist(path: ReadablePath, options: ReadOptions) -> Source:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
     located = locate_dist(path, options.step)
-    folder = (FsdpFolder if is_fsdp_folder(located.folder) else DistFolder).open(located, options.stubs)
+    kinds = ((is_fsdp_folder, FsdpFolder), (is_torch_dcp_folder, TorchDcpFolder))
+    kind = next((kind for is_kind, kind in kinds if is_kind(located.folder)), DistFolder)
+    folder = kind.open(located, options)
     if not folder.model:
         raise Incomplete(f"{located.folder}: holds no tensor of a model")
     stored = folder.top.get("iteration")
@@ -96,13 +105,24 @@ class _DistReader:
 
     def __init__(self, folder: DistFolder, options: ReadOptions) -> None:
         self.folder, self.options, self.notes = folder, options, Report()
-        self.args = Arguments(stored_arguments(folder.top), f"args in {folder.common_file}")
+        self.args = self._arguments()
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         self.parameters = Parameters(folder.model, self.spelling)
         self.optimizer = read_optimizer(folder, self.args) if options.optimizer else OptimizerValues()
         masters = folder.masters_of_model if isinstance(folder, FsdpFolder) else {}
         self.unrounded = frozenset(n for n, homes in self.parameters.homes.items() if homes[0].key in masters)
+
+    def _arguments(self) -> Arguments:
+        """Those that are stored, or what the run's configuration beside them amounts to."""
+        stored, located = stored_arguments(self.folder.top), self.folder.located
+        beside = {} if stored else arguments_beside(located.folder)
+        if not beside:
+            return Arguments(stored, f"args in {self.folder.common_file}")
+        self.notes.add(
+            Fate.NOTE, f"{self.folder.common_file} stores no args; they are those of {CONFIGURATION} beside it"
+        )
+        return Arguments(beside, f"args in {located.folder.name}/{CONFIGURATION}")
 
     def source(self) -> Source:
         """The checkpoint."""
@@ -115,7 +135,7 @@ class _DistReader:
         model = self._with_frozen(model, own)
         masters = self.folder.tensors.get(MASTER, {}) if self.unrounded else {}
         tensors = self.folder.tensors if self.options.optimizer else {PARAM: self.folder.model, MASTER: masters}
-        catalog = DistCatalog(
+        stored = _StoredTensors(
             role=role,
             model=model,
             states=self.optimizer.states or ((MASTER,) if masters else ()),
@@ -123,7 +143,7 @@ class _DistReader:
             homes=self.parameters.homes,
             tensors=tensors,
             axes=self.parameters.axes,
-            flat=None if flat is None else flat.chunks,
+            flat=flat,
             own=own,
         )
         shards = dist_ranks(self.folder, self.parallel, opaque)
@@ -142,16 +162,17 @@ class _DistReader:
             idle=idle_objects(self.folder.top),
         )
         self._note_rng(rng)
+        modelopt, its_files = modelopt_in(self.folder.located, self.options)
         source = Source(
             format="megatron-dist",
             root=self.folder.located.root,
             role=role,
             model=model,
             parallel=self.parallel,
-            catalog=catalog,
-            state=self._state(),
-            files=self.folder.files(),
-            states=catalog.states,
+            catalog=stored.table(),
+            state=self._state({} if modelopt is None else {MODELOPT: modelopt}),
+            files=(*self.folder.files(), *its_files),
+            states=stored.states,
             optimizer=self.optimizer.kind,
             notes=self.notes,
             family=family,
@@ -162,9 +183,14 @@ class _DistReader:
         )
         if self.optimizer.kind != DISTRIBUTED or not self.args.flag("use_precision_aware_optimizer"):
             return source
-        from mcore_rlhf.families.megatron.remainders import with_masters_joined  # needs numpy
+        from mcore_rlhf.families.megatron.remainders import has_remainders, with_masters_joined  # needs numpy
 
-        return with_masters_joined(source)
+        joined = with_masters_joined(source)
+        if joined.distrust and (not joined.parity or has_remainders(joined)):
+            self.notes.add(
+                Fate.NOTE, f"optimizer states: may be those of other parameters, which no master tells here. {_FAULT}"
+            )
+        return joined
 
     def _note_rng(self, stored: Mapping[ShardKey, DcpObject]) -> None:
         """Since 0.17 the ranks that differ in their experts share one object: what the others had is not there."""
@@ -239,11 +265,22 @@ class _DistReader:
         dealt = self.optimizer.kind == DISTRIBUTED and self.optimizer.sharding == DP_RESHARDABLE
         if not (dealt or self.optimizer.flat):
             return None
-        flat, parallel, split = FlatStates(self.folder, self.optimizer.flat), self.parallel, self.args.pipeline_split
+        parallel, split = self.parallel, self.args.pipeline_split
         chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, split, model.mtp_layers)
         choices = NewLayout(parallel, split, model.padded_vocab_size, None, DISTRIBUTED, "drop")
-        flat.add(Blueprint(role, model, self.args, choices, chunks, order, (), {}))
-        return flat
+
+        def laid_out(trained: ModelSpec) -> FlatStates:
+            flat = FlatStates(self.folder, self.optimizer.flat)
+            flat.add(Blueprint(role, trained, self.args, choices, chunks, order, (), {}))
+            return flat
+
+        try:
+            return laid_out(model)
+        except LayoutMismatch:
+            alone = adapters_alone(model)
+            if alone is None:
+                raise
+            return laid_out(alone)
 
     def _own_states(self, model: ModelSpec, flat: FlatStates | None) -> dict[str, tuple[str, ...]]:
         """The states of every parameter that has some."""
@@ -263,20 +300,33 @@ class _DistReader:
         note_frozen(frozen, self.notes)
         return model.having(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
 
-    def _state(self) -> TrainingState:
+    def _state(self, beside: Mapping[str, object]) -> TrainingState:
         top, located = self.folder.top, self.folder.located
-        iteration = top.get("iteration", located.iteration)
         scheduler = scheduler_in(top, self.notes)
         note_scheduler(self.optimizer.kind, scheduler, self.notes)
         return TrainingState(
-            iteration=iteration if isinstance(iteration, int) else located.iteration or 0,
+            iteration=self._iteration(),
             release=located.release,
             args=dict(self.args.values),
             groups=self.optimizer.groups,
             scheduler=None if scheduler is None else dict(scheduler),
             grad_scaler=self.optimizer.scaler,
-            other={key: value for key, value in top.items() if key not in _PLACED},
+            other={**{key: value for key, value in top.items() if key not in _PLACED}, **beside},
         )
+
+    def _iteration(self) -> int:
+        """What the files say, or the folder; where neither does, or both always say 0, what the folders above are called."""
+        stored, located = self.folder.top.get("iteration"), self.folder.located
+        said = stored if isinstance(stored, int) else located.iteration
+        above = named_step(located.folder) if said is None else None if said else counted_above(located.folder)
+        if above is None or located.release:
+            return said or 0
+        self.notes.add(Fate.NOTE, f"iteration {above}: from the name of the step's folder, since {self._silent(said)}")
+        return above
+
+    def _silent(self, said: int | None) -> str:
+        name = self.folder.located.folder.name
+        return f"{name} says none" if said is None else f"its trainer calls every step's {name}"
 
 
 def _left_out(names: Iterable[str], args: Arguments) -> set[str]:
@@ -289,10 +339,6 @@ def _left_out(names: Iterable[str], args: Arguments) -> set[str]:
     if args.transformer_engine:
         found |= {module for module in modules if module.endswith("norm")}
     return {f"{module}.{EXTRA}" for module in found}
-
-
-FlatChunks = Callable[[str, str], Iterable[Chunk]]
-"""Parameter and state → where it lies in the buckets of a distributed optimizer."""
 
 
 @dataclass(slots=True)
@@ -315,6 +361,10 @@ class Slices:
             spans = zip(box.offset[: self.axes], box.shape[: self.axes], strict=True)
             for index in product(*(range(start, start + count) for start, count in spans)):
                 self._by_index.setdefault(index, []).append(box)
+
+    def holds(self, index: Shape) -> bool:
+        """Whether anything of the parameter at an index is stored."""
+        return index in self._by_index
 
     def at(self, index: Shape) -> Iterator[Chunk]:
         """Where the parameter at an index lies, in its own coordinates."""
@@ -361,8 +411,8 @@ def placed(chunk: Chunk, home: Home, first: int) -> Chunk:
 
 
 @dataclass(slots=True)
-class DistCatalog(MegatronTensors):
-    """Lazy mapping from tensor names to where their elements lie.
+class _StoredTensors(MegatronTensors):
+    """Where the elements of every tensor lie.
 
     Args:
         homes: For each parameter, where it lies.
@@ -374,19 +424,25 @@ class DistCatalog(MegatronTensors):
     homes: Mapping[str, tuple[Home, ...]]
     tensors: Mapping[str, Mapping[str, DcpTensor]]
     axes: Mapping[str, int]
-    flat: FlatChunks | None = None
+    flat: FlatStates | None = None
     _slices: dict[tuple[str, str], Slices] = field(default_factory=dict)
 
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """Compute one entry, or None where the checkpoint does not have it."""
-        spec = self.model.get(name.param)
-        if spec is None or name.role != self.role or name.state not in (PARAM, *self.states):
-            return None
-        if name.state == PARAM and name.param in self.unrounded:
-            return None
-        in_buffers = self.flat(name.param, name.state) if self.flat is not None and spec.trainable else ()
-        chunks = tuple(in_buffers if name.state != PARAM else ()) or tuple(self._chunks(name))
-        return TensorEntry(name, spec.global_shape, chunks[0].record.dtype, chunks) if chunks else None
+    def tensor(self, spec: ParamSpec, name: TensorName) -> Tensor | None:
+        """One of them; the ends of its items are read when somebody asks where it lies."""
+        if self.flat is not None and name.state != PARAM:
+            dtype = self.flat.dtype(name.param, name.state)
+            if dtype is not None:
+                return Tensor(spec.global_shape, dtype, lambda rows: rows.strips(self.flat_chunks(name)))
+        for home in self.homes[name.param]:
+            slices = self._slices_of(name.state, home.key)
+            if slices is not None and slices.holds(home.index):
+                return Tensor(spec.global_shape, slices.tensor.dtype, lambda rows: rows.strips(self._chunks(name)))
+        return None
+
+    def flat_chunks(self, name: TensorName) -> Iterator[Chunk]:
+        """Where a state lies in flat buckets."""
+        assert self.flat is not None
+        return self.flat.chunks(name.param, name.state)
 
     def _chunks(self, name: TensorName) -> Iterator[Chunk]:
         first = 0

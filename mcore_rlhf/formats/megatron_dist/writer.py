@@ -30,12 +30,15 @@ from mcore_rlhf.core.catalog import (
     TensorName,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import groups_by_member, is_matrix, members
 from mcore_rlhf.families.megatron.layout import Blueprint
+from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
+from mcore_rlhf.families.megatron.remainders import remainder_dtype
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
@@ -50,6 +53,7 @@ from mcore_rlhf.storage.stored import Namespace
 
 from .buckets import BucketContents, FilePart, dealt
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
+from .modelopt import modelopt_files, note_modelopt
 from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
 from .objects import DistState, Objects, rng_ranks
 from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, SHARDING
@@ -85,13 +89,15 @@ class _DistWriter:
         self.contents = [Contents(self.run, self.spelling, self.num_layers, self.sharding == DP_RESHARDABLE)]
         self.objects = list(objects.items())
         if self.sharding == DP_RESHARDABLE:
-            buckets = BucketContents(
-                _blueprint(self.run), self.run.moments, [tree for _, tree in _optimizers(self.run)]
-            )
+            values = [tree for _, tree in _optimizers(self.run)]
+            master = remainder_dtype if self.run.keeps_remainders else lambda _: FLOAT32
+            buckets = BucketContents(_blueprint(self.run), self.run.moments, values, master)
             self.contents.append(buckets)
             self.objects += buckets.objects
         self.run.note()
         objects.note()
+        if KEY in self.run.source.state.other:
+            note_modelopt(self.run)
         self._note_sharding()
 
     @property
@@ -103,7 +109,8 @@ class _DistWriter:
         """The described checkpoint."""
         held = [None, *((part, number) for part in self.contents for number in range(len(part.files)))]
         names = [f"__{number}_0.distcp" for number in range(len(held))]
-        files = [TargetFile(f"{self.folder}/{COMMON}", self._common)]
+        modelopt, beside = modelopt_files(self.run, self.folder) if KEY in self.run.source.state.other else ((), {})
+        files = [TargetFile(f"{self.folder}/{COMMON}", self._common), *modelopt]
         files += [
             TargetFile(f"{self.folder}/{name}", partial(self._file, name, at))
             for name, at in zip(names, held, strict=True)
@@ -111,10 +118,9 @@ class _DistWriter:
         shapes = {fqn: shape for part in self.contents for fqn, shape in part.shapes().items()}
         metadata = dcp_metadata(shapes, {name: self._items(at) for name, at in zip(names, held, strict=True)})
         texts: dict[str, str | bytes] = {
-            f"{self.folder}/{METADATA_FILE}": metadata,
-            f"{self.folder}/{CONFIG}": CONFIG_TEXT,
-            TRACKER: self.run.tracker,
-        }
+            f"{self.folder}/{METADATA_FILE}": metadata, f"{self.folder}/{CONFIG}": CONFIG_TEXT,
+            TRACKER: self.run.tracker, **beside,
+        }  # fmt: skip
         return Target(
             format="megatron-dist",
             parallel=self.run.choices.parallel,
@@ -124,6 +130,7 @@ class _DistWriter:
             report=self.run.report,
             holds=self.run.holds(),
             sums=self._sums(),
+            needs=self.run.needs,
         )
 
     def _sums(self) -> Mapping[str, Callable[[Mapping[str, str]], str]]:
@@ -149,11 +156,11 @@ class _DistWriter:
         items = self._items(at)
         found = records(f"{self.folder}/{name}", items)
         entries = [] if at is None else at[0].entries(at[1], found)
-        return FileLayout(entries, found, Distcp(items))
+        return FileLayout(Chunks.of(entries), found, Distcp(items))
 
     def _common(self) -> FileLayout:
         _, first = next(rng_ranks(self.run.choices.parallel))
-        return FileLayout((), (), Pt(lambda: common_tree(self.run, first)))
+        return FileLayout(Chunks(), (), Pt(lambda: common_tree(self.run, first)))
 
     def _note_sharding(self) -> None:
         """Say what the optimizer's states become where the source had them otherwise, or where they load on one layout alone."""
@@ -223,7 +230,7 @@ def common_tree(run: NewRun, first: FileRank) -> Tree:
         tree["optimizer"] = _optimizer(run)
     if state.scheduler is not None:
         tree["opt_param_scheduler"] = state.scheduler
-    tree.update((key, value) for key, value in state.other.items() if key not in tree)
+    tree.update((key, value) for key, value in state.other.items() if key not in (*tree, KEY))
     tree[CONTENT] = _content(run)
     return tree
 

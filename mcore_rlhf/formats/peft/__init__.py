@@ -7,6 +7,7 @@ the adapter in a checkpoint of any format; ``reader`` and ``writer`` are made of
 from __future__ import annotations
 
 from mcore_rlhf.families.lora.names import CONFIG, WEIGHTS
+from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
@@ -18,7 +19,10 @@ class PeftFormat(Format):
 
     name = "peft"
     adapter = True
+    holds_adapters = True
     weights_only = True
+    takes = (Takes.DTYPE, Takes.MASTERS)
+    model_folder = own_sidecar = True
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import FixedCatalog, TensorName
+from mcore_rlhf.core.catalog import TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.lora.config import AdapterConfig, read_adapter_config
@@ -17,7 +18,6 @@ from mcore_rlhf.families.lora.names import (
     ENGINE_STATE,
     LORA_A,
     LORA_B,
-    OLD_ORIGIN,
     PREFIX,
     SAFETENSORS,
     WEIGHTS,
@@ -59,7 +59,7 @@ def read_peft(path: ReadablePath, options: ReadOptions) -> Source:
     specs = tuple(
         ParamSpec(named[name].memory, tensor.shape, tensor.record.dtype, REPLICATED) for name, tensor in stored.items()
     )
-    role, files = options.role or "actor", (file, *_beside(path))
+    role, files = options.role or "actor", (file, *sidecar_files(path))
     entries = [whole_entry(TensorName(role, named[name].memory), tensor) for name, tensor in stored.items()]
     return Source(
         format="peft",
@@ -67,7 +67,7 @@ def read_peft(path: ReadablePath, options: ReadOptions) -> Source:
         role=role,
         model=ModelSpec(specs, _layers(named.values()), False),
         parallel=ParallelConfig(),
-        catalog=FixedCatalog({entry.name: entry for entry in entries}),
+        catalog=Chunks.of(entries),
         state=_state(config, origin),
         files=files,
         states=(),
@@ -75,11 +75,6 @@ def read_peft(path: ReadablePath, options: ReadOptions) -> Source:
         notes=_notes(config, path),
         family=ModuleState("", tuple(spec.name for spec in specs)),
     )
-
-
-def _beside(path: ReadablePath) -> list[StoredFile]:
-    old = path / OLD_ORIGIN
-    return [*sidecar_files(path), *([StoredFile(OLD_ORIGIN, old.stat().st_size, ())] if old.is_file() else [])]
 
 
 def _check_files(path: ReadablePath) -> None:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import Chunk, FixedCatalog, TensorEntry, TensorName, dot
+from mcore_rlhf.core.catalog import Chunk, TensorEntry, TensorName, dot
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.state import MegatronState
@@ -64,7 +65,7 @@ def read_verl_adapter(path: ReadablePath, options: ReadOptions) -> Source:
         role=role,
         model=ModelSpec(specs, sum(layers), False),
         parallel=ParallelConfig(tp=1 + max(tp for tp, _ in ranks), pp=len(layers)),
-        catalog=FixedCatalog({entry.name: entry for entry in entries}),
+        catalog=Chunks.of(entries),
         state=TrainingState(0, release=True),
         files=tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in opened.values()),
         states=(),

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Report
-from mcore_rlhf.core.catalog import MASTER, PARAM, Catalog, Chunk, DType, Record, TensorEntry, TensorName, dtype_of
-from mcore_rlhf.core.views import EITHER, FROM_MASTERS, Renamed, StateOrder
+from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, DType, Record, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.lora.base_model import BaseModel, SavedAdapter
@@ -94,7 +95,7 @@ class _AdapterTarget:
             return replace(base or BaseModel(), path=self.options.base_model)
         return base
 
-    def _layout(self, view: Catalog, adapter: Adapter) -> FileLayout:
+    def _layout(self, view: Chunks, adapter: Adapter) -> FileLayout:
         """The widest elements first, then by name: so safetensors lays files out itself, and tensors lie at round offsets."""
         files = sorted((-self._dtype(tensor.memory).itemsize, tensor.file, tensor.memory) for tensor in adapter.tensors)
         entries, tensors = [], []
@@ -105,12 +106,14 @@ class _AdapterTarget:
             chunk = Chunk.whole(record, spec.global_shape)
             entries.append(TensorEntry(TensorName(self.source.role, file), spec.global_shape, record.dtype, (chunk,)))
             tensors.append(StoredTensor.whole(record, spec.global_shape))
-        return FileLayout(entries, [tensor.record for tensor in tensors], Safetensors(tensors, {"format": "pt"}))
+        return FileLayout(
+            Chunks.of(entries), [tensor.record for tensor in tensors], Safetensors(tensors, {"format": "pt"})
+        )
 
-    def _view(self, names: Mapping[str, str]) -> Catalog:
+    def _view(self, names: Mapping[str, str]) -> Chunks:
         """The adapter's tensors under peft's names."""
-        either = StateOrder(self.source.catalog, FROM_MASTERS if self.options.masters else EITHER)
-        return Renamed(either, self.source.role, names)
+        either = self.source.catalog.states(FROM_MASTERS if self.options.masters else EITHER)
+        return either.renamed(self.source.role, names)
 
     def _dtype(self, memory: str) -> DType:
         if self.options.dtype is not None:

@@ -5,18 +5,25 @@
 
 from __future__ import annotations
 
+from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .files import is_universal_folder, is_universal_root
+from .files import LATEST, ZERO, is_universal_folder, is_universal_root
 
 
 class UniversalFormat(Format):
     """DeepSpeed's universal checkpoint."""
 
     name = "universal"
+    holds_adapters = True
+    takes = (Takes.PATTERNS,)
+    tracker = LATEST
+    markers = (LATEST, ZERO)
+    joins = "latest"
+    tags = True
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""

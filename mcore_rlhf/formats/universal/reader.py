@@ -24,6 +24,7 @@ from mcore_rlhf.core.catalog import (
     flat_boxes,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.megatron.groups import of_matrices
@@ -155,11 +156,11 @@ class StoredWeights:
 
 
 @dataclass(slots=True)
-class UniversalCatalog:
-    """Lazy mapping from tensor names to where their elements lie.
+class _Places:
+    """Where the elements of every tensor lie.
 
     Args:
-        role: Role of all its tensors.
+        role: Role of all tensors.
         model: Names and shapes.
         weights: Where the parameters themselves lie.
         params: The parameters' files.
@@ -172,13 +173,18 @@ class UniversalCatalog:
     params: Mapping[str, ParamFiles]
     states: tuple[str, ...]
 
-    def __iter__(self) -> Iterator[TensorName]:
+    def table(self) -> Chunks:
+        """All of them."""
+        return Chunks.of(self._entries())
+
+    def _entries(self) -> Iterator[TensorEntry]:
         for spec in self.model.params:
             for state in self._states_of(spec):
-                yield TensorName(self.role, spec.name, state)
-
-    def __len__(self) -> int:
-        return sum(len(self._states_of(spec)) for spec in self.model.params)
+                of = self._weights(spec) if state == PARAM else self._state(spec.name, state, spec.global_shape)
+                if of:
+                    yield TensorEntry(
+                        TensorName(self.role, spec.name, state), spec.global_shape, of[0].record.dtype, of
+                    )
 
     def _states_of(self, spec: ParamSpec) -> tuple[str, ...]:
         """What of a parameter is stored: stage 3 and pipelines keep no weights but the masters of what they train."""
@@ -188,29 +194,18 @@ class UniversalCatalog:
         states = states if spec.trainable else ()
         return (PARAM, *states) if weights.whole or weights.slices or not states else states
 
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        """Compute one entry, or None where the checkpoint does not have it."""
-        spec = self.model.get(name.param)
-        if spec is None or name.role != self.role or name.state not in self._states_of(spec):
-            return None
-        if name.state == PARAM:
-            chunks = self._weights(name.param, spec.global_shape)
-        else:
-            chunks = self._state(name.param, name.state, spec.global_shape)
-        return TensorEntry(name, spec.global_shape, chunks[0].record.dtype, chunks) if chunks else None
-
     def _state(self, param: str, state: str, shape: Shape) -> tuple[Chunk, ...]:
         files = self.params.get(param)
         stored = files.tensors.get(state_key(state)) if files is not None else None
         return (whole_chunk(stored, shape),) if stored is not None else ()
 
-    def _weights(self, param: str, shape: Shape) -> tuple[Chunk, ...]:
-        weights = self.weights.get(param, StoredWeights())
+    def _weights(self, spec: ParamSpec) -> tuple[Chunk, ...]:
+        weights, shape = self.weights.get(spec.name, StoredWeights()), spec.global_shape
         if weights.slices:
             return tuple(_slice_chunks(weights.slices, shape))
         if weights.whole:
             return tuple(whole_chunk(stored, shape) for stored in weights.whole)
-        return self._state(param, MASTER, shape)
+        return self._state(spec.name, MASTER, shape)
 
 
 def whole_chunk(stored: StoredTensor, shape: Shape) -> Chunk:
@@ -287,7 +282,7 @@ class _OpenedUniversal:
             role=role,
             model=model,
             parallel=self.states.parallel,
-            catalog=UniversalCatalog(role, model, weights, self.zero.params, states),
+            catalog=_Places(role, model, weights, self.zero.params, states).table(),
             state=self._training_state(groups, others[0], notes),
             files=tuple(StoredFile.of_zip(pt.file, pt.directory) for pt in opened),
             states=states,

@@ -26,7 +26,7 @@ from mcore_rlhf.core.catalog import (
     TensorEntry,
     TensorName,
 )
-from mcore_rlhf.core.views import StateOrder
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
@@ -138,7 +138,7 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
     return Target(
         format="universal",
         parallel=source.parallel,
-        source=StateOrder(source.catalog, {MASTER: (MASTER, PARAM)}),
+        source=source.catalog.states({MASTER: (MASTER, PARAM)}),
         files=tuple(_files(new)),
         texts={LATEST: new.folder},
         report=report,
@@ -210,11 +210,11 @@ def _param_layout(new: UniversalLayout, path: str, spec: ParamSpec, state: str) 
 
 
 def _step_layout(step: object) -> FileLayout:
-    return FileLayout([], [], Pt.of(step))
+    return FileLayout(Chunks(), [], Pt.of(step))
 
 
 def _optimizer_layout(new: UniversalLayout) -> FileLayout:
-    return FileLayout([], [], Pt.of(_optimizer_state(new)))
+    return FileLayout(Chunks(), [], Pt.of(_optimizer_state(new)))
 
 
 def _model_layout(new: UniversalLayout, path: str, mp_rank: int, whole: bool) -> FileLayout:
@@ -253,7 +253,7 @@ class _TensorFile:
 
     def layout(self, content: object) -> FileLayout:
         """What the file will hold, with the object around its tensors."""
-        return FileLayout(self.holds, self.records, Pt.of(content))
+        return FileLayout(Chunks.of(self.holds), self.records, Pt.of(content))
 
 
 def _module(new: UniversalLayout, file: _TensorFile, whole: bool) -> OrderedDict[str, object]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import WriteOptions, given
+from mcore_rlhf.formats.registry import format_named
 
 from ..rlhf.controls import AdaptiveKL, FixedKL, KLController
 from ..rlhf.data_state import Indexable
@@ -43,6 +44,7 @@ def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
         "fsync": section.fsync,
         "rng": section.rng,
         "check": section.check,
+        "follow_links": section.follow_links,
         "timeout": section.timeout,
         "catch_signals": section.save.on_signal,
         "deadline": Deadline.after(limit) if limit is not None else Deadline.of_job(),
@@ -119,7 +121,7 @@ def _export(section: ExportSection) -> Export:
         tokenizer=section.tokenizer,
         generation_config=section.generation_config,
     )
-    beside = [row.name for row, _ in given(write=write) if not row.is_for(section.format)]
+    beside = [row.name for row, _ in given(write=write) if not row.is_for(format_named(section.format).takes)]
     if beside:
         raise Unsupported(
             f"checkpoint.export: {' and '.join(beside)}: means nothing for format: {section.format}\n"

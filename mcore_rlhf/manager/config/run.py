@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -18,10 +17,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml
+from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml, wrong_yaml
 from mcore_rlhf.errors import Problems, UsageError, headline, shown
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.suggestions import meant
 
 from .sections import AlgorithmSection, CheckpointSection, DataSection, RunnerSection, Section, TrainerSection, path
 
@@ -149,9 +149,8 @@ def _unknown(key: Key, known: Sequence[Key]) -> tuple[str, str]:
     """What to say of a key that is not known: a near miss, its right place, or all that is known there."""
     name = str(key[-1])
     siblings = [str(other[-1]) for other in known if other[:-1] == key[:-1]]
-    close = difflib.get_close_matches(name.replace("-", "_"), siblings, n=1)
-    if close:
-        return f"unknown key; did you mean {close[0]!r}?", ""
+    if near := meant(name, siblings):
+        return f"unknown key; did you mean {near!r}?", ""
     homes = [ELSEWHERE[name]] if name in ELSEWHERE else [text(other) for other in known if other[-1] == name]
     if homes:
         return f"unknown key; did you mean {' or '.join(homes[:3])}?", ""
@@ -207,7 +206,7 @@ def _created(content: dict[str, Any] | str, name: str) -> DictConfig:
             check_yaml(content)
         config = OmegaConf.create(content)
     except yaml.YAMLError as error:
-        raise UsageError(f"{name}: is not valid YAML: {error}") from None
+        raise UsageError(f"{name}: is not valid YAML: {wrong_yaml(error)}") from None
     except (OmegaConfBaseException, ValueError) as error:
         found = f"{getattr(error, 'full_key', None) or ''}: {headline(str(error))}"
         raise UsageError(f"{name}: {found.removeprefix(': ')}") from None
@@ -234,7 +233,7 @@ def _check_override(override: str, value: str, problems: Problems) -> None:
     try:
         check_yaml(value)
     except yaml.YAMLError as error:
-        problems.add(UsageError, f"override {shown(override)}: {error}")
+        problems.add(UsageError, f"override {shown(override)}: {wrong_yaml(error)}")
 
 
 def _leaves(node: DictConfig | ListConfig, at: Key) -> Iterator[tuple[Key, DictConfig | ListConfig, Any]]:
@@ -272,8 +271,8 @@ def _raw(parent: DictConfig | ListConfig, name: Any) -> str:
 def _near_miss(parent: DictConfig | ListConfig, raw: str) -> str:
     known = [text(key) for key, _, _ in _leaves(parent._get_root(), ())]  # type: ignore[arg-type]
     for wanted in _REFERENCE.findall(raw):
-        if wanted not in known and (close := difflib.get_close_matches(wanted, known, n=1)):
-            return f"; did you mean ${{{close[0]}}}?"
+        if wanted not in known and (near := meant(wanted, known)):
+            return f"; did you mean ${{{near}}}?"
     return ""
 
 

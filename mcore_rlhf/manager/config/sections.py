@@ -167,6 +167,7 @@ class CheckpointSection(Section):
     must_exist: bool = False
     rng: Literal["derive", "refuse", "ignore"] = "derive"
     check: Literal["bytes", "sizes"] = "bytes"
+    follow_links: bool = False
     timeout: Annotated[Seconds, Field(gt=0)] = 600.0
     tensorboard: PathText | None = None
     save: SaveSection = SaveSection()

@@ -7,7 +7,7 @@ Source of the layout that is met most: RLinf ``rlinf/runners/reasoning_runner.py
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -87,8 +87,8 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
     if (folder / MANIFEST).is_file() or (folder / MANIFEST).is_symlink():
         raise Corrupt(f"{folder}: has a manifest already, but {_why(folder)}\nOnly a step without one can be adopted.")
     before = _signature(folder)
-    parts = _verified_models(folder, step, how)
-    check_values(folder, [*filter(holds_values, before)], how.options.stubs).raise_if_any()
+    parts, looked_at = _verified_models(folder, step, how)
+    check_values(folder, before.keys() - looked_at, how.options.stubs).raise_if_any()
     files = {name: FileEntry(nbytes, crc_of_file(folder / name, how.progress)) for name, (nbytes, _) in before.items()}
     if _signature(folder) != before:
         raise Incomplete(
@@ -137,13 +137,21 @@ def why_not(folder: ReadablePath, options: ReadOptions | None = None) -> str:
     how = options or ReadOptions()
     try:
         step = _step_number(folder)
-        for role, place in _models(folder):
+        models = dict(_models(folder))
+        for role, place in models.items():
             source = open_checkpoint(place, replace(how, role=role), partial=True)
             _of_step(source, place, step).raise_if_any()
-        check_values(folder, [*filter(holds_values, _signature(folder))], how.stubs, records=False).raise_if_any()
+        beside = [
+            name for name in _signature(folder) if holds_values(name) or not _is_in(folder / name, models.values())
+        ]
+        check_values(folder, beside, how.stubs, records=False).raise_if_any()
     except CheckpointError as error:
         return headline(str(error))
     return ""
+
+
+def _is_in(file: ReadablePath, folders: Iterable[ReadablePath]) -> bool:
+    return any(file.is_relative_to(folder) for folder in folders)
 
 
 def _step_number(folder: ReadablePath) -> int:
@@ -195,21 +203,29 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _verified_models(folder: ReadablePath, step: int, how: Adoption) -> list[dict[str, object]]:
-    """The parts of a step, each of which was verified.
+def _verified_models(folder: ReadablePath, step: int, how: Adoption) -> tuple[list[dict[str, object]], set[str]]:
+    """The parts of a step, each of which was verified, and the files of the step that were looked at with them.
 
     Raises:
         NotACheckpoint: It has none.
         CheckpointError: One of them is damaged.
     """
-    problems, parts = Problems(), list[dict[str, object]]()
+    problems, parts, looked_at = Problems(), list[dict[str, object]](), set[str]()
     for role, place in _models(folder):
         try:
-            parts.append(_verified(role, place, step, how, problems))
+            verdict = verify(place, replace(how.options, role=role), how.depth, how.workers, how.progress)
+            problems.extend(verdict.problems.found)
+            source = verdict.source
+            if source is None:
+                continue
+            problems.extend(_of_step(source, place, step).found)
+            unread = {"unread": headline(source.unread)} if source.unread else {}
+            parts.append({"role": role, "format": source.format, "parallel": str(source.parallel), **unread})
+            looked_at |= {(source.root / file.path).relative_to(folder).as_posix() for file in source.files}
         except CheckpointError as error:
             problems.add_error(error)
     problems.raise_if_any()
-    return parts
+    return parts, looked_at
 
 
 def _models(folder: ReadablePath) -> list[tuple[str, ReadablePath]]:
@@ -238,17 +254,6 @@ def _is_known(folder: ReadablePath) -> bool:
     except NotACheckpoint:
         return False
     return True
-
-
-def _verified(role: str, place: ReadablePath, step: int, how: Adoption, problems: Problems) -> dict[str, object]:
-    verdict = verify(place, replace(how.options, role=role), how.depth, how.workers, how.progress)
-    problems.extend(verdict.problems.found)
-    source = verdict.source
-    if source is None:
-        return {}
-    problems.extend(_of_step(source, place, step).found)
-    unread = {"unread": headline(source.unread)} if source.unread else {}
-    return {"role": role, "format": source.format, "parallel": str(source.parallel), **unread}
 
 
 def _of_step(source: Source, place: ReadablePath, step: int) -> Problems:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from mcore_rlhf.storage.waiting import waiting_for
+
 from .options import LOG
 
 
@@ -60,7 +62,8 @@ class Background:
             What it raised, once; None where it is well, or there was none.
         """
         if self._thread is not None:
-            self._thread.join()
+            with waiting_for(self.name):
+                self._thread.join()
             self._thread = None
         error, self.error = self.error, None
         told, self.given_up = self.given_up, False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,9 +12,9 @@ from typing import Literal
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, StorageError, Unsupported
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.paths import ReadablePath, local_path
-from mcore_rlhf.storage.patience import identity, is_still, names_in
+from mcore_rlhf.storage.patience import identity, is_still
 from mcore_rlhf.storage.store import StorePath
-from mcore_rlhf.storage.transactions import PAUSES
+from mcore_rlhf.storage.unfinished import refuse_unfinished, replaced
 
 from . import steps
 from .mirror_status import MirrorStatus, resumable
@@ -95,33 +94,24 @@ class Candidates:
             return [_named(folder, self.root)]
         if resume.kind == "path":
             return [_named(resume.path, self.root)]
-        aside = _lying_aside(self.root)
-        visible = [step for step in steps.listed(self.root) if not steps.is_hidden(step.path)]
+        there_is = steps.listed(self.root)
+        aside = steps.lying_aside((step.step, step.path) for step in there_is)
+        visible = [step for step in there_is if not steps.is_hidden(step.path)]
         near = list(self._newest_first(visible))
         there = self._of_mirror(visible, bool(near))
         far = [StepToTry("", step.step) for step, why in there if not why]
         found = sorted([*near, *far], key=_newest_and_near_first)
         newest = found[0].step if found else -1
-        self._refuse_replaced(aside, newest)
+        if (
+            max(aside, default=-1) > newest
+        ):  # a run that writes has put it back; one that only reads takes no older one for it
+            raise replaced(steps.step_folder(self.root, max(aside)))
         for step in [*visible, *(step for step, _ in there)]:
             if step.step > newest and step.state == "damaged" and not step.quarantined:
                 _refuse_newer_release(step)
         if not found and any(step.state != "committed" and step.nbytes and not step.quarantined for step in visible):
             raise self.nothing_intact()  # beginning anew would overwrite what can perhaps be mended
         return found
-
-    def _refuse_replaced(self, aside: Sequence[int], newest: int) -> None:
-        """A run that writes has put back what lay aside. One that only reads must not take an older step instead.
-
-        Raises:
-            StorageError: One that is newer than all others lies aside.
-        """
-        for step in aside:
-            if step > newest:
-                raise StorageError(
-                    f"{steps.step_folder(self.root, step)}: lies aside, as .global_step_{step}.old-…: its replacement was interrupted\n"
-                    "The next start of the run that saves here puts it back, and so does mcore-rlhf prune. Then try again."
-                )
 
     def is_still(self, candidate: StepToTry) -> bool:
         """Whether what was to be tried is still there, and no other in its place."""
@@ -188,25 +178,6 @@ class Candidates:
         return there
 
 
-def _lying_aside(root: Path) -> list[int]:
-    """Steps that lie aside with nothing in their place, for longer than replacing them takes."""
-    for pause in (*PAUSES, 0.0):
-        names = _names(root)
-        found = [(steps.step_of_aside(Path(name)), name) for name in names if ".old-" in name]
-        aside = [step for step, _ in found if step is not None and steps.step_folder(root, step).name not in names]
-        if not aside:
-            break
-        time.sleep(pause)
-    return aside
-
-
-def _names(root: Path) -> list[str]:
-    try:
-        return names_in(root)
-    except (FileNotFoundError, NotADirectoryError):  # which is said where its steps are listed
-        return []
-
-
 def _newest_and_near_first(found: StepToTry) -> tuple[int, bool]:
     return -found.step, not found.where
 
@@ -233,6 +204,7 @@ def _named(folder: Path, root: Path) -> StepToTry:
         Corrupt: It has a manifest, and is not what that says.
     """
     if not folder.is_dir():
+        refuse_unfinished(folder)
         there = ", ".join(str(step.step) for step in steps.committed(root)) or "none"
         raise NotACheckpoint(f"{folder}: does not exist\nCommitted steps in {root}: {there}.")
     number = steps.step_of(folder)

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Problems
-from mcore_rlhf.storage import reading
+from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Untrusted
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
-from mcore_rlhf.storage.paths import ReadablePath, cannot_open
+from mcore_rlhf.storage.nested import calls_of_file
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.store import open_files
 from mcore_rlhf.storage.torchzip import read_directory
+from mcore_rlhf.verify.audit import Ledger, read_checksums
+from mcore_rlhf.verify.itself import ITEMS, itself
 
 _WINDOW = 1 << 20
-_ITEMS = ".distcp"
+_SHOWN = 5
 
 FOLDERS = ("data", "rlhf", "rng")
 """Folders of a step that hold values, not models."""
@@ -52,7 +55,7 @@ def check_itself(path: ReadablePath) -> None:
     """
     if path.suffix == ".pt":
         check_records(path)
-    elif path.suffix == _ITEMS:
+    elif path.suffix == ITEMS:
         check_items(path)
 
 
@@ -107,43 +110,64 @@ def holds_values(name: str) -> bool:
 def check_values(
     folder: ReadablePath, files: Collection[str], stubs: Collection[str] = (), *, records: bool = True
 ) -> Problems:
-    """Open every ``.pt`` file, and every ``.json`` file in :data:`FOLDERS`. No code of a pickle is run, and no tensor is made.
+    """Open every ``.pt`` file, and look into any other as far as it says something of itself.
+
+    No code of a pickle is run, and no tensor is made.
 
     Args:
         folder: The step's folder.
-        files: Those of its files, relative to the folder, that belong to no model; others than the above are passed over.
+        files: Those of its files, relative to the folder, that no model's reader opened.
         stubs: Pickled classes that may become inert stubs, besides those of the known frameworks.
-        records: Whether the checksums that a ``.pt`` file carries are verified too: where no manifest vouches for it.
+        records: Whether the checksums that files carry are verified too: where no manifest vouches for them.
 
     Returns:
         Every file that is torn or damaged, is not JSON, or would run code; nothing where all can be read.
     """
     problems = Problems()
-    for name in sorted(filter(_is_opened, files)):
+    for name in sorted(filter(_is_value, files)):
         try:
-            _check_value(folder, name, stubs, records)
+            read_pt(folder, name, stubs=stubs)
+            if records:
+                check_records(folder / name)
         except CheckpointError as error:
             problems.add_error(error)
+    others = list(itself(folder, [name for name in files if not _is_value(name)], stubs, problems))
+    if records:
+        _check_checksums(folder, others, problems)
     return problems
 
 
-def _is_opened(name: str) -> bool:
-    return name.endswith(".pt") or (name.endswith(".json") and holds_values(name))
+def _is_value(name: str) -> bool:
+    return name.endswith(".pt")
 
 
-def _check_value(folder: ReadablePath, name: str, stubs: Collection[str], records: bool) -> None:
-    if name.endswith(".json"):
-        return _check_json(folder / name)
-    read_pt(folder, name, stubs=stubs)
-    if records:
-        check_records(folder / name)
+def _check_checksums(folder: ReadablePath, files: Collection[StoredFile], problems: Problems) -> None:
+    try:
+        read_checksums(files)
+    except CheckpointError as error:
+        return problems.add_error(error)
+    with open_files(folder) as mapped:
+        for task in Ledger(files).tasks(mapped, problems, lambda nbytes: None):
+            task()
     return None
 
 
-def _check_json(path: ReadablePath) -> None:
-    try:
-        reading.read_json(path)
-    except OSError as error:
-        raise cannot_open(error, path) from error
-    except ValueError as error:
-        raise Corrupt(f"{path}: is not valid JSON: {error}") from error
+def check_calls(folder: ReadablePath, files: Collection[str], stubs: Collection[str] = ()) -> Problems:
+    """Look for what files would call that go along byte for byte. Reading runs nothing, but whoever loads them does.
+
+    Args:
+        folder, files, stubs: See :func:`check_values`.
+
+    Returns:
+        Every file that calls what is not on the closed list of what we write.
+    """
+    problems = Problems()
+    for name in sorted(files):
+        if calls := calls_of_file(folder / name, stubs):
+            some = ", ".join(map(repr, calls[:_SHOWN]))
+            problems.add(
+                Untrusted,
+                f"{folder / name}: whoever loads it would call {some}, and that is on no list of harmless names",
+                "--stub NAME carries it all the same: only for a class that you know, since loaders run it.",
+            )
+    return problems

@@ -26,6 +26,7 @@ from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.publish import LocalPublication, replace_text
 from mcore_rlhf.storage.transactions import Places, new_transaction
+from mcore_rlhf.storage.waiting import waiting_for
 
 from .steps import MANIFEST, step_folder
 
@@ -95,6 +96,12 @@ class FolderStore:
             Stopped: A rank failed.
             Incomplete: It did not come in time.
         """
+        with waiting_for(
+            f"{sender}, whose part of {self.folder.parent.name} has not come; after {self.timeout:g} s it is given up"
+        ):
+            return self._awaited(name, sender)
+
+    def _awaited(self, name: str, sender: str) -> bytes:
         end, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
         while True:
             try:
@@ -309,6 +316,12 @@ class Transaction:
             Incomplete: It has not, in time.
             Stopped: It has given up already.
         """
+        with waiting_for(
+            f"the coordinating rank, which has not begun {self.target}; after {self.timeout:g} s the save is given up"
+        ):
+            self._begun()
+
+    def _begun(self) -> None:
         end = time.monotonic() + self.timeout
         while not (self.folder / PARTS).is_dir():
             if self._word.exists():

@@ -74,8 +74,8 @@ class CheckpointManager:
         options: ManagerOptions | None = None,
     ) -> None:
         self.root = local_path(root).absolute()
-        enclose(self.root)
         self.options = options or ManagerOptions()
+        enclose(self.root, follow=self.options.follow_links or None)
         self._mirror = self.options.mirror if isinstance(self.options.mirror, Mirror) else None
         if self._mirror is not None:
             self._mirror.open()

@@ -41,6 +41,8 @@ _log = log_of("mcore_rlhf.manager")
 
 PATIENCE_S = 20.0
 """How long one request is tried again; then the thread looks up, and begins the step again where it was."""
+STILL_S = 20.0
+"""Where the store takes nothing for so long, that is said."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _ENDING_S = 5.0
 _POLL_S = 0.1
@@ -80,6 +82,7 @@ class Mirroring:
         self._there: dict[int, Step] | None = None
         self._error: Exception | None = None
         self._begun = False
+        self._moved, self._stands = 0.0, False
         self._thread = threading.Thread(target=self._run, name="mcore_rlhf mirror", daemon=True)
 
     @property
@@ -279,8 +282,10 @@ class Mirroring:
             self._hosts.withdraw()
 
     def _send_files(self, step: Step, jobs: Sequence[Job], publication: StorePublication) -> None:
+        self._moves()
+        self._stands = False
         try:
-            send(publication, step.local, jobs, self._look_up)
+            send(publication, step.local, jobs, self._look_at_sending, self._moves)
         except CheckpointError:
             self._same(step)
             raise
@@ -288,6 +293,21 @@ class Mirroring:
     def _look_up(self) -> None:
         if self._ended.is_set():
             raise Ended
+
+    def _moves(self) -> None:
+        self._moved = time.monotonic()
+
+    def _look_at_sending(self) -> None:
+        self._look_up()
+        still = time.monotonic() - self._moved
+        if self._stands == (still > STILL_S):
+            return
+        self._stands = not self._stands
+        if self._stands:
+            problem = f"stands still: the store has taken nothing for {still:.0f} s"
+            self._trouble(problem, problem)
+        else:
+            self._change(problem="")
 
     def _same(self, step: Step) -> Manifest:
         """The manifest of a step that is still the one that was found.
@@ -323,13 +343,17 @@ class Mirroring:
         unforeseen = None if isinstance(error, CheckpointError | OSError) else error
         if unforeseen is not None:
             _log.warning("the mirror %s: %s", self._options.url, error, exc_info=unforeseen)
+        self._trouble(problem, str(error))
+
+    def _trouble(self, problem: str, text: str) -> None:
+        """Say why nothing is sent now."""
         self._change(problem=problem)
         left = self.waiting()
         nbytes = sum(step.nbytes for step in left)
         self._reporter.say(
             "failed",
             None,
-            f"the mirror {self._options.url}: {error}\n"
+            f"the mirror {self._options.url}: {text}\n"
             f"Training goes on, {len(left)} steps wait ({human(nbytes)}), and it is tried again",
             waiting=len(left),
             waiting_bytes=nbytes,

@@ -134,7 +134,13 @@ def missing(jobs: Iterable[Job], publication: StorePublication) -> list[Job]:
     return [(name, entry) for name, entry in jobs if sent.get(name) != entry.nbytes]
 
 
-def send(publication: StorePublication, folder: Path, jobs: Sequence[Job], look: Callable[[], None]) -> None:
+def send(
+    publication: StorePublication,
+    folder: Path,
+    jobs: Sequence[Job],
+    look: Callable[[], None],
+    moves: Callable[[], None] = lambda: None,
+) -> None:
     """Send files, a few at a time, on threads that an ending process does not wait for.
 
     A file that is not what the manifest says while it is read is one that the store never has.
@@ -144,6 +150,7 @@ def send(publication: StorePublication, folder: Path, jobs: Sequence[Job], look:
         folder: The step's.
         jobs: The files.
         look: Called every second; what it raises stops all.
+        moves: Called where the store has taken something.
 
     Raises:
         CheckpointError: The first error; the others are given up.
@@ -156,6 +163,7 @@ def send(publication: StorePublication, folder: Path, jobs: Sequence[Job], look:
     def tick(_nbytes: int) -> None:
         if errors:
             raise Ended
+        moves()
 
     def one(job: Job) -> None:
         publication.put(job[0], beneath(folder, job[0]), job[1], tick)

@@ -12,7 +12,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import Problems, UsageError, log_of
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named
-from mcore_rlhf.storage.settings import SCHEMES, StoreSettings, stores_with
+from mcore_rlhf.storage.settings import SCHEMES, StoreSettings, redacted, stores_with
 from mcore_rlhf.storage.store import StorePath
 
 from .policies import AnyOf, Deadline, SavePolicy
@@ -65,7 +65,7 @@ class Mirror:
     on_error: Literal["continue", "raise"] = "continue"
     connections: int = 8
     memory: int = 256 << 20
-    store: Mapping[str, str] = field(default_factory=dict)
+    store: Mapping[str, str] = field(default_factory=dict, repr=False)  # keys and tokens may be among them
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -75,6 +75,7 @@ class Mirror:
             if getattr(self, name) < 1:
                 problems.add(UsageError, f"mirror.{name}: should be positive, found {getattr(self, name)}")
         problems.raise_if_any()
+        object.__setattr__(self, "url", redacted(self.url))  # it is written into the root, into logs and events
 
     def open(self, patience: float | None = None) -> StorePath:
         """It, as it is now.
@@ -110,6 +111,7 @@ class ManagerOptions:
             written: ``refuse``, or ``continue`` among them.
         fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.
         rng: On resume at another layout: ``derive`` RNG states, ``refuse``, or ``ignore`` them.
+        follow_links: Whether links may lead out of the root, to a scratch disk say; without, a file that lies elsewhere is refused.
         check: What is verified before a step is loaded: every byte that is read (``bytes``), or lengths only (``sizes``).
         timeout: Seconds to wait for a rank that does not come.
         catch_signals: Whether SIGTERM and SIGUSR1 save and stop the run at the next step boundary.
@@ -133,6 +135,7 @@ class ManagerOptions:
     on_existing: Literal["refuse", "continue"] = "refuse"
     fsync: bool = True
     rng: RngPolicy = "derive"
+    follow_links: bool = False
     check: Literal["bytes", "sizes"] = "bytes"
     timeout: float = 600.0
     catch_signals: bool = True

@@ -421,8 +421,15 @@ def left_behind(root: ReadablePath, step: int, own: Collection[int]) -> list[int
     return sorted(found.step for found in newer if (found.resumable or found.undecided) and found.step not in own)
 
 
-def leave_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
-    """Put newer steps that are not this run's in quarantine.
+def leave_behind(root: Path, step: int, own: Collection[int], went_back_to: int | None = None) -> list[int]:
+    """Put steps that are not this run's, and newer than where it goes on from, in quarantine.
+
+    Args:
+        root: The folder of all steps.
+        step: The newest step of this run.
+        own: All steps that this run has saved.
+        went_back_to: The step that it went back to from newer ones: a resume must not fall back to one of those,
+            though the run has saved beyond it.
 
     Returns:
         Their numbers.
@@ -430,7 +437,7 @@ def leave_behind(root: Path, step: int, own: Collection[int]) -> list[int]:
     Raises:
         StorageError: A note cannot be written.
     """
-    found = left_behind(root, step, own)
+    found = left_behind(root, step if went_back_to is None else min(step, went_back_to), own)
     for number in found:
         steps.quarantine(steps.step_folder(root, number), f"left behind by a run that saved step {step} after it")
     return found
@@ -448,10 +455,12 @@ def move_aside(folder: Path, name: str) -> Path | None:
 
     Raises:
         OSError: It cannot be renamed.
+        Unreadable: It may be a step of ours, and sound.
     """
     found = steps.found_at(folder)
     if found is None or folder.is_symlink() or not any(folder.iterdir()):
         return None
+    found.require_read()
     if found.state in ("committed", "damaged") and not steps.is_of_newer_release(folder):
         return None
     aside = folder.with_name(f"{folder.name}.found-{name}")

@@ -18,6 +18,7 @@ from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove, write_new
 from mcore_rlhf.storage.paths import storage_error
+from mcore_rlhf.storage.patience import patiently
 from mcore_rlhf.storage.transactions import new_transaction
 
 from .world import World
@@ -60,15 +61,27 @@ class RootLock:
             StorageError: Another run has it meanwhile, or the root cannot be made.
         """
         path = self._root / LOCK
-        with suppress(FileNotFoundError):
-            if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
-                return self._refuse_who_came_later()
+        if self._fd >= 0 and self._is_at(path):
+            return self._refuse_who_came_later()
         self.release()
         try:
             make_folder(self._root)
         except OSError as error:
             raise storage_error(error, self._root, "create") from error
         return self._take()
+
+    def _is_at(self, path: Path) -> bool:
+        """Whether the file that is held lies there.
+
+        Raises:
+            StorageError: Nobody can say.
+        """
+        try:
+            return patiently(lambda: os.path.samestat(os.fstat(self._fd), os.lstat(path)))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise storage_error(error, path, "see") from error
 
     def _take(self) -> None:
         path = self._root / LOCK

@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError
+from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.storage.manifest import Manifest, provenance
 from mcore_rlhf.storage.publish import replace_text
+from mcore_rlhf.storage.waiting import waiting_for
 
 from ..rlhf.carried import Carried
 from . import retention, steps
@@ -23,7 +25,7 @@ from .policies import SaveClock
 from .retention import Retention, leave_behind, move_aside, refuse_others, remember
 from .rng import WORLDS, RngState, file_content
 from .snapshot import DATA_FILE, Components, HostStaging, Snapshot, accounted, aside, described, dumps, loads
-from .steps import RNG_FILE, TRACKER
+from .steps import RNG_FILE
 from .world import World, raisable
 from .write import RankWriter
 
@@ -126,7 +128,8 @@ class Saver:
             return self._background.join(), None
         try:
             self.world.barrier("the end of the save", patience=3)
-            self._poll()
+            with waiting_for(self._background.name):
+                self._poll()
         except Incomplete as lost:
             self._background.ended_within(
                 3 * self.world.timeout
@@ -270,7 +273,7 @@ class Saver:
         if self.mirror is not None:
             self.mirror.saved()
             self.mirror.then = self._after_mirroring
-        for number in leave_behind(self.root, step, self.own):
+        for number in leave_behind(self.root, step, self.own, self.went_back_to):
             self.reporter.say(
                 "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"
             )

@@ -8,28 +8,29 @@ a note beside the manifest, not listed in it, tells resume to leave it alone.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable, headline
+from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer
 from mcore_rlhf.storage.paths import ReadablePath, says_nothing, storage_error, walk
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settled
+from mcore_rlhf.storage.transactions import PAUSES
+from mcore_rlhf.storage.unfinished import replaced
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
+
+from .measured import comparable
 
 MANIFEST = "manifest.json"
 """The last file of a step that is written."""
-
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Says the newest step, for people and their scripts; nothing here believes it."""
 
 RNG_FILE = "rng/rng_state.pt"
 """The states of every rank's generators, in a step."""
@@ -42,7 +43,6 @@ _ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
 _LEFTOVER = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.(?:lock|old)-.+")
 
 NOTE = "quarantined.json"
-
 _LOOKS = 10
 
 _NO_REASON = "no reason given"
@@ -56,21 +56,16 @@ deleted, or left behind, or nothing that is known. ``unreadable``: an I/O error,
 
 _NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
 
-_FOREIGN = (
-    "latest_checkpointed_iteration.txt", "latest", "latest_universal", "dcp_checkpoint", "model_state_dict", "dist_ckpt",
-    "local_shard_checkpoint",
-)  # fmt: skip
-
 _FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
 
 
-def tracker_text(tracker: ReadablePath) -> str:
-    """What a tracker says, whoever wrote it.
+def tracker_text(root: ReadablePath) -> str:
+    """What the tracker in a root says, whoever wrote it.
 
     Raises:
         OSError: It is missing, is no file, or cannot be read.
     """
-    return reading.read_line(tracker)
+    return reading.read_line(root / TRACKER)
 
 
 def step_folder(root: _Path, step: int) -> _Path:
@@ -278,12 +273,17 @@ def newest_first(root: ReadablePath) -> Iterator[Step]:
     """The visible steps of a root, newest first, each looked at when it is asked for.
 
     Raises:
+        Unreadable: The next one lies aside: an older one is not taken for it.
         CheckpointError: See :func:`listed`.
     """
     seen = set[int]()
     for _ in range(_LOOKS):
-        visible = [(number, path) for number, path in _folders(root) if not is_hidden(path) and number not in seen]
-        for number, path in sorted(visible, key=_number, reverse=True):
+        folders = _folders(root)
+        aside = lying_aside(folders)
+        whole = [one for one in folders if one[0] not in seen and (one[0] in aside or not is_hidden(one[1]))]
+        for number, path in sorted(whole, key=_number, reverse=True):
+            if number in aside:
+                raise replaced(step_folder(root, number))
             step = _describe(number, path)
             if step is None:  # deleted meanwhile, as there are newer ones
                 break
@@ -311,8 +311,14 @@ def is_committed(folder: ReadablePath) -> bool:
 
 
 def is_replaceable(folder: ReadablePath) -> bool:
-    """Whether a step of ours lies there, which may be saved again; what has no manifest of ours is never replaced."""
+    """Whether a step of ours lies there, which may be saved again; what has no manifest of ours is never replaced.
+
+    Raises:
+        Unreadable: Nobody can say.
+    """
     found = found_at(folder)
+    if found is not None:
+        found.require_read()
     return found is not None and found.state in ("committed", "damaged")
 
 
@@ -344,9 +350,15 @@ def size_of(folder: ReadablePath) -> int:
     return total
 
 
+def _foreign() -> tuple[str, ...]:
+    from mcore_rlhf.formats.registry import trackers  # who asks for a step's name alone need not wait for it
+
+    return (*trackers(), "dcp_checkpoint", "model_state_dict", "dist_ckpt", "local_shard_checkpoint")
+
+
 def looks_foreign(folder: ReadablePath) -> bool:
     """Whether a folder directly holds what trainers write: a tracker, iterations, shards."""
-    named = any((folder / name).exists() for name in _FOREIGN)
+    named = any((folder / name).exists() for name in _foreign())
     return named or any(True for pattern in _FOREIGN_PATTERNS for _ in folder.glob(pattern))
 
 
@@ -358,8 +370,24 @@ def _number(found: tuple[int, ReadablePath]) -> int:
     return found[0]
 
 
-def _folders(root: ReadablePath) -> Iterator[tuple[int, ReadablePath]]:
-    """Numbers and folders of all steps, in no order."""
+def lying_aside(found: Iterable[tuple[int, ReadablePath]]) -> set[int]:
+    """Of numbers and folders of steps, those that are being replaced: they lie aside, and nothing in their place."""
+    known = list(found)
+    there = {number for number, path in known if not is_hidden(path)}
+    return {number for number, path in known if ".old-" in path.name} - there
+
+
+def _folders(root: ReadablePath) -> list[tuple[int, ReadablePath]]:
+    """Numbers and folders of all steps, in no order; where one is being replaced, after that, unless it was cut short."""
+    for pause in PAUSES:
+        found = list(_listing(root))
+        if not lying_aside(found):
+            return found
+        time.sleep(pause)
+    return list(_listing(root))
+
+
+def _listing(root: ReadablePath) -> Iterator[tuple[int, ReadablePath]]:
     root = checkpoint_path(root)
     try:
         for name in names_in(root):
@@ -417,8 +445,8 @@ def _visible(number: int, path: ReadablePath) -> Step:
     roles = tuple(dict.fromkeys(str(part["role"]) for part in manifest.parts if "role" in part))
     written = str(manifest.provenance.get("time") or _changed(path))
     state: State = "damaged" if why else "committed"
-    comparable = _comparable(manifest)
-    return Step(number, path, state, nbytes, roles, written, why, comparable, quarantined, manifest.transaction)
+    metrics, transaction = comparable(manifest), manifest.transaction
+    return Step(number, path, state, nbytes, roles, written, why, metrics, quarantined, transaction)
 
 
 def _without_manifest(number: int, path: ReadablePath) -> Step:
@@ -448,40 +476,12 @@ def _problem(folder: ReadablePath, manifest: Manifest, number: int) -> str:
     return problems[0].message.splitlines()[0] + more
 
 
-def _comparable(manifest: Manifest) -> dict[str, float]:
-    return {name: value for name, value in metrics_of(manifest).items() if not math.isnan(value)}
-
-
-def live_of(manifest: Manifest) -> dict[str, dict[str, int]]:
-    """How much state every role held when the step was saved: ``tensors`` and ``bytes``, by role; empty in older manifests."""
-    stored = manifest.report.get("live")
-    roles = stored.items() if isinstance(stored, Mapping) else ()
-    return {
-        str(role): {key: int(figures[key]) for key in ("tensors", "bytes")}
-        for role, figures in roles
-        if isinstance(figures, Mapping) and all(type(figures.get(key)) is int for key in ("tensors", "bytes"))
-    }
-
-
-def metrics_of(manifest: Manifest) -> dict[str, float]:
-    """The metrics that a step was saved with; infinities and NaN stand in a manifest as text."""
-    found = manifest.report.get("metrics")
-    items = found.items() if isinstance(found, Mapping) else ()
-    return {str(name): float(value) for name, value in items if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, str):
-        return value in ("nan", "inf", "-inf")
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _role_folders(path: ReadablePath) -> tuple[str, ...]:
     return tuple(sorted(name for name in names_in(path) if _may_be_role(name) and may_be_folder(path / name)))
 
 
 def _may_be_role(name: str) -> bool:
-    return name not in _NOT_ROLES and not name.startswith((".", "iter_", "mp_rank_")) and name not in _FOREIGN
+    return name not in _NOT_ROLES and not name.startswith((".", "iter_", "mp_rank_")) and name not in _foreign()
 
 
 def _changed(path: ReadablePath) -> str:

@@ -24,7 +24,7 @@ from .dense import FIELDS
 from .expert_fields import doubt_about_groups, mixture_layers
 from .fields import Field, integer
 from .relation import HOW_TO_ADD, Filled, filled
-from .table import LOCAL, SEQUENTIAL, Architecture, Sizes, Spelling
+from .table import LOCAL, SEQUENTIAL, Architecture, Packed, Sizes, Spelling
 
 Config = Mapping[str, object]
 
@@ -41,6 +41,8 @@ _DELTA = {
     "delta_keys": "linear_num_key_heads", "delta_key": "linear_key_head_dim", "delta_values": "linear_num_value_heads",
     "delta_value": "linear_value_head_dim", "kernel": "linear_conv_kernel_dim",
 }  # fmt: skip
+QUANTIZATION = ("quantization_config", "compression_config")
+"""Where a ``config.json`` says how its weights are quantized; compressed-tensors once had a key of its own."""
 _LATENT_EPSILON = 1e-6
 _KINDS_OF_ATTENTION = ("multi_latent_attention", "experimental_attention_variant")
 IGNORE = "To convert without it, and to have that stand in the report as lost: --ignore-field with its name."
@@ -121,6 +123,12 @@ def known_architecture(config: Config) -> Architecture | None:
         raise Unsupported(f"config.json: model_type should be a text, found {said!r:.80}")
     by_type = next((known for known in ARCHITECTURES if known.model_type == said), None)
     return by_type if by_type is not None or said in REFUSED else _of_class(config)
+
+
+def packed_in(config: Config) -> tuple[Packed, ...]:
+    """What of a model is packed in memory and not on disk; nothing where nobody says which it is, since others pack differently."""
+    known = known_architecture(config)
+    return () if known is None else known.packed
 
 
 def _of_class(config: Config) -> Architecture | None:
@@ -375,7 +383,6 @@ _EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d{1,18})\.")
 _EXPERT = re.compile(r"\.experts\.\d{1,18}\.")
 _PACKED = ".experts.gate_up_proj"
-_BIAS = re.compile(r"model\.layers\.\d{1,18}\.self_attn\.[qkv]_proj\.bias")
 _SHOWN = 3
 
 
@@ -399,10 +406,29 @@ def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape]) -> Iterat
     if any(name.endswith(_PACKED) for name in shapes):  # named as in memory
         return
     yield from _listed(known, "lacks", _missing(known, sizes, rows, shapes))
-    if _says_bias(known) and config.get("attention_bias") is not True:
-        yield from _listed(known, "has no place, where attention_bias is not true, for", _biases(shapes))
     expected = {tensor for row in rows for tensor in row.tensors}
     yield from _listed(known, "has no place for", _strange(sizes, expected, shapes))
+
+
+def foreign_names(config: Mapping[str, object], shapes: Collection[str]) -> str:
+    """What is said of tensors that are all called otherwise than those of the class that a description names; empty where some are not.
+
+    transformers leaves at random whatever it does not find under its own name, and looks at nothing else.
+
+    Args:
+        config: The description of a model of text; of an architecture in no table, no names are known.
+        shapes: The tensors.
+    """
+    try:
+        (known,), sizes = architecture_of(config), sizes_of_config(config)
+    except (CheckpointError, ValueError):
+        return ""
+    rows = filled(known, sizes, Spelling(known.implementation or LOCAL, SEQUENTIAL))
+    own = {tensor for row in rows for tensor in row.tensors}
+    if not shapes or own.intersection(shapes) or any(name.endswith(_PACKED) for name in shapes):
+        return ""
+    found = ", ".join(list(shapes)[:_SHOWN])
+    return f"no tensor has a name of {known.class_name}'s, such as {_EMBEDDING}: found {found}, … ({len(shapes)})"
 
 
 def _other_shapes(rows: Collection[Filled], shapes: Mapping[str, Shape]) -> Iterator[str]:
@@ -426,19 +452,6 @@ def _strange(sizes: Sizes, expected: Collection[str], shapes: Mapping[str, Shape
             yield name
 
 
-def _says_bias(known: Architecture) -> bool:
-    """Whether queries, keys and values have biases where ``attention_bias`` says so.
-
-    Source: transformers 5.23.0, ``models/{llama,qwen3,qwen3_moe,glm4_moe}/modeling_*.py``.
-    """
-    optional = any(row.optional and row.megatron.endswith(".linear_qkv.bias") for row in known.rows)
-    return optional and "attention_bias" in config_fields(known.model_type)
-
-
-def _biases(shapes: Mapping[str, Shape]) -> Iterator[str]:
-    return (name for name in shapes if _BIAS.fullmatch(name))
-
-
 def _listed(known: Architecture, what: str, names: Iterator[str]) -> Iterator[str]:
     found = list(dict.fromkeys(names))
     if found:
@@ -455,3 +468,29 @@ def _patterns() -> frozenset[str]:
     """The names of all tensors of all architectures."""
     rows = (row for known in ARCHITECTURES for row in known.rows)
     return frozenset(tensor.name for row in rows for tensor in row.huggingface)
+
+
+def without_quantization(config: Config) -> dict[str, object]:
+    """A model's description that does not say how its weights are quantized."""
+    found = {key: value for key, value in config.items() if key not in QUANTIZATION}
+    text = found.get("text_config")
+    if isinstance(text, Mapping):
+        found["text_config"] = without_quantization(text)
+    return found
+
+
+def method_of(config: Config) -> str:
+    """How a description says that the weights are quantized: ``fp8``, ``gptq``, …; empty where it does not."""
+    said = quantization_in(config)
+    return str(said.get("quant_method") or said.get("format") or "some method") if said else ""
+
+
+def quantization_in(config: Config) -> Config:
+    """What a description says of how the weights are quantized; nothing where it does not."""
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, Mapping) else {}):
+        for key in QUANTIZATION:
+            found = section.get(key)
+            if isinstance(found, Mapping) and found:
+                return found
+    return {}

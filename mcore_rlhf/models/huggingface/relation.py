@@ -12,7 +12,7 @@ from itertools import groupby
 from math import prod
 
 from mcore_rlhf.core.catalog import Box, Shape
-from mcore_rlhf.core.views import ABSENT, Share
+from mcore_rlhf.core.shares import ABSENT, Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 
 from . import ARCHITECTURES

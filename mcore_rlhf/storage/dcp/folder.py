@@ -10,7 +10,8 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, overload
 
-from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, row_major
+from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, row_major
+from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
 
 from ..checksum import crc32
@@ -134,9 +135,9 @@ class DcpTensor:
         problems.raise_if_any()
         return tuple(found)
 
-    def entry(self, name: TensorName) -> TensorEntry:
-        """The tensor as an entry of a catalogue; see :meth:`chunks`."""
-        return TensorEntry(name, self.global_shape, self.dtype, self.chunks())
+    def as_tensor(self) -> Tensor:
+        """The tensor as a table has it; see :meth:`chunks`."""
+        return Tensor(self.global_shape, self.dtype, lambda rows: rows.strips(self.chunks()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_rlhf.core.catalog import DType, Shape, dtype_of
-from mcore_rlhf.core.plan import seldom_collecting
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported, shown
 
 from .. import reading
@@ -32,8 +31,7 @@ _KNOWN = {f"torch.distributed.checkpoint.planner.{name}" for name in _PLANS} | {
 each rank's file names, and the id of the save."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where one item lies: a whole zip of ``torch.save``.
 
     Args:
@@ -89,8 +87,7 @@ def read_metadata(folder: ReadablePath, stubs: Collection[str] = ()) -> DcpMetad
         StorageError: It cannot be read.
     """
     path = folder / METADATA_FILE
-    with seldom_collecting():
-        return _Checked(path, unpickle(_bytes(path), str(path), stubs, _VOCABULARY)).metadata()
+    return _Checked(path, unpickle(_bytes(path), str(path), stubs, _VOCABULARY)).metadata()
 
 
 def _bytes(path: ReadablePath) -> bytes:
@@ -115,17 +112,21 @@ class _Checked:
 
     path: ReadablePath
     value: Any
+    shapes: dict[Shape, Shape] = field(default_factory=dict)
+    chunks: dict[tuple[Shape, Shape], tuple[Shape, Shape]] = field(default_factory=dict)
+    """Equal ones are one object: a model has few, in a million places."""
 
     def metadata(self) -> DcpMetadata:
         value = self.value
         if not isinstance(value, classes.Metadata):
             raise self._corrupt(f"holds a {type(value).__name__} instead of torch's Metadata")
-        described = self._dict(value.state_dict_metadata, "state_dict_metadata")
+        described = self._dict(getattr(value, "state_dict_metadata", None), "state_dict_metadata")
         tensors = {fqn: self._tensor(fqn, v) for fqn, v in described.items() if not _is_bytes(v)}
         objects = tuple(fqn for fqn, v in described.items() if _is_bytes(v))
-        planner = value.planner_data if value.planner_data is not None else {}
-        paths = {fqn: self._path(fqn, path) for fqn, path in self._dict(planner, "planner_data").items()}
-        return DcpMetadata(tensors, objects, dict(self._places(value.storage_data)), paths)
+        planner = getattr(value, "planner_data", None)
+        planned = self._dict({} if planner is None else planner, "planner_data")
+        paths = {fqn: self._path(fqn, path) for fqn, path in planned.items()}
+        return DcpMetadata(tensors, objects, dict(self._places(getattr(value, "storage_data", None))), paths)
 
     def _dict(self, value: Any, what: str) -> dict[str, Any]:
         if type(value) is not dict:
@@ -135,15 +136,16 @@ class _Checked:
         return value
 
     def _tensor(self, fqn: str, value: Any) -> TensorMeta:
-        if not isinstance(value, classes.StoredTensorMeta) or not isinstance(value.properties, classes.Properties):
+        properties = getattr(value, "properties", None) if isinstance(value, classes.StoredTensorMeta) else None
+        if not isinstance(properties, classes.Properties):
             raise self._corrupt(f"{fqn} is described by a {type(value).__name__}")
-        dtype, layout = value.properties.dtype, value.properties.layout
+        dtype, layout = getattr(properties, "dtype", None), getattr(properties, "layout", None)
         if layout != classes.STRIDED:
             raise Unsupported(f"{self.path}: {fqn} has the layout {shown(layout)}; only dense tensors are supported.")
-        shape = self._shape(fqn, value.size)
-        chunks = value.chunks if isinstance(value.chunks, list) else []
+        shape, chunks = self._shape(fqn, getattr(value, "size", None)), getattr(value, "chunks", None)
+        found = chunks if isinstance(chunks, list) else []
         return TensorMeta(
-            self._dtype(fqn, dtype), shape, tuple(self._chunk(fqn, chunk, len(shape)) for chunk in chunks)
+            self._dtype(fqn, dtype), shape, tuple([self._chunk(fqn, chunk, len(shape)) for chunk in found])
         )
 
     def _dtype(self, fqn: str, value: Any) -> DType:
@@ -157,15 +159,20 @@ class _Checked:
     def _chunk(self, fqn: str, value: Any, ndim: int) -> tuple[Shape, Shape]:
         if not isinstance(value, classes.ChunkMeta):
             raise self._corrupt(f"{fqn} has a chunk that is a {type(value).__name__}")
-        offsets, sizes = self._shape(fqn, value.offsets), self._shape(fqn, value.sizes)
+        offsets = self._shape(fqn, getattr(value, "offsets", None))
+        sizes = self._shape(fqn, getattr(value, "sizes", None))
         if len(offsets) != ndim or len(sizes) != ndim:
             raise self._corrupt(f"{fqn} has {ndim} dimensions, but a chunk at {offsets} of {sizes}")
-        return offsets, sizes
+        return self.chunks.setdefault((offsets, sizes), (offsets, sizes))
 
     def _shape(self, fqn: str, value: Any) -> Shape:
-        if type(value) is not tuple or any(type(n) is not int or n < 0 for n in value):
-            raise self._corrupt(f"{fqn} has {shown(value)} where a shape belongs")
-        return value
+        if type(value) is tuple:
+            for n in value:
+                if type(n) is not int or n < 0:
+                    break
+            else:
+                return self.shapes.setdefault(value, value)
+        raise self._corrupt(f"{fqn} has {shown(value)} where a shape belongs")
 
     def _path(self, fqn: str, value: Any) -> Path_:
         if type(value) is not tuple or not all(type(part) in (str, int) for part in value):
@@ -179,17 +186,23 @@ class _Checked:
         for index, info in value.items():
             if not isinstance(index, classes.Index) or not isinstance(info, classes.StorageInfo):
                 raise self._corrupt(f"storage_data maps a {type(index).__name__} to a {type(info).__name__}")
-            fqn, offset = index.fqn, index.offset
-            if type(fqn) is not str or type(info.relative_path) is not str:
-                raise self._corrupt(f"an item has the name {shown(fqn)} and lies in {shown(info.relative_path)}")
-            if info.transform_descriptors:
+            fqn, offset, file = (
+                getattr(index, "fqn", None),
+                getattr(index, "offset", None),
+                getattr(info, "relative_path", None),
+            )
+            if type(fqn) is not str or type(file) is not str:
+                raise self._corrupt(f"an item has the name {shown(fqn)} and lies in {shown(file)}")
+            if transforms := getattr(info, "transform_descriptors", None):
                 raise Unsupported(
-                    f"{self.path}: {fqn} was stored through {shown(info.transform_descriptors)}; only plain items can be "
+                    f"{self.path}: {fqn} was stored through {shown(transforms)}; only plain items can be "
                     "read.\nSave it again without extensions of the storage writer."
                 )
-            start, length = self._shape(fqn, (info.offset, info.length))
+            start, length = getattr(info, "offset", None), getattr(info, "length", None)
+            if type(start) is not int or start < 0 or type(length) is not int or length < 0:
+                raise self._corrupt(f"{fqn} has {shown((start, length))} where a shape belongs")
             key = fqn, None if offset is None else self._shape(fqn, offset)
-            yield key, Place(names.setdefault(info.relative_path, info.relative_path), start, length)
+            yield key, Place(names.setdefault(file, file), start, length)
 
     def _corrupt(self, what: str) -> Corrupt:
         return Corrupt(f"{self.path}: {what}.\n{RESTORE}")

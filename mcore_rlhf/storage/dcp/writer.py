@@ -16,11 +16,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
-from mcore_rlhf.core.catalog import DType, Record, Shape
+from mcore_rlhf.core.catalog import DType, Record, Shape, dtype_of
 
 from ..pickling import pickle_tree
 from ..pt import stream_layout
-from ..record_file import Container, Layout, Piece, in_memory
+from ..record_file import Container, Layout, Piece, bytes_of, in_memory, naturals, text_of
 from ..stored import StoredTensor
 from . import classes
 from .checks import item_key
@@ -69,16 +69,18 @@ class ObjectItem:
 Item = TensorItem | ObjectItem
 
 
-def saved(tree: Any) -> bytes:
+def saved(tree: Any, fqn: str) -> bytes:
     """What ``torch.save`` writes for an object, tensors in it included.
 
     Args:
         tree: See :func:`..pickling.pickle_tree`; its tensors are small, or a live trainer's.
+        fqn: Its name, for messages.
 
     Raises:
+        Untrusted: It holds something of a checkpoint that is not on the closed list of what is written.
         Unsupported: It holds something that cannot be saved.
     """
-    return in_memory(stream_layout(pickle_tree(tree, "")))
+    return in_memory(stream_layout(pickle_tree(tree, fqn)))
 
 
 @lru_cache(maxsize=4096)
@@ -162,9 +164,26 @@ class Distcp(Container):
     name: ClassVar[str] = ".distcp"
     items: Sequence[Item]
 
+    def told(self, file: str, numbers: Mapping[str, int]) -> list[Any]:
+        """See :meth:`..record_file.Container.told`."""
+        return [
+            [item.fqn, text_of(item.data)]
+            if isinstance(item, ObjectItem)
+            else [item.fqn, item.dtype.name, item.offset, item.shape, None if item.data is None else text_of(item.data)]
+            for item in self.items
+        ]
+
+    @classmethod
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Distcp:
+        """See :meth:`..record_file.Container.of_told`."""
+        return cls([_item(*one) for one in told])
+
     def layout(self, file: str) -> Layout:
         """Item after item; objects and the zips' own headers are known, and the data of constants."""
-        places = {record.key: (record.byte_offset, record.nbytes) for record in records(file, self.items)}
+        found = records(file, self.items)
+        places = {record.key: (record.byte_offset, record.nbytes) for record in found}
+        if len(places) < len(found):
+            raise ValueError(f"{file}: holds a tensor's chunk twice")
         return Layout(sum(map(_length, self.items)), places, self._known(), self._ending)
 
     def _known(self) -> Iterator[Piece]:
@@ -182,6 +201,17 @@ class Distcp(Container):
             if isinstance(item, TensorItem):
                 crc = crcs.get(item.key, 0)  # of a tensor without elements nobody has one
                 yield from _moved(_tensor_zip(item.dtype, item.shape).ending({_DATA: crc}), offset)
+
+
+def _item(fqn: str, first: str, *rest: Any) -> Item:
+    if not rest:
+        return ObjectItem(str(fqn), bytes_of(first))
+    offset, shape, text = rest
+    data = None if text is None else bytes_of(text)
+    item = TensorItem(str(fqn), dtype_of(first), naturals(offset), naturals(shape), data)
+    if data is not None and len(data) != prod(item.shape) * item.dtype.itemsize:
+        raise ValueError(f"{item.key} has not its length")
+    return item
 
 
 def _moved(pieces: Iterable[Piece], by: int) -> Iterator[Piece]:

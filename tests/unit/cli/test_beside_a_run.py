@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
 from mcore_rlhf.storage import manifest, patience
 from tests.unit.manager.roots import make_step
@@ -57,9 +59,10 @@ def test_a_step_that_is_deleted_meanwhile(
     assert "damaged" not in outcome.stderr + outcome.stdout
 
 
+@pytest.mark.parametrize("slow", [False, True], ids=["", "seen between the renames"])
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_step_that_is_saved_again_meanwhile(
-    cli: Cli, step: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    cli: Cli, step: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], slow: bool
 ) -> None:
     """What is there now is sound, though not what the manifest that was read first says."""
     again, aside = step.parent / "again" / step.name, step.with_name(".global_step_2.old-1")
@@ -71,8 +74,11 @@ def test_a_step_that_is_saved_again_meanwhile(
 
     def replaced() -> None:
         step.rename(aside)
-        again.rename(step)
-        shutil.rmtree(aside)
+        if slow:
+            monkeypatch.setattr(time, "sleep", lambda _: again.rename(step) if again.exists() else None)
+        else:
+            again.rename(step)
+            shutil.rmtree(aside)
 
     meanwhile(monkeypatch, replaced)
     outcome = cli(*words(command, step))
@@ -134,6 +140,63 @@ def test_an_older_step_is_not_taken_for_one_that_cannot_be_read(
     assert f"{newer}: cannot be read, and may be sound" in outcome.stderr
     assert "Permission denied" in outcome.stderr
     assert "--quarantine 9" in outcome.stderr
+
+
+OF_A_ROOT = [
+    ("verify",),
+    ("inspect",),
+    ("plan", "--to", "hf"),
+    ("convert", "OUT", "--to", "hf"),
+    ("diff", "OTHER"),
+]
+
+
+@pytest.mark.parametrize("command", OF_A_ROOT, ids=" ".join)
+@pytest.mark.parametrize("named", ["the root", "the step"])
+def test_an_older_step_is_not_taken_for_one_that_lies_aside(
+    cli: Cli, step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], named: str
+) -> None:
+    """A run was killed while it saved step 2 again; or it is about to put the new one there."""
+    monkeypatch.setattr(steps, "PAUSES", (0.0,))
+    root, aside = step.parent, step.with_name(".global_step_2.old-1")
+    make_step(root, 1)
+    places = {"OUT": tmp_path / "out", "OTHER": shutil.copytree(step, tmp_path / "other" / step.name)}
+    step.rename(aside)
+    asked = [command[0], root if named == "the root" else step, *(places.get(word, word) for word in command[1:])]
+    outcome = cli(*asked)
+    assert outcome.code == 2
+    assert f"{step}: lies aside, as .global_step_2.old-…: its replacement was interrupted" in outcome.stderr
+    monkeypatch.setattr(time, "sleep", lambda _: aside.rename(step) if aside.exists() else None)
+    if named == "the root":
+        outcome = cli(*asked)
+        assert outcome.code == 0, outcome.stderr
+        assert "global_step_1" not in outcome.stdout
+
+
+@pytest.mark.parametrize("name", [".global_step_1.partial-1", "global_step_1"])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_what_vanishes_beside_the_step_that_is_meant(
+    cli: Cli, step: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str
+) -> None:
+    other, genuine = step.with_name(name), os.listdir
+    other.mkdir()
+
+    def removed(folder: Any = ".") -> list[str]:
+        if Path(folder) == other and other.exists():
+            other.rmdir()
+        return genuine(folder)
+
+    monkeypatch.setattr(os, "listdir", removed)
+    outcome = cli(*words(command, step.parent))
+    assert outcome.code == 0, outcome.stderr
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_what_never_was_there_was_not_deleted(cli: Cli, step: Path, command: tuple[str, ...]) -> None:
+    outcome = cli(*words(command, step.with_name("global_step_3")))
+    assert outcome.code == 2
+    assert "no such file or folder; did you mean 'global_step_2'?" in outcome.stderr
 
 
 def test_prune_deletes_nothing_because_it_could_not_be_read(

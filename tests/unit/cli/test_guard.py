@@ -109,7 +109,7 @@ def test_usage_errors_are_clicks_own(cli: Cli) -> None:
     unknown, no_number = cli("inspect", "x", "--bogus"), cli("convert", "a", "b", "--tp", "two")
     assert (unknown.code, no_number.code) == (2, 2)
     assert "--bogus" in unknown.stderr
-    assert "Invalid value for '--tp': 'two' is not a valid integer." in no_number.stderr
+    assert "error: --tp: should be a valid integer, found 'two'" in no_number.stderr
     assert cli("frobnicate").code == 2
 
 
@@ -161,6 +161,34 @@ def test_an_interrupt_waits_until_a_module_is_loaded(tmp_path: Path, monkeypatch
     assert stopped.value.args == (signal.SIGTERM,)
     assert sys.modules.pop("being_loaded").loaded
     assert signal.getsignal(signal.SIGALRM) == alarm
+
+
+class _Dying:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _let_die_and_wait() -> None:
+    dying = [_Dying()]
+    dying.clear()
+    for _ in range(600):
+        time.sleep(0.05)
+
+
+def test_an_interrupt_that_nobody_can_hear_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """What is raised in a ``__del__`` Python prints and forgets: a conversion went on as if nobody had pressed Ctrl-C."""
+    hook, before = (
+        sys.unraisablehook,
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # a shell's "&" ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt) as stopped, stopped_by_signals():
+            _let_die_and_wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.value.args == (signal.SIGINT,)
+    assert sys.unraisablehook is hook
+    assert "ignored" not in capfd.readouterr().err
 
 
 def test_version_is_the_packages(cli: Cli) -> None:

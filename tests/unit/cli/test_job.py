@@ -73,7 +73,8 @@ def test_unknown_keys_are_named_with_the_known_ones(job_file) -> None:  # type: 
         ({"tp": 0}, "--tp: should be greater than or equal to 1, found 0"),
         ({"rng": "keeep"}, "--rng: should be 'keep', 'derive' or 'drop', found 'keeep'"),
         ({"dtype": "int8"}, "--dtype: should be a floating-point type, found 'int8'"),
-        ({"dtype": "bf17"}, "--dtype: unknown dtype 'bf17'; known: "),
+        ({"dtype": "bf17"}, "--dtype: unknown dtype 'bf17'; did you mean 'bf16'?"),
+        ({"dtype": "quarter"}, "--dtype: unknown dtype 'quarter'; known: "),
         ({"max_memory": "lots"}, "--max-memory: should be a size such as 2GB"),
         ({"max_memory": "10"}, "--max-memory: should be greater than or equal to 1048576"),
     ],
@@ -135,7 +136,11 @@ def test_variables_that_are_not_set_are_all_named(job_file, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("- tp: 2\n", "expected a mapping"), ("", "expected a mapping"), ("tp: [", "cannot read the conversion job")],
+    [
+        ("- tp: 2\n", "expected a mapping"),
+        ("", "expected a mapping"),
+        ("tp: [", "the conversion job is not valid YAML: line 1, column 6: "),
+    ],
 )
 def test_what_is_no_job_is_refused(job_file, text: str, expected: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UsageError, match=expected):

@@ -35,7 +35,7 @@ def test_nothing_is_written(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
 
 
 def test_people_see_files_copies_and_what_is_left_out(cli: Cli, tp2pp2: Path) -> None:
-    outcome = cli("plan", tp2pp2, "--tp", 1, "--pp", 1, "-v")
+    outcome = cli("plan", tp2pp2, "--tp", 1, "--pp", 1, "--copies")
     text = outcome.words()
     assert "target megatron, TP1×PP1×DP8 (8 ranks)" in text
     assert "work 212 copies" in text

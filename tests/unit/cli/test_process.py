@@ -69,6 +69,25 @@ def test_an_interrupted_conversion_leaves_nothing(tp1: Path, tmp_path: Path, num
     assert everything_below(tmp_path) == []
 
 
+def test_an_interrupted_part_says_what_is_left_of_it(tp1: Path, tmp_path: Path) -> None:
+    process = start("convert", tp1, tmp_path / "out", "--tp", 2, "--part", "2/2", code=SLOW)
+    wait_for(tmp_path, ".out.parts-*/.part-0002.partial-*", process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert stderr.endswith("interrupted: part 2/2 is not done; nothing of it is kept\n")
+
+
+def test_an_error_with_json_into_a_pipe_that_nobody_reads_keeps_its_code(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start("inspect", tmp_path / "nowhere", "--json", stdout=writer)
+    os.close(writer)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr == f"error: {tmp_path}/nowhere: no such file or folder\n"
+
+
 def test_json_is_alone_on_standard_output(tp2pp2: Path, tmp_path: Path) -> None:
     process = start("convert", tp2pp2, tmp_path / "out", "--tp", 1, "--pp", 1, "--verify", "--json")
     stdout, stderr = process.communicate(timeout=240)

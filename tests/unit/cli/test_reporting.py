@@ -106,7 +106,7 @@ def test_a_file_of_others_is_not_replaced_and_a_page_is(cli: Cli, tp1: Path, tmp
     [
         (["--trace", "t.json"], "--trace writes the timeline of a run"),
         (["--events", "e.jsonl"], "--events is about a run"),
-        (["--resume-check", "nothing.json"], "cannot be read"),
+        (["--resume-check", "nothing.json"], "nothing.json: cannot read: No such file or directory\n"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -146,3 +146,28 @@ def test_a_run(cli: Cli, tmp_path: Path) -> None:
     assert [{key: step[key] for key in listed[0]} for step in data["run"]["steps"]] == listed
     assert json.loads(trace.read_text())["traceEvents"]
     assert data["kind"] == "Run"
+
+
+@pytest.mark.parametrize(
+    ("report", "origin"),
+    [
+        ({"metrics": {}, "save_seconds": 1.0, "live": {}}, "run"),
+        ({"metrics": {}, "verified": "full"}, "adoption"),
+        ({"converted_from": "/a", "account": {}, "lines": {}}, "conversion"),
+        ({"metrics": {}}, "unknown"),
+    ],
+)
+def test_who_wrote_it_says_whether_anything_could_be_lost(
+    cli: Cli, tmp_path: Path, report: dict[str, object], origin: str
+) -> None:
+    from tests.unit.manager.roots import make_step
+
+    step = make_step(tmp_path / "run", 10, report=report)
+    (subject,) = cli("report", step, "--json").json["subjects"]
+    assert subject["origin"] == origin
+
+
+def test_a_checkpoint_of_others_has_no_origin_and_a_conversion_has(cli: Cli, tp2pp2: Path, tmp_path: Path) -> None:
+    assert cli("convert", tp2pp2, tmp_path / "new", "--tp", 1, "--pp", 1).code == 0
+    before, after = cli("report", tp2pp2, tmp_path / "new", "--no-values", "--json").json["subjects"]
+    assert (before["origin"], after["origin"]) == (None, "conversion")

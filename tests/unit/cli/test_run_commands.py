@@ -134,11 +134,11 @@ def test_prune_by_size(cli: Cli, root: Path) -> None:
     [
         ([], "nothing says what to keep"),
         (["--keep-last", 0], "--keep-last"),
-        (["--keep-best", "rewrad"], "no committed step has the metric 'rewrad'; known: reward"),
-        (["--keep-best", "reward:most"], "no committed step has the metric 'reward:most'"),
+        (["--keep-best", "rewrad"], "no committed step has the metric 'rewrad'; known: reward; did you mean 'reward'?"),
+        (["--keep-best", "reward:most"], "Its forms are METRIC, METRIC:min and METRIC:max:3."),
         (["--keep-best", ""], "expected METRIC"),
         (["--max-size", "much"], "--max-size: should be a size"),
-        (["--max-size", "0"], "should be positive"),
+        (["--max-size", "0"], "--max-size: should be greater than 0, found '0'"),
     ],
 )
 def test_mistakes_about_what_to_keep(cli: Cli, root: Path, options: list[object], message: str) -> None:
@@ -244,7 +244,10 @@ def test_interval_measures_a_run_and_options_win(cli: Cli, tmp_path: Path) -> No
     [
         ([], "missing: --step-seconds, --save-seconds, --mtbf-hours; --root measures the first two"),
         (["--step-seconds", 1, "--save-seconds", 1], "missing: --mtbf-hours"),
-        (["--step-seconds", -1, "--save-seconds", 1, "--mtbf-hours", 1], "step_seconds should be positive"),
+        (
+            ["--step-seconds", -1, "--save-seconds", 1, "--mtbf-hours", 1],
+            "--step-seconds: should be greater than 0, found -1",
+        ),
         (["--step-seconds", 1, "--save-seconds", 1, "--mtbf-hours", 1, "--size", "big"], "--size: should be a size"),
     ],
 )

@@ -65,8 +65,8 @@ def test_lines_first_every_few_seconds_and_last(
         now[0] += 2
     assert capsys.readouterr().err.splitlines() == [
         "converting: 10.00 MiB",
-        "converting: 5.00 MiB of 10.00 MiB (50 %), 1.0 MiB/s, 5.0 s left",
-        "converting: 10.00 MiB of 10.00 MiB (100 %), 1.0 MiB/s, 0.0 s left",
+        "converting: 5.00 of 10.00 MiB (50 %), 1.0 MiB/s, 5.0 s left",
+        "converting: 10.00 of 10.00 MiB (100 %), 1.0 MiB/s, 0.0 s left",
         "converting: done, 10.00 MiB in 10.0 s, 1.0 MiB/s",
         "checking …",
         "checking: done, 2.0 s",
@@ -85,7 +85,7 @@ def test_stages_are_numbered_and_never_beyond_all_of_it(
         shown.stage("checking", 0)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "converting (stage 1 of 2): 1.00 MiB"
-    assert "1.00 MiB of 1.00 MiB (100 %)" in said[1]
+    assert "1.00 of 1.00 MiB (100 %)" in said[1]
     assert said[3] == "checking (stage 2 of 2) …"
 
 

@@ -19,6 +19,7 @@ from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
 from mcore_rlhf.storage import patience
+from mcore_rlhf.storage.torchzip import archive
 from tests.helpers.independent_reader import differences, read
 from tests.unit.manager.roots import make_step
 
@@ -218,6 +219,24 @@ def test_what_cannot_be_loaded_is_found_and_not_carried(
     assert not list((tmp_path / "new").glob("global_step_*"))
 
 
+@pytest.mark.parametrize("name", ["data/data.pt", "data/loader.pkl", "rlhf/own"])
+def test_what_calls_a_frameworks_function_is_read_and_not_carried(
+    cli: Cli, root: Path, tmp_path: Path, name: str
+) -> None:
+    """Any class of a framework may be read, as a stub; what is carried byte for byte is run by whoever loads it."""
+    call = b"\x80\x02cverl.utils.fs\ncopy\nX\x04\x00\x00\x00true\x85R."
+    folder = root / "global_step_2"
+    data, _ = archive("data", {"data.pkl": call, "byteorder": b"little", "version": b"3\n"})
+    (folder / name).write_bytes(data if name.endswith(".pt") else call)
+    _relisted(folder, name)
+    assert cli("verify", folder).code == 0
+    target = tmp_path / "new"
+    outcome = cli("convert", folder, target, "--tp", "1", "--pp", "1")
+    assert (outcome.code, list(target.glob("global_step_*"))) == (1, [])
+    assert f"{name}: whoever loads it would call 'verl.utils.fs.copy'" in outcome.stderr
+    assert cli("convert", folder, target, "--tp", "1", "--pp", "1", "--stub", "verl.utils.fs.copy").code == 0
+
+
 def test_without_a_manifest_every_record_is_verified(cli: Cli, root: Path, tmp_path: Path) -> None:
     folder = root / "global_step_2"
     (folder / "manifest.json").unlink()
@@ -313,6 +332,47 @@ def test_a_step_says_how_much_state_was_live_when_it_was_saved(cli: Cli, tmp_pat
         "actor": {"tensors": 8, "bytes": 3 * (4 * 3 + 3) * 4 + 2 * 4}
     }  # two tensors: weights, moments, steps
     assert "actor 8 tensors, 188 bytes" in cli("inspect", tmp_path / "run").stdout
-    refused = cli("convert", tmp_path / "run", tmp_path / "x", "--to", "universal", "--role", "actor")
+    with CheckpointManager(tmp_path / "other", {"loader": TorchEngine(None, optimizer)}) as manager:
+        manager.save(1)
+    refused = cli("convert", tmp_path / "other", tmp_path / "x", "--to", "universal", "--role", "loader")
     assert (refused.code, "what an engine of 'torch' saves goes back to such an engine" in refused.stderr) == (2, True)
-    assert "It has none in a format that is known" in cli("inspect", tmp_path / "run", "--tensors").stderr
+    assert "It has none in a format that is known" in cli("inspect", tmp_path / "other", "--tensors").stderr
+
+
+def test_what_a_plain_engine_saved_is_looked_at_compared_and_converted(cli: Cli, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    with CheckpointManager(tmp_path / "run", {"actor": TorchEngine(model, optimizer)}) as manager:
+        for step in (1, 2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            manager.save(step)
+    steps = [tmp_path / "run" / f"global_step_{step}" for step in (1, 2)]
+    assert "exp_avg_sq" in cli("inspect", tmp_path / "run", "--tensors").stdout
+    assert cli("verify", tmp_path / "run").code == 0
+    assert cli("diff", *steps).code == 1
+    assert cli("diff", steps[0], steps[0]).code == 0
+    done = cli("convert", tmp_path / "run", tmp_path / "dcp", "--to", "dcp", "--verify", "--strict")
+    assert (done.code, "diff    equal: 6 tensors" in done.stdout) == (0, True)
+    assert cli("report", tmp_path / "run", "-o", tmp_path / "page.html").code == 0
+    assert "exp_avg" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])
+def test_what_nobody_reads_of_a_plain_engines_file_is_compared_too(
+    cli: Cli, tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """A further part of the program's, and an optimizer whose states have no parameter's shape."""
+    for name, seen in (("one", 1), ("same", 1), ("other", 2)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        optimizer = kind(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        counter = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=seen)
+        with CheckpointManager(tmp_path / name, {"actor": TorchEngine(model, optimizer, counter=counter)}) as manager:
+            torch.manual_seed(1)
+            manager.save(1)
+    assert cli("diff", tmp_path / "one", tmp_path / "same").code == 0
+    apart = cli("diff", tmp_path / "one", tmp_path / "other", "--json")
+    assert (apart.code, apart.json["others"]["actor/state.pt"]) == (1, "different")

@@ -8,7 +8,8 @@ from math import prod
 
 import numpy as np
 
-from mcore_rlhf.core.catalog import Box, Chunk, FixedCatalog, Record, TensorEntry, TensorName, dtype_of, row_major
+from mcore_rlhf.core.catalog import Box, Chunk, Record, TensorEntry, TensorName, dtype_of, row_major
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.plan import Copy
 
 NAME = TensorName("actor", "weight")
@@ -77,8 +78,8 @@ def view(flat: np.ndarray, start: int, shape: tuple[int, ...], strides: tuple[in
     return np.lib.stride_tricks.as_strided(flat[start:], shape, [s * flat.itemsize for s in strides])
 
 
-def catalog(*entries: TensorEntry) -> FixedCatalog:
-    return FixedCatalog({entry.name: entry for entry in entries})
+def catalog(*entries: TensorEntry) -> Chunks:
+    return Chunks.of(entries)
 
 
 def naive(copy: Copy, source: np.ndarray, target: np.ndarray) -> None:

@@ -26,6 +26,7 @@ from mcore_rlhf.core.catalog import (
     dtype_of,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.plan import plan_file
 from tests.unit.core.layouts import INT32, NAME, catalog, random_tensor, stored
@@ -84,7 +85,7 @@ def test_records_come_out_as_planned(rng: random.Random, window: int, span: int)
         placed[key] = len(blob) + 12
         blob += b"x" * 12 + content.tobytes()
     chunks = tuple(replace(c, record=replace(c.record, byte_offset=placed[c.record.key])) for c in source.entry.chunks)
-    plan = plan_file("b", [target.entry], catalog(replace(source.entry, chunks=chunks)))
+    plan = plan_file("b", Chunks.of([target.entry]), catalog(replace(source.entry, chunks=chunks)))
     records = [Record("b", key, INT32, len(content), at) for key, content in target.contents.items()]
     sink = Sink({r.key: bytearray(r.nbytes) for r in records})
     memory, crcs, done = Memory({"a": blob}), Crcs(), list[int]()
@@ -122,7 +123,7 @@ def test_a_plan_with_a_cast_writes_the_narrow_type() -> None:
     wide = Record("a", "data/0", FLOAT32, 12, 0)
     narrow = Record("b", "data/0", BFLOAT16, 12, 0)
     entries = [TensorEntry(NAME, (3, 4), r.dtype, (Chunk(box, r, 0, row_major((3, 4))),)) for r in (wide, narrow)]
-    plan = plan_file("b", [entries[1]], catalog(entries[0]))
+    plan = plan_file("b", Chunks.of([entries[1]]), catalog(entries[0]))
     sink = Sink({"data/0": bytearray(24)})
     FileRun(plan, [narrow], Memory({"a": values.numpy().tobytes()}), sink, Crcs(), 8).run()
     assert bytes(sink.records["data/0"]) == values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
@@ -139,7 +140,9 @@ def test_every_word_width_can_be_moved() -> None:
             for record, strides in ((a, (1, numel // 2)), (b, (2, 1)))
         ]
         sink = Sink({"data/0": bytearray(len(data))})
-        FileRun(plan_file("b", [entries[1]], catalog(entries[0])), [b], Memory({"a": data}), sink, Crcs()).run()
+        FileRun(
+            plan_file("b", Chunks.of([entries[1]]), catalog(entries[0])), [b], Memory({"a": data}), sink, Crcs()
+        ).run()
         items = [data[i * itemsize : (i + 1) * itemsize] for i in range(numel)]
         assert bytes(sink.records["data/0"]) == b"".join(
             items[j * numel // 2 + i] for i in range(numel // 2) for j in range(2)

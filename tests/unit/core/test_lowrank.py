@@ -19,13 +19,13 @@ from mcore_rlhf.core.catalog import (
     Box,
     Chunk,
     DType,
-    FixedCatalog,
     Record,
     TensorEntry,
     TensorName,
     dtype_of,
     row_major,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import ComputedBytes, gather
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.core.lowrank import LowRank, LowRankSum
@@ -135,7 +135,7 @@ def test_a_plan_copies_from_it_and_says_so(small_blocks: None) -> None:
     stored = TensorEntry(name, (ROWS, COLUMNS), FLOAT32, (Chunk(Box.whole((ROWS, COLUMNS)), record, 0, (COLUMNS, 1)),))
     target = Record("out", "out", FLOAT32, ROWS * 4, 0)
     wanted = TensorEntry(name, (ROWS, COLUMNS), FLOAT32, (Chunk(Box((0, 4), (ROWS, 4)), target, 0, (4, 1)),))
-    plan = plan_file("out", [wanted], FixedCatalog({name: stored}))
+    plan = plan_file("out", Chunks.of([wanted]), Chunks.of([stored]))
     assert not plan.lossless
     assert not plan.problems
     sink = Sink(bytearray(target.nbytes))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_rlhf.core import plan as planning
 from mcore_rlhf.core.catalog import BFLOAT16, FLOAT32, Box, Chunk, Record, TensorEntry, row_major
-from mcore_rlhf.core.plan import check_tiles, coalesced, plan_file
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.plan import Copies, check_tiles, coalesced, plan_file
 from mcore_rlhf.errors import CoverageError, Incomplete
 from tests.unit.core.layouts import INT32, NAME, Stored, catalog, naive, random_tensor, stored, view
 
@@ -27,7 +31,8 @@ def _both(rng: random.Random, tensor: np.ndarray) -> tuple[Stored, Stored]:
 def test_a_plan_moves_every_element_to_its_place(rng: random.Random) -> None:
     tensor = random_tensor(rng)
     source, target = _both(rng, tensor)
-    plan = plan_file("b", [target.entry], catalog(source.entry))
+    with patch.object(planning, "_MOST_PAIRS", rng.choice([1, 2, 3, 1 << 20])):
+        plan = plan_file("b", Chunks.of([target.entry]), catalog(source.entry))
     assert not plan.problems
     assert plan.lossless
     got = {key: np.full_like(value, -1) for key, value in target.contents.items()}
@@ -72,7 +77,7 @@ def _entry(*chunks: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, .
 
 
 def _problems(source: TensorEntry | None, *target: TensorEntry) -> list[tuple[type, str]]:
-    plan = plan_file("b", list(target), catalog(*([source] if source else [])))
+    plan = plan_file("b", Chunks.of(target), catalog(*([source] if source else [])))
     return [(problem.kind, problem.message) for problem in plan.problems.found]
 
 
@@ -148,9 +153,18 @@ def test_a_cast_is_not_lossless() -> None:
     narrow = replace(
         target, chunks=(replace(target.chunks[0], record=replace(target.chunks[0].record, dtype=BFLOAT16)),)
     )
-    plan = plan_file("b", [narrow], catalog(wide))
-    assert not plan.lossless
+    plan = plan_file("b", Chunks.of([narrow]), catalog(wide))
+    assert isinstance(plan.copies, Copies)
+    plan.copies.sources = _Looked(plan.copies.sources)
+    assert (plan.lossless, plan.casts_done) == (False, 1)
     assert plan.copies[0].cast == BFLOAT16
+
+
+class _Looked(list[Record]):
+    """Records that may be looked at, and not all of them: every file asks, and there are as many of both."""
+
+    def __iter__(self) -> Iterator[Record]:
+        raise AssertionError("all of a source's records")
 
 
 @settings(max_examples=50)

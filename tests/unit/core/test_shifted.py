@@ -14,11 +14,11 @@ from mcore_rlhf.core.catalog import (
     PARAM,
     Box,
     Chunk,
-    FixedCatalog,
     Record,
     TensorEntry,
     TensorName,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import gather
 from mcore_rlhf.families.crossing.shifting import shifted
 from mcore_rlhf.families.source import Source, bytes_of
@@ -38,7 +38,7 @@ def stored(root: Path, masters: torch.Tensor, *states: str) -> Source:
         record = Record(state, state, dtype, masters.numel(), 0)
         entries[name] = TensorEntry(name, shape, dtype, (Chunk.whole(record, shape),))
     model = ModelSpec((ParamSpec("norm.weight", tuple(masters.shape), BFLOAT16, REPLICATED),), 1, tied=False)
-    return Source("megatron", local_path(root), model, FixedCatalog(entries))
+    return Source("megatron", local_path(root), model, Chunks.of(entries.values()))
 
 
 def read(source: Source, state: str) -> torch.Tensor:
@@ -69,9 +69,3 @@ def test_without_a_master_the_parameter_itself_is_shifted(tmp_path: Path) -> Non
     assert source.catalog.get(TensorName("actor", "norm.weight", MASTER)) is None
     again = shifted(source, {"norm.weight": 1.0}, Report())
     assert torch.equal(read(again, PARAM), weights)
-
-
-def test_nothing_to_shift_changes_nothing(tmp_path: Path) -> None:
-    source, notes = stored(tmp_path, torch.ones(3), PARAM), Report()
-    assert shifted(source, {}, notes) is source
-    assert notes.lines == []

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.catalog import Box, Chunk, Record, row_major
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.execute import windows
 from mcore_rlhf.core.plan import Copy, coalesced, plan_file
 from tests.unit.core.layouts import INT32, catalog, naive, random_tensor, stored
@@ -57,9 +58,10 @@ def check(copies: list[Copy], numel: int, limit: int, phase: int = 0) -> None:
 def test_windows_of_random_layouts(rng: random.Random, limit: int) -> None:
     tensor = random_tensor(rng)
     source, target = stored(rng, tensor, "a", 3, transposed=True), stored(rng, tensor, "b", rng.randrange(1, 6), 1)
-    plan = plan_file("b", [target.entry], catalog(source.entry))
-    rng.shuffle(plan.copies)
-    check(plan.copies, target.entry.chunks[0].record.numel, limit, rng.randrange(50))
+    plan = plan_file("b", Chunks.of([target.entry]), catalog(source.entry))
+    copies = list(plan.copies)
+    rng.shuffle(copies)
+    check(copies, target.entry.chunks[0].record.numel, limit, rng.randrange(50))
 
 
 @settings(max_examples=50)

@@ -7,8 +7,9 @@ import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.convert import ConvertOptions, WriteOptions, prepare
+from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.execution.fingerprint import Fingerprint, identity
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.store import StorePath
 from tests.contract.test_store import Memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -19,10 +20,13 @@ from mcore_rlhf.execution.fingerprint import Fingerprint
 from mcore_rlhf.execution.journal import Done, Journal, why_not
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.storage import record_file
+from mcore_rlhf.storage.notes import FileNotes
+from mcore_rlhf.storage.publish import LocalPublication
 from tests.helpers.killed import begun, content, run, start
 
 TO = ("--tp", 1, "--pp", 4, "--workers", 1)
 FILES = 8
+FINGERPRINT = Fingerprint("source", "options", "layouts")
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +79,10 @@ def test_killed_again_and_again(source: Path, whole: Path, tmp_path: Path) -> No
     assert content(target) == content(whole)
 
 
-def test_what_sigterm_ended_goes_on_as_well(source: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_a_signal_ended_goes_on_as_well(source: Path, whole: Path, tmp_path: Path, number: int) -> None:
     target, log = tmp_path / "out", tmp_path / "log"
-    stderr = killed(source, target, number=signal.SIGTERM)
+    stderr = killed(source, target, number=number)
     assert "what is finished is kept" in stderr
     assert run("convert", source, target, *TO, log=log)[0] == 0
     assert len(begun(log)) <= FILES - 3
@@ -135,12 +140,6 @@ def test_what_was_finished_before_the_disk_was_full_is_not_made_again(
     assert hidden(target) == []
 
 
-def test_ctrl_c_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    stderr = killed(source, tmp_path / "out", number=signal.SIGINT)
-    assert "what was half-written has been removed" in stderr
-    assert hidden(tmp_path / "out") == []
-
-
 def test_no_resume_starts_anew(source: Path, whole: Path, tmp_path: Path) -> None:
     target, log = tmp_path / "out", tmp_path / "log"
     killed(source, target)
@@ -182,19 +181,13 @@ def test_a_byte_that_only_the_killed_process_read_wrong_is_found(source: Path, t
     target = tmp_path / "out"
     killed(source, target)
     (journal,) = tmp_path.glob(".out.journal-*")
-    lines = journal.read_bytes().splitlines(keepends=True)
-    from mcore_rlhf.execution.journal import _lines
-    from mcore_rlhf.storage.checksum import crc32
-
-    told = [line for _, line in _lines(journal)]
-    (done,) = told[1]["done"].values()
-    whole_row = next(row for row in done["seen"] if len(row) == 5)
+    notes = FileNotes(journal)
+    name = next(name for name in notes.list() if name != "plan")
+    told = json.loads(notes.get(name) or b"")
+    whole_row = next(row for row in told["done"]["seen"] if len(row) == 5)
     whole_row[4] ^= 1
-    import json
-
-    text = json.dumps(told[1]).encode()
-    lines[1] = b"%08x %s\n" % (crc32(text), text)
-    journal.write_bytes(b"".join(lines))
+    notes.put(name, json.dumps(told).encode())
+    notes.close()
     code, _, stderr = run("convert", source, target, *TO)
     assert (code, "damaged" in stderr, target.exists()) == (1, True, False), stderr
 
@@ -231,34 +224,35 @@ def test_a_finished_file_that_somebody_touched_is_made_again(source: Path, whole
 
 def begun_in(folder: Path) -> list[str]:
     """The files that a killed process's journal lists."""
-    from mcore_rlhf.execution.journal import _lines
-
     (journal,) = folder.glob(".out.journal-*")
-    return [name for _, line in _lines(journal) for name in line.get("done", {})]
+    return [told["name"] for told in map(json.loads, FileNotes(journal).read()) if "name" in told]
+
+
+def noted(path: Path, *, durable: bool) -> FileNotes:
+    """The notes of a journal that was begun, and of nothing that is done."""
+    notes = FileNotes(path, durable)
+    Journal(notes=notes, fingerprint=FINGERPRINT, publication=LocalPublication(path)).notes.close()
+    return notes
 
 
 def test_a_journal_that_was_begun_durable_stays_so(tmp_path: Path) -> None:
     """Whoever comes after a reboot believes all of it, so that nobody may add what is not on the disk."""
-    path, fingerprint = tmp_path / "journal", Fingerprint("source", "options", "layouts")
-    Journal(path, fingerprint, durable=True).close()
-    again = Journal(path, fingerprint, durable=False)
-    again.close()
+    noted(tmp_path / "journal", durable=True)
+    again = noted(tmp_path / "journal", durable=False)
     assert again.durable
-    assert why_not(path, fingerprint) == ""
+    assert why_not(again, FINGERPRINT) == ""
 
 
 def test_a_journal_that_was_not_durable_is_of_no_use_after_a_reboot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, fingerprint = tmp_path / "journal", Fingerprint("source", "options", "layouts")
-    Journal(path, fingerprint, durable=False).close()
-    assert why_not(path, fingerprint) == ""
+    path = tmp_path / "journal"
+    assert why_not(noted(path, durable=False), FINGERPRINT) == ""
     monkeypatch.setattr(journal, "_boot", lambda: "another")
-    assert "before this machine started" in why_not(path, fingerprint)
+    assert "before this machine started" in why_not(FileNotes(path), FINGERPRINT)
     path.unlink()
     monkeypatch.setattr(journal, "_boot", lambda: "")  # where nothing tells one start from another
-    Journal(path, fingerprint, durable=False).close()
-    assert "before this machine started" in why_not(path, fingerprint)
+    assert "before this machine started" in why_not(noted(path, durable=False), FINGERPRINT)
 
 
 def test_two_at_once_do_not_disturb_each_other(source: Path, whole: Path, tmp_path: Path) -> None:

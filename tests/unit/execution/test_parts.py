@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import StorageError
-from mcore_rlhf.execution import parts
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.manager import subject
 from mcore_rlhf.manager.convert_step import convert_step, finish_parts
+from mcore_rlhf.storage import parts
 from mcore_rlhf.storage.publish import LocalPublication
 from tests.helpers.killed import begun, content, run, start
 
@@ -65,9 +65,10 @@ def test_parts_that_were_joined_by_who_was_killed_then_are_tidied_up(
         shutil.rmtree(next(folder.glob("part-*")))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts, "remove_joined", killed)
-    with pytest.raises(KeyboardInterrupt):
-        finish_parts(subject.find(source, ReadOptions()), target, options)
+    with monkeypatch.context() as killing:
+        killing.setattr(parts, "remove_joined", killed)
+        with pytest.raises(KeyboardInterrupt):
+            finish_parts(subject.find(source, ReadOptions()), target, options)
     assert len(list(target.parent.iterdir())) == 2
     if again == "--finish":
         assert finish_parts(subject.find(source, ReadOptions()), target, options).published == target
@@ -161,7 +162,7 @@ def test_a_byte_of_a_part_that_was_flipped_since_is_found(three: Path, source: P
     assert (code, target.exists()) == (1, False)
     assert f"{file}: is damaged" in stderr
     assert f"{target.parent / file.parents[2].relative_to(target.parent)}" in stderr
-    assert "do the part again" in stderr
+    assert "do it again with --part 2/3" in stderr
 
 
 def test_a_byte_of_the_source_that_only_a_part_read_is_checked_when_they_are_joined(

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mcore_rlhf import convert as whole_conversion
 from mcore_rlhf.convert import ConvertOptions
 from mcore_rlhf.errors import CheckpointError, Corrupt, Unsupported
 from mcore_rlhf.execution import saved
-from mcore_rlhf.execution.fingerprint import digest, planned_line
+from mcore_rlhf.execution.fingerprint import digest
 from mcore_rlhf.execution.run import Execution
-from mcore_rlhf.execution.saved import SavedPlan
+from mcore_rlhf.execution.saved import SavedPlan, tail_of
+from mcore_rlhf.execution.spool import Line, PlannedFile, line_of
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.formats.megatron import writer
 from mcore_rlhf.manager import subject
 from mcore_rlhf.manager.convert_step import convert_part, convert_step, finish_parts, prepare_step, save_plan
-from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage import pt
 from tests.helpers.conversions import GOLDENS, options
 from tests.helpers.killed import content, run
 
@@ -166,9 +172,13 @@ def everything(path: Path, source: Path) -> Any:
     """All that parts would ask of a plan."""
     conversion = SavedPlan(path).load(source, OPTIONS)
     (work,) = conversion.works
-    files = [(file.path, file.nbytes, file.planned()) for file in work.files]
+    files = [(file.path, file.nbytes, _plain(work.planned(file))) for file in work.files]
     blocks = [(block.name, block.nbytes, block.items()) for block in (*work.compared(None), *work.readings)]  # type: ignore[arg-type]
     return conversion.fingerprint, conversion.space, work.name, work.nbytes, work.distrust, files, blocks
+
+
+def _plain(planned: PlannedFile) -> Any:
+    return planned.plan.file, [*planned.plan.copies], planned.records, planned.container
 
 
 def test_a_flipped_byte_or_a_missing_end_is_found(source: Path, plan: Path, tmp_path: Path, rng: random.Random) -> None:
@@ -191,21 +201,18 @@ def edited(plan: Path, to: Path, edit: Callable[[list[Any], dict[str, Any]], Non
     """A plan with other tasks or another head, every checksum of a line that of what stands in it now."""
     *tasks, head, _ = [json.loads(line.partition(b" ")[2]) for line in plan.read_bytes().splitlines()]
     edit(tasks, head)
-    at, lines = 0, []
+    lines: list[bytes] = []
 
-    def add(value: Any, text: str = "") -> list[int]:
-        nonlocal at
-        data = (text or json.dumps(value)).encode()
-        lines.append(b"%08x %s\n" % (crc32(data), data))
-        at += len(lines[-1])
-        return [at - len(lines[-1]), len(lines[-1])]
+    def add(line: bytes) -> Line:
+        lines.append(line)
+        return Line(sum(map(len, lines[:-1])), len(line))
 
     of_tasks = head["tasks"] if isinstance(head["tasks"], list) else []
     for told, task in zip_longest(of_tasks, tasks):
-        place = add(task)
+        place = add(line_of(task))
         if isinstance(told, list):
-            told[4:] = place
-    add(None, saved._TAIL.format(*add(head)))
+            told[4:6] = place
+    add(tail_of(add(line_of(head))))
     to.write_bytes(b"".join(lines))
     return to
 
@@ -250,22 +257,33 @@ def test_a_plan_that_agrees_with_itself_is_still_not_joined(
     """A copy is taken from elsewhere, and the digests are computed anew: the parts are done, and are of another plan."""
 
     def edit(tasks: list[Any], head: dict[str, Any]) -> None:
-        name, value = tasks[0]
-        before = saved._Decoder().value(value)
-        copy = next(told for told in value[3] if told["Copy"][2])
-        copy["Copy"][2] += 1
-        path, container, _, copies = saved._Decoder().value(value)
+        number = next(number for number, task in enumerate(tasks) if "copies" in task)
+        starts = np.frombuffer(base64.b64decode(tasks[number]["copies"]["source_start"]), "<i8").copy()
+        starts[starts > 0] -= 1
+        tasks[number]["copies"]["source_start"] = base64.b64encode(starts.tobytes()).decode()
+        old, new = head["tasks"][number][6], hashlib.sha256(line_of(tasks[number])).hexdigest()
+        head["tasks"][number][6] = new
         lines = head["works"][0]["lines"]
-        old, new = (planned_line(container.layout(path), saved.FilePlan(path, list(of))) for of in (before[3], copies))
-        lines[lines.index(old)] = new
+        lines[:] = [line.replace(old, new) for line in lines]
         head["fingerprint"]["layouts"] = digest(lines)
-        assert name == path
         assert old != new
 
     mutated = edited(plan, tmp_path / "plan", edit)
     with pytest.raises(Unsupported, match="they are of another plan"):
         carried_out(source, tmp_path / "out", OPTIONS, mutated)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("field", "value"), [(0, []), (2, [1]), (2, [1, 0])])
+def test_a_box_that_is_none(source: Path, plan: Path, tmp_path: Path, field: int, value: list[int]) -> None:
+    """It would be compared all the same, and could not be named where something differs."""
+
+    def edit(tasks: list[Any], head: dict[str, Any]) -> None:
+        items = next(task["items"] for task in tasks if task.get("name", "").startswith("compared "))
+        next(a for _, a, _, _ in items if len(a[1]) == 2)[field] = value
+
+    with pytest.raises(Corrupt, match="is no such task"):
+        everything(edited(plan, tmp_path / "plan", edit), source)
 
 
 def test_what_was_compared_otherwise_is_compared_anew(
@@ -279,7 +297,7 @@ def test_what_was_compared_otherwise_is_compared_anew(
     found = subject.find(source, ReadOptions())
 
     def edit(tasks: list[Any], head: dict[str, Any]) -> None:
-        next(task for task in tasks if task[0].startswith("compared "))[1].pop()
+        next(task for task in tasks if task.get("name", "").startswith("compared "))["items"].pop()
 
     mutated = edited(plan, tmp_path / "edited", edit)
     for number, by in ((1, plan), (2, mutated)):
@@ -290,3 +308,21 @@ def test_what_was_compared_otherwise_is_compared_anew(
         finish_parts(found, tmp_path / str(number) / "out", OPTIONS)
         assert compared[before:] == done * number
         assert content(tmp_path / str(number) / "out") == content(whole)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_every_file_is_laid_out_pickled_and_planned_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    counted: Counter[str] = Counter()
+
+    def counting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: (counted.update([what]), call(*given, **named))[1]
+
+    monkeypatch.setattr(whole_conversion, "plan_file", counting("planned", whole_conversion.plan_file))
+    monkeypatch.setattr(pt, "pickle_tree", counting("pickled", pt.pickle_tree))
+    monkeypatch.setattr(writer, "RankLayout", counting("laid out", writer.RankLayout))
+    whole_conversion.convert(source, tmp_path / "out", replace(OPTIONS, resume=resume))
+    files = len(list((tmp_path / "out").rglob("*.pt")))
+    assert files == 8
+    assert counted == {"planned": files, "pickled": files, "laid out": files}

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
-from tests.helpers.conversions import Conversions
+from mcore_rlhf.convert import convert
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, UsageError
+from tests.helpers.conversions import Conversions, options
 from tests.helpers.damage import copied, edit_args
 from tests.unit.formats.refusal import refused
 
@@ -45,6 +46,19 @@ def test_args_that_contradict_the_files(
     source = copied(name, tmp_path)
     edit_args(source, **args)
     refused(source, kind, *words)
+
+
+def test_a_head_of_its_own_that_args_take_for_the_embedding(tmp_path: Path) -> None:
+    """Of several stages a tied model has the embedding twice, under both names: equality alone tells which it is."""
+    source = copied(MANY, tmp_path)
+    edit_args(source, untie_embeddings_and_output_weights=False)
+    with pytest.raises(Corrupt) as caught:
+        convert(source, tmp_path / "target", options())
+    assert "embedding.word_embeddings.weight (param): 5115 elements of" in str(caught.value)
+    assert (
+        "with untie_embeddings_and_output_weights false in args, output_layer.weight of the last stage is one"
+        in str(caught.value)
+    )
 
 
 def test_contradictions_are_listed_together(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.convert import Job, convert
+from mcore_rlhf.convert import Job, convert, prepare
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.options import ReadOptions
@@ -195,3 +195,24 @@ def test_a_universal_checkpoint_within_a_run_has_them_in_its_own_folder(model: P
     assert (folder / "mcore_rlhf" / "carried" / "chat_templates" / "tool.jinja").is_file()
     converted(folder, tmp_path / "back", "hf")
     assert files_of(tmp_path / "back") == files_of(model)
+
+
+@pytest.mark.parametrize("case", ["a folder that cannot be listed", "a pickle that calls"])
+def test_what_would_go_along_and_may_not_is_lost(model: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    if case == "a pickle that calls":
+        (model / "training_args.bin").write_bytes(b"\x80\x02cverl.utils.fs\ncopy\nX\x01\x00\x00\x00x\x85R.")
+        name, why = "training_args.bin", "calls what is on no list"
+    else:
+        (model / "chat_templates" / "assets").mkdir()
+        listing = Path.iterdir
+
+        def refused(folder: Path) -> object:
+            if folder.name == "assets":
+                raise PermissionError(13, "Permission denied", str(folder))
+            return listing(folder)
+
+        monkeypatch.setattr(Path, "iterdir", refused)
+        name, why = "chat_templates/assets", "cannot be read"
+    job = prepare(model, replace(options(), to="dcp"))
+    assert not job.lossless
+    assert [text for text in job.account.lost if name in text and why in text]

@@ -12,10 +12,11 @@ import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, Unsupported
-from mcore_rlhf.families.crossing import alike, crossed
-from mcore_rlhf.families.crossing.packing import in_memory
+from mcore_rlhf.families.crossing.alike import alike
+from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.sidecar import FormerFamily
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
@@ -81,7 +82,7 @@ def test_what_is_no_name_of_an_expert_stays_when_experts_are_packed(tmp_path: Pa
     native.without_frozen, native.pipeline, native.tag = True, True, "mine"
     native.optimizer, native.per_rank, native.shared = {"clip_grad": 1.0}, ({"a": 1}, {"a": 2}), {"alias": "owner"}
     seen.model = replace(model, unused=frozenset({"extra"}), mtp_layers=3, num_experts=4, _index={})
-    packed = in_memory(seen, native.config)
+    packed = repacked(seen, native.config, packs_experts=True)
     assert len(packed.model.params) < len(model.params)
     assert (native.packs_experts, module(packed).packs_experts) == (False, True)
     renamed = {"order", "buffers", "keys", "params", "_index", "packs_experts"}

@@ -11,9 +11,9 @@ import pytest
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import Lossy, Unsupported
-from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from tests.helpers.conversions import GOLDENS

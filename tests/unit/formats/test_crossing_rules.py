@@ -14,8 +14,8 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import EXP_AVG, MASTER
 from mcore_rlhf.errors import CheckpointError, Lossy, UsageError
-from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.models.spec import Rule, Rules

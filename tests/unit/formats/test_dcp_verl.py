@@ -15,6 +15,7 @@ import torch
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp.groups import choices
@@ -80,10 +81,51 @@ def test_the_optimizer_has_names() -> None:
     assert len(moment.chunks) == 1  # two ranks have no row of it
 
 
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_an_output_layer_that_is_the_embedding_is_its_second_name(optimizer: bool) -> None:
+    source = opened(VERL / "fsdp2_tied_ws2", optimizer=optimizer)
+    module = ModuleState.needed(source, "a test")
+    assert module.shared == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert source.model.tied
+    assert "lm_head.weight" not in source.model.shapes
+
+
+def test_without_an_optimizer_only_the_description_says_that_two_names_are_one_weight(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(VERL / "fsdp2_tied_ws2", tmp_path / "actor"))
+    config = folder / "huggingface" / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    assert not opened(folder, optimizer=False).model.tied
+    assert opened(folder).model.tied, "the optimizer has no state of the output layer"
+
+
 def test_replicas_of_buffers_are_compared(three: Path) -> None:
     entry = opened(three).catalog.get(TensorName("actor", "scale", PARAM))
     assert entry is not None
     assert len(list(entry.replicas())) == 2
+
+
+def test_pieces_of_original_parameters_are_put_together() -> None:
+    """FSDP1 with ``use_orig_params``: bare pieces, and none on ranks that have nothing of a parameter; a frozen layer beside them."""
+    source, truth = opened(VERL / "fsdp1_orig_ws2"), torch.load(VERL / "fsdp1_orig_ws2" / "expected.pt")
+    trained = {spec.name for spec in source.model.params if spec.trainable}
+    assert trained == set(truth["exp_avg"]) == {name for name in truth["model"] if not name.startswith("vision.")}
+    for name, moment in truth["exp_avg"].items():
+        assert torch.equal(tensor_of(source, name, "exp_avg"), moment), name
+        assert torch.equal(tensor_of(source, name, MASTER), truth["model"][name]), name
+    assert source.state.groups[0].fields["step"] == 2
+    assert verify(VERL / "fsdp1_orig_ws2", ReadOptions()).intact
+
+
+def test_pieces_that_fit_several_parameters_are_of_none(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(VERL / "fsdp1_orig_ws2", tmp_path / "actor"))
+    for path in folder.glob("optim_*"):
+        with edited(path) as optim:
+            for number in (1, 2):  # a layer that was frozen: which of two equal ones nobody knows
+                optim["state"].pop(number, None)
+            optim["state"] = {max(0, number - 2): states for number, states in optim["state"].items()}
+            optim["param_groups"][0]["params"] = list(range(5))
+    with pytest.raises(Unsupported, match="flat pieces"):
+        opened(folder)
 
 
 def test_the_optimizer_of_fsdp1_is_refused_with_a_way_out() -> None:
@@ -94,10 +136,18 @@ def test_the_optimizer_of_fsdp1_is_refused_with_a_way_out() -> None:
 def test_every_missing_rank_is_named(three: Path) -> None:
     (three / "model_world_size_3_rank_1.pt").unlink()
     (three / "optim_world_size_3_rank_2.pt").unlink()
+    (three / "extra_state_world_size_3_rank_1.pt").unlink()
     with pytest.raises(Incomplete) as caught:
         opened(three)
     assert "model_world_size_3_rank_1.pt: missing; 3 ranks" in str(caught.value)
     assert "optim_world_size_3_rank_2.pt: missing" in str(caught.value)
+    assert "extra_state_world_size_3_rank_1.pt: missing" in str(caught.value)
+
+
+def test_a_kind_that_no_rank_has_was_not_saved(three: Path) -> None:
+    for path in three.glob("extra_state_*"):
+        path.unlink()
+    assert opened(three).state.other == {}
 
 
 def test_every_file_of_every_rank_is_verified(three: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.catalog import MASTER, TensorName
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Lossy, Unsupported
-from mcore_rlhf.families.crossing import crossed
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify

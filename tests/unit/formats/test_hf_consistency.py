@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.account import Fate, Kind
-from mcore_rlhf.errors import Corrupt, LayoutMismatch
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import options
+from tests.helpers.dcp_by_torch import save
 from tests.unit.formats.hf_by_hand import CONFIG, llama, write
 from tests.unit.formats.refusal import refused
 from tests.unit.formats.test_hf_reading import EMBEDDING, HEAD, TIED, native, opened, unequal
@@ -69,6 +70,25 @@ class TestTies:
 def test_a_config_that_contradicts_the_tensors(key: str, value: int, found: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", llama(), {**CONFIG, key: value})
     assert str(folder / "config.json") in refused(folder, LayoutMismatch, found)
+
+
+def test_what_a_class_that_nobody_has_looked_at_calls_otherwise(tmp_path: Path) -> None:
+    """As transformers writes DeepSeek-V4's output layer, Moshi's embedding of one row that is no word, Llama 4's norms of no weight."""
+    own = {"model_type": "mine", "architectures": ["MineForCausalLM"]}
+    tensors = llama()
+    elsewhere = {"head.weight" if name == HEAD else name: tensor for name, tensor in tensors.items()}
+    assert not opened(write(tmp_path / "head", elsewhere, CONFIG | own)).model.tied
+    refused(write(tmp_path / "known", elsewhere, CONFIG), LayoutMismatch, f"{HEAD} is not among the tensors")
+    longer = tensors | {EMBEDDING: torch.ones(21, 8)}
+    opened(write(tmp_path / "row", longer, CONFIG | own))
+    refused(write(tmp_path / "rows", longer, CONFIG), LayoutMismatch, "vocab_size is 20, but")
+    opened(write(tmp_path / "norms", tensors, CONFIG | own | {"use_qk_norm": True, "attention_bias": True}))
+    biased = tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(8)}
+    refused(
+        write(tmp_path / "biased", biased, CONFIG | own | {"attention_bias": False}),
+        LayoutMismatch,
+        "attention_bias is false",
+    )
 
 
 def test_a_number_of_layers_costs_nothing_however_large(tmp_path: Path) -> None:
@@ -135,9 +155,10 @@ def test_a_config_of_a_tensor_more_or_less(tmp_path: Path) -> None:
     refused(
         write(tmp_path / "c" / "hf", llama() | biases, CONFIG),
         LayoutMismatch,
-        "attention_bias is not true",
+        "attention_bias is not said, which means false",
         "q_proj.bias",
     )
+    biases |= {f"model.layers.{i}.self_attn.o_proj.bias": torch.ones(8) for i in (0, 1)}
     opened(write(tmp_path / "d", llama() | biases, {**CONFIG, "attention_bias": True}))
 
 
@@ -176,10 +197,44 @@ def test_a_config_that_is_another_files_content(name: str, tmp_path: Path) -> No
         )
 
 
+TITAN = {"model.embed_tokens": "tok_embeddings", "model.layers": "layers", "model.norm": "norm", "lm_head": "output"}
+
+
+@pytest.mark.parametrize("names", [TITAN, {"model": "module.model", "lm_head": "module.lm_head"}])
+def test_a_model_under_other_names_than_its_config_has_is_not_written(names: dict[str, str], tmp_path: Path) -> None:
+    def renamed(name: str) -> str:
+        return next((name.replace(old, new) for old, new in names.items() if name.startswith(old)), name)
+
+    tensors = {renamed(name): tensor for name, tensor in llama().items()}
+    save({"model": tensors}, tmp_path / "dcp")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    asked = replace(options(reference_config=str(tmp_path)), to="hf")
+    with pytest.raises(LayoutMismatch, match="no tensor has a name of"):
+        convert(tmp_path / "dcp", tmp_path / "hf", asked)
+    convert(
+        tmp_path / "dcp", tmp_path / "hf", replace(options(), to="hf")
+    )  # without a class nobody looks for its names
+
+
 def test_a_config_without_a_model_type_is_told(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "model_type"}
     source = opened(write(tmp_path / "hf", llama(), config))
     assert any("names no model_type" in text for _, text in source.notes.lines)
+
+
+def test_what_changed_since_another_version_of_the_weights_is_no_model(tmp_path: Path) -> None:
+    """As slime writes ``weight_v000002/``: compressed bytes under the weights' names."""
+    folder = write(tmp_path / "hf", {name: torch.ones(9, dtype=torch.uint8) for name in llama()}, CONFIG, shards=2)
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["metadata"] = {
+        "version": "000002",
+        "base_version": "000001",
+        "delta_encoding": "xor",
+        "compression_format": "zstd",
+    }
+    index.write_text(json.dumps(listed))
+    refused(folder, Unsupported, "what changed since another version", "delta_encoding")
 
 
 def test_a_config_that_is_no_json(tmp_path: Path) -> None:

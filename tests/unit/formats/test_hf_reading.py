@@ -191,15 +191,3 @@ def test_what_is_no_folder_of_weights(tmp_path: Path) -> None:
     assert not FORMAT.detect(tmp_path)
     with pytest.raises(NotACheckpoint, match=r"has neither model\.safetensors nor"):
         FORMAT.read(tmp_path, ReadOptions())
-
-
-def test_pieces_of_every_rank_are_refused_by_name(tmp_path: Path) -> None:
-    """What torch leaves where nobody puts the ranks' files together."""
-    from torch.distributed.checkpoint import save
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    writer = HuggingFaceStorageWriter(str(tmp_path / "pieces"), save_distributed=True)
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        save({"embed.weight": torch.ones(4, 2)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(Unsupported, match="HuggingFaceStorageWriter saves them with save_distributed"):
-        opened(tmp_path / "pieces")

@@ -70,8 +70,11 @@ class TestTokenizer:
             to_hf(model, tmp_path / "out", tokenizer=str(tmp_path / "tok"))
 
     def test_no_tokenizer_there(self, model: Path, tmp_path: Path) -> None:
-        for folder in (tmp_path / "nowhere", tmp_path):
-            with pytest.raises(UsageError, match="there is no tokenizer in it"):
+        for folder, said in (
+            (tmp_path / "nowhere", "there is no such folder"),
+            (tmp_path, "there is no tokenizer in it"),
+        ):
+            with pytest.raises(UsageError, match=said):
                 to_hf(model, tmp_path / "out", tokenizer=str(folder))
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.catalog import dtype_of
@@ -24,6 +29,7 @@ from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import GOLDENS
+from tests.helpers.damage import edited
 from tests.helpers.dist_reader import DistReading, read_whole
 from tests.helpers.plain_load import plain_save
 
@@ -53,6 +59,28 @@ def test_it_is_the_run_that_the_legacy_format_holds(path: Path) -> None:
     assert dist.family.order == legacy.family.order  # type: ignore[attr-defined]
     same = {key: value for key, value in legacy.state.args.items() if "ckpt" not in key and key not in ("dump", "save")}
     assert {key: dist.state.args[key] for key in same} == same
+
+
+def test_a_folder_of_megatron_core_0_15_says_what_it_has_by_a_class_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``MCoreMetadata`` is torch's ``Metadata`` with ``mcore_data`` more."""
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    module = ModuleType(name)
+    derived = type("MCoreMetadata", (Metadata,), {"__module__": name})
+    module.MCoreMetadata = derived  # type: ignore[attr-defined]
+    for at in range(1, name.count(".") + 2):
+        part = ".".join(name.split(".")[:at])
+        monkeypatch.setitem(sys.modules, part, module if part == name else ModuleType(part))
+    root = Path(shutil.copytree(FULLY, tmp_path / "root"))
+    (file,) = root.glob("iter_*/.metadata")
+    with file.open("rb") as opened_file:
+        stored = pickle.load(opened_file)
+    made = derived.__new__(derived)
+    vars(made).update(vars(stored), mcore_data={"model.weight": {"nd_reformulated_orig_global_shape": (4, 2)}})
+    file.write_bytes(pickle.dumps(made))
+    assert differences(opened(root), opened(FULLY)) == []
+    assert verify(root, ReadOptions()).intact
 
 
 def test_random_states_are_those_of_the_same_ranks() -> None:
@@ -128,6 +156,19 @@ def test_wrapped_models_are_read_as_well(tmp_path: Path) -> None:
     assert differences(opened(root), opened(FULLY)) == []
 
 
+def test_a_fault_that_no_master_tells_is_said(tmp_path: Path) -> None:
+    """Masters in fp16 are not their parameters rounded, and remainders fit to any."""
+    source = tmp_path / "source"
+    shutil.copytree(DIST / "corrupt_dp3", source)
+    with edited(next(source.rglob("common.pt"))) as tree:
+        vars(tree["args"]).update(use_precision_aware_optimizer=True, main_params_dtype=torch.float16)
+    said = [
+        text for _, text in open_checkpoint(source, ReadOptions()).notes.lines if "which no master tells here" in text
+    ]
+    assert len(said) == 1
+    assert "Go back to a step that was saved as torch or dp_reshardable" in said[0]
+
+
 def test_without_opaque_values_a_live_model_has_them_all_the_same(tmp_path: Path) -> None:
     """``--ckpt-drop-redundant-extra-state`` of Megatron-LM's main branch leaves them out; 0.16 to 0.19 end a load that misses one."""
     whole = read_whole(FULLY)
@@ -185,7 +226,7 @@ def by_hand(whole: DistReading, root: Path, flat: dict[str, tuple[int, ...]], re
     (root / "latest_checkpointed_iteration.txt").write_text("2")
     (folder / "metadata.json").write_text(CONFIG_TEXT)
     plain_save(whole.common, folder / "common.pt")
-    items: list[Item] = [ObjectItem(renamed(key), saved(value)) for key, value in whole.objects.items()]
+    items: list[Item] = [ObjectItem(renamed(key), saved(value, renamed(key))) for key, value in whole.objects.items()]
     data: dict[str, torch.Tensor] = {}
     for key, tensor in whole.tensors.items():
         name, dtype = renamed(key), dtype_of(str(tensor.dtype))

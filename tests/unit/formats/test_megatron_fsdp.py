@@ -137,7 +137,7 @@ def test_what_is_not_understood_is_refused_by_name(
     args, rng = Namespace({"pipeline_model_parallel_size": stages}), ("rng_state", "(0, 0)", 0)
     values: dict[tuple[str | int, ...], object] = {("args",): args, rng: {}, **more}
     paths = {".".join(map(str, path)): path for path in values}
-    items = [ObjectItem(name, saved(value)) for name, value in zip(paths, values.values(), strict=True)]
+    items = [ObjectItem(name, saved(value, name)) for name, value in zip(paths, values.values(), strict=True)]
     Distcp(items).create(folder / "__0_0.distcp").finish({})
     (folder / ".metadata").write_bytes(dcp_metadata({}, {"__0_0.distcp": items}, paths))
     assert detect(tmp_path).name == "megatron-dist"

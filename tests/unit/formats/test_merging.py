@@ -248,7 +248,7 @@ def test_a_damaged_base_is_found(tmp_path: Path, adapter: Path, base: Path) -> N
 
 def test_the_plan_says_what_is_computed(adapter: Path, base: Path) -> None:
     job = prepare(adapter, ConvertOptions("hf", write=WriteOptions(merge_adapter=True, base_model=str(base))))
-    computed = [copy for _, plan in job.plans() for copy in plan.copies if copy.source.computed]
+    computed = [copy for planned in job.plans() for copy in planned.plan.copies if copy.source.computed]
     assert len(computed) == len(lora.ADAPTED)
     assert any(copy.source.key == f"{lora.ADAPTED[0]}.weight + 4·B·A" for copy in computed)
 

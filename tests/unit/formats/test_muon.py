@@ -73,7 +73,7 @@ def test_what_was_dealt_by_size_stays_so_whatever_the_arguments_say(tmp_path: Pa
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_a_ranks_file_it_is_said_what_is_lost(tmp_path: Path, rank: int) -> None:
-    """What an older release of ours committed: the model file looks complete, with the states of one rank."""
+    """The model file looks complete, with the states of one rank."""
     root = tmp_path / "root"
     shutil.copytree(GENUINE / "muon_pingpong_dp2_bf16", root)
     (root / f"iter_0000006/mp_rank_00/layer_wise_optimizer_{rank}.pt").unlink()

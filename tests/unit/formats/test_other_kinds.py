@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,12 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert
+from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.errors import Lossy
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.storage.store import open_files
+from mcore_rlhf.verify.differ import Comparison, Differ
 from tests.helpers.conversions import GOLDENS, golden, options
 from tests.helpers.damage import ITERATION, MODEL, copied, edited
 from tests.helpers.independent_reader import Reading, differences, read
@@ -139,7 +146,69 @@ def test_opaque_states_stay_with_their_tensor_parallel_rank(tmp_path: Path) -> N
     for path in (tmp_path / "ranks").rglob(MODEL):
         model = plain_load(path)["model"]
         assert [v for k, v in model.items() if k.endswith("linear_qkv._extra_state")] == [None, None]
-    assert any("4 opaque values" in line and "None" in line for _, line in job.report.lines)
+    names = [f"decoder.layers.{layer}.self_attention.linear_qkv._extra_state" for layer in range(4)]
+    (said,) = (line for fate, line in job.report.lines if fate is Fate.LOST)
+    assert said.endswith(f"and are set to None: {', '.join(names)}")
+    assert all(job.account.entries[Item(Kind.MODEL, name)].fate is Fate.LOST for name in names)
+    assert not job.lossless
+    with pytest.raises(Lossy):
+        convert(source, tmp_path / "strict", replace(options(tp=1), strict=True))
+    dist = convert(source, tmp_path / "dist", replace(options(), to="megatron-dist"))
+    assert any(text.endswith(f"that of the first: {', '.join(names)}") for text in dist.account.lost)
+    for target in ("ranks", "dist"):
+        found = compare(source, tmp_path / target)
+        assert [difference.name for difference in found.differences] == names, target
+    assert compare(source, tmp_path / "stages").equal
+
+
+def test_opaque_states_of_dense_modules_stay_with_their_expert_parallel_rank(tmp_path: Path) -> None:
+    name, head = "decoder.layers.0.self_attention.linear_qkv._extra_state", "output_layer._extra_state"
+    source = copied("ep2dp2_moe_seq_bf16_do", tmp_path)
+    for path in source.rglob(MODEL):
+        with edited(path) as tree:
+            tree["model"][name] = torch.tensor([int(path.parent.name[-1])], dtype=torch.uint8)
+            tree["model"][head] = torch.tensor([7], dtype=torch.uint8)
+    assert convert(source, tmp_path / "same", options()).lossless
+    assert compare(source, tmp_path / "same").equal
+    for path in (tmp_path / "same").rglob(MODEL):
+        assert plain_load(path)["model"][name].tolist() == [int(path.parent.name[-1])]
+    lost = convert(source, tmp_path / "one", options(ep=1)).account.lost
+    assert any(text.endswith(f"all have those of the first: {name}") for text in lost)
+    lost = convert(source, tmp_path / "dist", replace(options(), to="megatron-dist")).account.lost
+    assert any(text.endswith(f"that of the first: {name}") for text in lost)
+    assert any(text.endswith(f"leaves out of torch_dist: {head}") for text in lost)
+    assert [one.name for one in compare(source, tmp_path / "one").differences] == [name]
+    assert {one.name for one in compare(source, tmp_path / "dist").differences} == {name, head}
+
+
+@pytest.mark.parametrize(
+    "empty", [torch.empty(0, dtype=torch.uint8), "saved", "pickled"], ids=["none", "saved", "pickled"]
+)
+def test_opaque_states_that_say_nothing_are_no_loss(empty: object, tmp_path: Path) -> None:
+    """As Transformer Engine's modules have them without fp8: no elements, and None, saved or pickled."""
+    saved = io.BytesIO()
+    torch.save(None, saved)
+    made = {"saved": saved, "pickled": torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)}
+    value = made.get(empty) if isinstance(empty, str) else empty
+    source = copied(MANY, tmp_path)
+    for path in source.rglob(MODEL):
+        with edited(path) as tree:
+            tree["model"].update({key: value for key in tree["model"] if key.endswith("linear_qkv._extra_state")})
+    for to in ("megatron", "megatron-dist", "hf"):
+        job = convert(
+            source,
+            tmp_path / to,
+            replace(options(tp=1 if to != "hf" else None, no_optimizer=True, vocab_size=132), to=to),
+        )
+        assert not [text for text in job.account.lost if "opaque" in text or "no parameters" in text]
+    assert compare(source, tmp_path / "megatron").equal
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """The differences between two checkpoints' parameters and values."""
+    sources = [open_checkpoint(path, ReadOptions(optimizer=False)) for path in (a, b)]
+    with open_files(sources[0].root) as bytes_a, open_files(sources[1].root) as bytes_b:
+        return Differ(*sources, bytes_a, bytes_b).compare()
 
 
 def test_a_buffer_that_no_optimizer_owns(tmp_path: Path) -> None:
@@ -149,6 +218,7 @@ def test_a_buffer_that_no_optimizer_owns(tmp_path: Path) -> None:
     for path in source.rglob(MODEL):
         with edited(path) as tree:
             model = tree["model"]
+            tree["args"].moe_router_enable_expert_bias = True
             for key in [k for k in model if k.endswith("router.weight")]:
                 model[key.replace("router.weight", "router.expert_bias")] = bias
     convert(source, tmp_path / "target", options(ep=4, tp=2))

@@ -230,7 +230,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     ),
     "code": with_code,
     "foreign names": lambda folder: resaved(folder, {k.removeprefix(P): v for k, v in lora.adapter().items()}),
-    "origin": lambda folder: (folder / "mcore_rlhf_adapter.json").write_text('{"version": 9}'),
 }
 
 
@@ -248,7 +247,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
         ("two ranks", Corrupt, "has rank 4"),
         ("code", Untrusted, "system"),
         ("foreign names", Unsupported, "base_model.model."),
-        ("origin", Unsupported, "version 1"),
     ],
 )
 def test_damage_is_named_and_nothing_is_written(

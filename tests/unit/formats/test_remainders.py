@@ -20,14 +20,14 @@ from mcore_rlhf.core.catalog import (
     PARAM,
     Box,
     Chunk,
-    FixedCatalog,
     Record,
     TensorEntry,
     TensorName,
 )
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import words_of
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.families.megatron.remainders import JoinedMasters, Joins
+from mcore_rlhf.families.megatron.remainders import Joins, joined_masters
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Computed, Source, bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
@@ -95,10 +95,10 @@ def forged(tmp_path: Path, masters: torch.Tensor, bad: bool = False) -> Source:
         )
         for state, dtype, file in ((PARAM, BFLOAT16, "p"), (MASTER, FLOAT32, "r"))
     }
-    catalog = FixedCatalog(entries)
+    catalog = Chunks.of(entries.values())
     model = ModelSpec((ParamSpec("w", shape, BFLOAT16, REPLICATED),), 1, tied=False)
     return Source(
-        "megatron", tmp_path, model, JoinedMasters(catalog), computed=Computed(tmp_path, Joins(catalog, "actor"))
+        "megatron", tmp_path, model, joined_masters(catalog), computed=Computed(tmp_path, Joins(catalog, "actor"))
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.catalog import MASTER, Catalog, TensorEntry, TensorName
+from mcore_rlhf.core.catalog import MASTER, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
@@ -239,23 +239,9 @@ def test_states_without_the_optimizers_file_are_incomplete(tmp_path: Path) -> No
         open_checkpoint(source, ReadOptions())
 
 
-class _WithoutMaster:
-    """A catalogue that lost the masters of some parameters."""
-
-    def __init__(self, catalog: Catalog, params: set[str]) -> None:
-        self.catalog, self.params = catalog, params
-
-    def __iter__(self) -> Iterator[TensorName]:
-        return (name for name in self.catalog if self._has(name))
-
-    def __len__(self) -> int:
-        return len(list(self))
-
-    def _has(self, name: TensorName) -> bool:
-        return name.state != MASTER or name.param not in self.params
-
-    def get(self, name: TensorName, /) -> TensorEntry | None:
-        return self.catalog.get(name) if self._has(name) else None
+def _without_masters(catalog: Chunks, params: set[str]) -> Chunks:
+    """A table that lost the masters of some parameters."""
+    return Chunks.of(e for e in catalog.entries() if e.name.state != MASTER or e.name.param not in params)
 
 
 def test_parameters_without_masters_are_refused_by_name() -> None:
@@ -265,13 +251,13 @@ def test_parameters_without_masters_are_refused_by_name() -> None:
         Incomplete,
         match=r"(?s)2 problems.*actor\.model\.norm\.bias: has no fp32 master.*critic\.value_head\.weight.*--no-opt",
     ):
-        FORMAT.target(replace(source, catalog=_WithoutMaster(source.catalog, lost)), WriteOptions())
+        FORMAT.target(replace(source, catalog=_without_masters(source.catalog, lost)), WriteOptions())
 
 
 def test_fp32_parameters_are_their_own_masters() -> None:
     source = open_checkpoint(GOLDENS / "deepspeed" / "z1_fp32_tied_dp2" / "step3", ReadOptions())
     everything = {spec.name for spec in source.model.params}
-    target = FORMAT.target(replace(source, catalog=_WithoutMaster(source.catalog, everything)), WriteOptions())
+    target = FORMAT.target(replace(source, catalog=_without_masters(source.catalog, everything)), WriteOptions())
     assert any("copies of the fp32 parameters" in text for _, text in target.report.lines)
     entry = target.source.get(TensorName("actor", "lm_head.weight", MASTER)) or target.source.get(
         TensorName("actor", "model.embed_tokens.weight", MASTER)

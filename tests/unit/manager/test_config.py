@@ -257,7 +257,7 @@ def test_every_reference_that_leads_nowhere_is_named(monkeypatch: pytest.MonkeyP
     ("document", "said"),
     [
         ("runner: [", "is not valid YAML"),
-        ("runner: 1\nrunner: 2", "found duplicate key runner"),
+        ("runner: 1\nrunner: 2", "the key 'runner' is there twice"),
         ("- a", "expected sections such as 'runner:', found '- a'"),
         ("", "expected sections such as 'runner:', found ''"),
         ("a: ${b.", "a: no viable alternative"),

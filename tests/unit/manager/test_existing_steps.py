@@ -71,6 +71,16 @@ def test_whoever_loads_one_goes_on(tmp_path: Path) -> None:
     assert committed(tmp_path) == [1, 3]  # the one that was loaded stays
 
 
+def test_what_it_went_back_from_is_left_behind_though_it_saves_beyond_it(tmp_path: Path) -> None:
+    another_run(tmp_path, 4, 5)
+    with manager(tmp_path, replace(QUIET, keep=None)) as run:
+        assert run.load(4) is not None
+        run.save(6)
+        run.save(7)
+    assert committed(tmp_path) == [4, 6, 7]  # 5 is in quarantine
+    assert "a run that saved step 6" in steps.reason_of(tmp_path / "global_step_5")
+
+
 def test_a_run_may_open_several_managers(tmp_path: Path) -> None:
     for number in (1, 2):
         with manager(tmp_path) as run:

@@ -58,14 +58,14 @@ def test_what_cannot_be_is_refused_at_once() -> None:
 
 
 def test_an_export_that_fails_is_told_and_the_step_stays(tmp_path: Path) -> None:
-    """A plain module's state is in no format that is known: training goes on all the same."""
+    """A plain module's names are in no table of Megatron's: training goes on all the same."""
     heard: list[Event] = []
     keep = Retention((KeepLast(1),))
-    options = ManagerOptions(exports=(Export("hf"),), keep=keep, on_event=heard.append, catch_signals=False)
+    options = ManagerOptions(exports=(Export("megatron"),), keep=keep, on_event=heard.append, catch_signals=False)
     with CheckpointManager(tmp_path, {"actor": TorchEngine(torch.nn.Linear(2, 2))}, options=options) as manager:
         manager.save(1)
         manager.wait()
         manager.save(2, blocking=True)
     assert (tmp_path / "global_step_2" / "manifest.json").is_file()
-    assert [event.step for event in heard if event.kind == "failed" and "export to hf" in event.text] == [1, 2]
+    assert [event.step for event in heard if event.kind == "failed" and "export to megatron" in event.text] == [1, 2]
     assert not (tmp_path / "global_step_1").exists()  # old steps go all the same

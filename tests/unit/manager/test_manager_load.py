@@ -22,7 +22,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, NotAC
 from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 from mcore_rlhf.manager.rlhf.state import RlhfState
-from mcore_rlhf.manager.run import candidates
+from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.load import StepLoad
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.steps import quarantine, release
@@ -293,7 +293,7 @@ UNDER = ["", "manifest.json", "critic", "critic/state.pt", "quarantined.json"]
 
 
 @pytest.mark.parametrize("under", UNDER)
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENXIO])
 def test_a_step_that_cannot_be_read_is_not_passed_over(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int, under: str
 ) -> None:
@@ -326,7 +326,7 @@ def test_a_root_that_cannot_be_listed_is_not_an_empty_one(root: Path, monkeypatc
     run = Run(7)
     with monkeypatch.context() as patch, run.manager(root) as manager:
         Failing(patch, root, errno.ESTALE)
-        with pytest.raises(StorageError, match=f"{root}: cannot read: {os.strerror(errno.ESTALE)}"):
+        with pytest.raises(StorageError, match=f"{root}: cannot list: {os.strerror(errno.ESTALE)}"):
             manager.load()
 
 
@@ -368,12 +368,13 @@ def test_one_that_reads_while_the_step_it_reads_is_deleted(root: Path, monkeypat
 
 
 def test_one_that_reads_does_not_pass_over_a_step_that_lies_aside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "PAUSES", (0.0,))
+    monkeypatch.setattr(steps, "PAUSES", (0.0,))
     aside = (root / "global_step_2").rename(root / ".global_step_2.old-1")
     run = Run(7)
     with run.manager(root, replace(QUIET, read_only=True)) as manager:
-        with pytest.raises(StorageError, match="its replacement was interrupted"):
-            manager.load()
+        for which in ("auto", 2, root / "global_step_2"):
+            with pytest.raises(StorageError, match="its replacement was interrupted"):
+                manager.load(which)
         monkeypatch.setattr(time, "sleep", lambda _: aside.rename(root / "global_step_2"))  # it was going on
         found = manager.load()
     assert found is not None
@@ -390,3 +391,17 @@ def test_a_tensor_of_the_state(tmp_path: Path) -> None:
     with again.manager(tmp_path) as manager:
         manager.load()
     assert torch.equal(again.state.extra["tensor"], torch.arange(50_000))  # type: ignore[arg-type]
+
+
+def test_roles_on_a_scratch_disk_are_loaded_where_the_run_says_so(tmp_path: Path) -> None:
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    with Run(1.0).manager(root) as manager:
+        manager.save(1)
+    (root / "global_step_1" / "actor").rename(scratch)
+    (root / "global_step_1" / "actor").symlink_to(scratch)
+    run = Run(2.0)
+    with run.manager(root) as manager, pytest.raises(CheckpointError, match=r"(?s)leads out of .*follow_links=True"):
+        manager.load(1)
+    with run.manager(root, replace(QUIET, follow_links=True)) as manager:
+        assert manager.load(1) is not None
+    assert run.actor[0].weight.detach()[0, 0].item() == 1.0

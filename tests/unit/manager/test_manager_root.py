@@ -11,15 +11,17 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mcore_rlhf.errors import NotACheckpoint, StorageError, Unsupported, UsageError
+from mcore_rlhf.errors import NotACheckpoint, StorageError, Unreadable, Unsupported, UsageError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.run.root import LOCK, RootLock
+from mcore_rlhf.storage import patience
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False)
 
@@ -312,6 +314,25 @@ def test_a_step_is_saved_again(tmp_path: Path) -> None:
     saved(tmp_path, 2, offset=0.25)
     assert loaded(tmp_path) == (2, 2.25)
     assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == [".mcore_rlhf.lock"]
+
+
+def test_a_step_that_cannot_be_read_does_not_make_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be sound: under another name nobody would find it, if the save failed then."""
+    saved(tmp_path, 1, 2)
+    manifest = tmp_path / "global_step_2" / "manifest.json"
+    genuine = os.stat
+
+    def fail(path: object, *args: Any, **options: Any) -> os.stat_result:
+        if path == manifest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return genuine(path, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(patience, "_PAUSES", (0.0,))
+    with CheckpointManager(tmp_path, model(), options=QUIET) as manager, monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        with pytest.raises(Unreadable, match=rf"{manifest}: cannot read: Input/output error"):
+            manager.save(2, blocking=True)
+    assert loaded(tmp_path) == (2, 2)
 
 
 @pytest.mark.parametrize(

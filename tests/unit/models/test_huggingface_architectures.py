@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.catalog import Box, Shape
-from mcore_rlhf.core.views import Share
+from mcore_rlhf.core.shares import Share
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import Packing, from_files, from_modules
 from mcore_rlhf.models.huggingface import ARCHITECTURES, REFUSED

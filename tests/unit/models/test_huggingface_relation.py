@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.core.views import Share
+from mcore_rlhf.core.shares import Share
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface, from_megatron
 from mcore_rlhf.models.huggingface.table import Sizes, Spelling

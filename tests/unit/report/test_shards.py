@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rlhf.core.catalog import BFLOAT16, FixedCatalog, TensorName
+from mcore_rlhf.core.catalog import BFLOAT16, Chunk, Record, TensorEntry, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
-from mcore_rlhf.report.shards import Drawing, Members, pattern_of, shard_map, spans
+from mcore_rlhf.report.shards import Drawing, Members, pattern_of, places_of, shard_map, spans
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 SOURCES = [
@@ -98,14 +99,13 @@ def test_numbers_are_found_in_names() -> None:
 
 
 def test_what_is_cut_at_too_many_places_is_counted() -> None:
-    source = open_checkpoint(GOLDENS / "deepspeed/z3_fp32_tied_subgroups_dp4", ReadOptions())
-    entry = next(e for n in source.catalog if (e := source.catalog.get(n)) is not None and len(e.global_shape) == 2)
-    entries = {}
+    entries = []
     for layer in range(40):  # no two of them have the same shape
+        shape, record = (layer + 1, 2), Record("file", "key", BFLOAT16, 2 * (layer + 1), 0)
         name = TensorName("actor", f"layers.{layer}.weight")
-        entries[name] = type(entry)(name, (layer + 1, 2), BFLOAT16, ())
+        entries.append(TensorEntry(name, shape, BFLOAT16, (Chunk.whole(record, shape),)))
     model = ModelSpec((), 40, False)
-    found = shard_map(Source("megatron", Path("/"), model, FixedCatalog(entries), parallel=ParallelConfig()))
+    found = shard_map(Source("megatron", Path("/"), model, Chunks.of(entries), parallel=ParallelConfig()))
     assert len(found["drawings"]) == 32
     assert found["folded"] == [("layers.{}.weight", 8)]
     assert found["tensors"] == 40
@@ -122,3 +122,19 @@ def test_a_mixture_of_235_billion_parameters_stays_small() -> None:
     assert found["tensors"] == len(catalog) > 90_000
     assert len(json.dumps(found)) < 100_000
     assert found["folded"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight", ["layer", "expert"]),
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight5", ["layer", "expert"]),
+        ("model.layers.3.mlp.experts.5.gate_proj.weight", ["layer", "expert"]),
+        ("transformer.h.3.attn.c_attn.weight", ["layer"]),
+        ("decoder.layers.3.mlp.experts.weight1", ["layer", "number"]),
+        ("0.weight", []),
+        ("blocks.1.sub.2.weight", ["layer", "number"]),
+    ],
+)
+def test_what_the_numbers_of_a_name_are(name: str, places: list[str]) -> None:
+    assert places_of(pattern_of(name)[0]) == places

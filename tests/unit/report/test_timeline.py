@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import Untrusted, UsageError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.events import EVENTS_NAME, EventLog
 from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.report.timeline import RunFacts, chrome_trace, run_facts
+from mcore_rlhf.storage.links import enclose
 from tests.unit.manager.roots import make_step
 
 
@@ -72,3 +73,41 @@ def test_a_chrome_trace_has_saves_and_events_in_microseconds(root: Path) -> None
     waits = next(e for e in trace if "waits" in e["name"] and e["ph"] == "X")
     assert (waits["ts"], waits["dur"]) == (100e6, 0.5e6)
     assert next(e for e in trace if e["name"] == "delete step 5")["ph"] == "i"
+
+
+def test_commits_are_as_sharp_as_the_events_say(root: Path) -> None:
+    """A manifest's time is in whole seconds; several saves may fall into one."""
+    (second,) = {step["committed_at"] for step in _facts(root)["steps"]}
+    assert second is not None
+    lines = [(second + 0.25, 10), (second + 1.5, 20), (second + 900, 20), (second - 3, 10)]
+    for at, step in lines:
+        with open(root / EVENTS_NAME, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": at, "kind": "commit", "step": step}) + "\n")
+    assert [step["committed_at"] for step in _facts(root)["steps"]] == [second + 0.25, second + 1.5]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"step": 1e999, "time": 1, "kind": "saved"}',
+        '{"step": 1, "time": 1, "kind": "saved", "values": 5}',
+    ],
+    ids=["deep", "endless", "no values"],
+)
+def test_events_of_a_stranger_are_no_bug_of_ours(root: Path, line: str) -> None:
+    (root / "events.jsonl").write_text(f"{line}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="line 1 is no event"):
+        run_facts(root, [], [], None)
+
+
+def test_events_are_not_read_through_a_link_out_of_the_run(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "history"
+    outside.write_text('{"step": 1, "time": 1, "kind": "saved", "text": "secret"}\n', encoding="utf-8")
+    (root / "events.jsonl").unlink(missing_ok=True)
+    (root / "events.jsonl").symlink_to(outside)
+    enclose(root)
+    with pytest.raises(Untrusted, match="--follow-links"):
+        run_facts(root, [], [], None)

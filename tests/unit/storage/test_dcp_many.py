@@ -33,7 +33,7 @@ COUNT = 30
 def written(folder: Path, rows: int = 2) -> Path:
     """A folder of many equal items: tensors of ``rows`` x 3 floats, and objects."""
     tensors = [TensorItem(f"w{number}", FLOAT, (0, 0), (rows, 3)) for number in range(COUNT)]
-    items: list[Item] = [*tensors, *(ObjectItem(f"o{number}", saved([None])) for number in range(COUNT))]
+    items: list[Item] = [*tensors, *(ObjectItem(f"o{number}", saved([None], f"o{number}")) for number in range(COUNT))]
     folder.mkdir(exist_ok=True)
     (folder / METADATA_FILE).write_bytes(dcp_metadata({item.fqn: item.shape for item in tensors}, {FILE: items}))
     with Distcp(items).create(folder / FILE) as writer:

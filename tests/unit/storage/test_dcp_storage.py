@@ -138,7 +138,7 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         "__0_0.distcp": [
             TensorItem("m.w", FLOAT, (0, 0), (3, 4)),
             TensorItem("step", FLOAT, (), (), b"\0\0\xe0\x40"),
-            ObjectItem("o.0.lr", saved({"lr": 1e-3, "at": torch.arange(3)})),
+            ObjectItem("o.0.lr", saved({"lr": 1e-3, "at": torch.arange(3)}, "o.0.lr")),
             TensorItem("m.one", FLOAT, (0, 0), (1, 3)),
         ],
         "__1_0.distcp": [TensorItem("m.w", FLOAT, (3, 0), (2, 4)), TensorItem("m.one", FLOAT, (1, 0), (0, 3))],
@@ -184,7 +184,7 @@ def test_an_item_is_what_torch_saves(shape: tuple[int, ...], dtype: torch.dtype,
 def test_metadata_holds_no_path_and_is_torchs_own_class(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
-    items: list[Item] = [TensorItem("w", FLOAT, (0, 0), (2, 2)), ObjectItem("x", saved(None))]
+    items: list[Item] = [TensorItem("w", FLOAT, (0, 0), (2, 2)), ObjectItem("x", saved(None, "x"))]
     data = dcp_metadata({"w": (2, 2)}, {"__0_0.distcp": items})
     assert str(tmp_path).encode() not in data
     (tmp_path / METADATA_FILE).write_bytes(data)
@@ -209,8 +209,8 @@ def test_large_offsets_survive() -> None:
 
 
 def test_a_wrapped_object_needs_no_class_of_its_own(tmp_path: Path) -> None:
-    inner = saved({"a": [1, 2.5], "t": torch.arange(3)})
-    items: list[Item] = [ObjectItem("x", saved(SmallTensor.of_bytes(inner)))]
+    inner = saved({"a": [1, 2.5], "t": torch.arange(3)}, "x")
+    items: list[Item] = [ObjectItem("x", saved(SmallTensor.of_bytes(inner), "x"))]
     write(tmp_path, {"__0_0.distcp": items}, {})
     (tmp_path / METADATA_FILE).write_bytes(dcp_metadata({}, {"__0_0.distcp": items}))
     opened = DcpFolder.open(tmp_path, tmp_path)

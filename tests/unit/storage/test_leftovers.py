@@ -13,6 +13,7 @@ from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import LocalFolder
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, Reason, leftovers
 from mcore_rlhf.storage.manifest import FileEntry, crc_of_file
+from mcore_rlhf.storage.torchzip import archive
 
 CARRIED = (
     "tokenizer.json", "tiktoken.model", "tekken.json", "tokenizer.model.v3", "sentencepiece.model", "chat_templates/tool.jinja",
@@ -159,3 +160,42 @@ def test_a_file_that_shrinks_or_grows_while_it_is_copied(folder: Path, tmp_path:
     with pytest.raises(StorageError, match=f"has changed while it was copied: {3 << 20} bytes, then {nbytes}"):
         LocalFolder(tmp_path / "out").put("a.json", folder / "a.json", tick=other_program)
     assert not (tmp_path / "out" / "a.json").exists()
+
+
+def pickled(name: str) -> bytes:
+    """Protocol 2, by hand: pickle itself writes only what can be imported."""
+    module, _, last = name.rpartition(".")
+    return b"\x80\x02c" + f"{module}\n{last}\n".encode() + b"X\x01\x00\x00\x00x\x85R."
+
+
+def zipped(data: bytes) -> bytes:
+    """As a file of ``torch.save``."""
+    return archive("archive", {"data.pkl": data, "byteorder": b"little", "version": b"3\n"})[0]
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "tokenizer.pkl", "vocab.bin", "odd", "data.dat"])
+@pytest.mark.parametrize(
+    "call", ["os.system", "transformers.utils.hub.cached_file", "verl.utils.fs.copy", "my.own.Class"]
+)
+@pytest.mark.parametrize("in_zip", [False, True])
+def test_pickles_that_call_what_is_on_no_list_stay_behind(tmp_path: Path, name: str, call: str, in_zip: bool) -> None:
+    data = pickled(call)
+    (tmp_path / name).write_bytes(zipped(data) if in_zip else data)
+    assert reasons(tmp_path) == {name: Reason.CALLS}
+    # Somebody may vouch for a class of his own, and for nothing that reaches the system.
+    (found,) = leftovers(tmp_path, (), [call])
+    assert found.reason is (Reason.CALLS if call == "os.system" else None)
+
+
+def test_a_file_in_which_pickles_cannot_be_found_stays_behind(tmp_path: Path) -> None:
+    (tmp_path / "training_args.bin").write_bytes(zipped(pickled("os.system"))[:-30])
+    assert reasons(tmp_path) == {"training_args.bin": Reason.CALLS}
+
+
+def test_a_trainers_own_arguments_go_along(tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    assert arguments.device.type == "cpu"
+    torch.save(arguments, tmp_path / "training_args.bin")
+    torch.save(arguments, tmp_path / "vocab.bin", _use_new_zipfile_serialization=False)
+    assert reasons(tmp_path) == {"training_args.bin": None, "vocab.bin": None}

@@ -17,7 +17,7 @@ ENTRIES = st.builds(FileEntry, st.integers(0, 2**60), st.integers(0, 2**32 - 1))
 MANIFESTS = st.builds(
     Manifest,
     st.dictionaries(st.text("ab.-é", min_size=3), ENTRIES),
-    step=st.none() | st.integers(0),
+    step=st.none() | st.integers(0, 10**18 - 1),
     transaction=st.text(),
     parts=st.lists(st.dictionaries(st.text(), st.text())).map(tuple),
     lossless=st.sampled_from([None, True, False]),
@@ -79,6 +79,11 @@ BAD = {
     "missing fields": (_changed(files="REMOVED"), Incomplete, "lacks the fields files"),
     "bad entry": (_changed(files={"a": {"bytes": "1", "crc32": 2}}), Corrupt, "whole numbers"),
     "bad files": (_changed(files=[1]), Corrupt, "wrong form"),
+    "a step that is a path": (_changed(step="../../x"), Corrupt, "step must be int or NoneType, not"),
+    "a step below zero": (_changed(step=-1), Corrupt, "step must be int or NoneType, not"),
+    "a transaction that is a list": (_changed(transaction=[1]), Corrupt, "transaction must be str, not"),
+    "a verdict in words": (_changed(lossless="yes"), Corrupt, "lossless must be bool or NoneType, not"),
+    "a role that is a path": (_changed(parts=[{"role": "../actor"}]), Untrusted, "the role '../actor'"),
     "bad report": (_changed(report=3), Corrupt, "wrong form"),
 }
 

@@ -242,6 +242,25 @@ def test_the_lock_is_on_the_disk_before_anything_is_moved_aside(
     ]  # fmt: skip
 
 
+def test_nothing_is_published_that_could_not_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be listed holds files that may be lost with the power."""
+    genuine, target = os.scandir, tmp_path / "out"
+
+    def fail(folder: Any) -> Any:
+        if Path(folder).name == "deep":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+        return genuine(folder)
+
+    with LocalPublication(target) as publication:
+        (publication.staging / "deep").mkdir()
+        (publication.staging / "deep" / "weights").write_bytes(b"x")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", fail)
+            with pytest.raises(StorageError, match="deep: cannot read: Input/output error"):
+                publication.commit(Manifest({}))
+    assert not target.exists()
+
+
 def test_leftovers_of_the_living_are_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with LocalPublication(target) as living:

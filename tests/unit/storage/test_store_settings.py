@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.manager.run.options import Mirror
 from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.settings import StoreSettings, redacted
 
@@ -26,10 +27,11 @@ def test_secrets_of_urls_are_not_said(text: str, kept: str) -> None:
 
 def test_options_are_not_shown() -> None:
     assert "hunter2" not in repr(StoreSettings({"secret_access_key": "hunter2"}))
+    assert "hunter2" not in repr(Mirror("s3://key:hunter2@bucket/run", store={"secret_access_key": "hunter2"}))
 
 
 @pytest.mark.parametrize(
-    "given", [{"allow_http": "true"}, {"timeout": "30"}, {"timeout": "30s", "connect_timeout": "5"}]
+    "given", [{"allow_http": "true"}, {"timeout": "30"}, {"timeout": "1.5m", "connect_timeout": "500ms"}]
 )
 def test_settings_of_requests_are_options_too(given: dict[str, str]) -> None:
     assert str(open_url("s3://key:hunter2@bucket/x", given)) == "s3://bucket/x"

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert, prepare
+from mcore_rlhf.core.catalog import FLOAT32, TensorEntry, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.reading import OpenFiles
-from mcore_rlhf.verify.audit import Audit, Ledger
+from mcore_rlhf.verify.audit import Audit, Ledger, pairs
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Comparison, Differ, Tolerance, _gap
 from tests.helpers.conversions import GOLDENS, NAMES, Conversions, options
@@ -75,6 +77,13 @@ def test_an_audit_can_leave_out_replicas_and_parity(tmp_path: Path) -> None:
             ):
                 task()
         assert bool(problems) == parity
+
+
+def test_a_tensor_of_which_nothing_is_stored_is_named() -> None:
+    problems = Problems()
+    table = Chunks.of([TensorEntry(TensorName("actor", "weight"), (4,), FLOAT32, ())])
+    assert not [*pairs(table, problems, replicas=True, parity=True)]
+    assert [problem.message for problem in problems.found] == ["actor/weight (param): is stored nowhere"]
 
 
 def compare(a: Path, b: Path, tolerance: Tolerance | None = None, states: list[str] | None = None) -> Comparison:

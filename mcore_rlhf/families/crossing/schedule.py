@@ -1,0 +1,75 @@
+"""A scheduler of torch's keeps lists with a value for each param group; where a crossing deals the groups anew, they are dealt with them.
+
+Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LRScheduler.state_dict``: ``base_lrs``, ``_last_lr``; ``LambdaLR``: ``lr_lambdas``;
+``SequentialLR``: ``_schedulers``). Its ``step`` pairs them with the groups and stops where one of the two is longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isclose
+from typing import cast
+
+from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
+
+_LAST, _INNER = "_last_lr", "_schedulers"
+PER_GROUP = (BASE_LRS, _LAST, "lr_lambdas", "max_lrs", "min_lrs")
+"""What torch's schedulers keep for each group."""
+
+
+def with_fitting_schedule(source: Source) -> Source:
+    """A source with a value for each of its param groups in the lists of its scheduler; its step alone where nobody knows whose is which.
+
+    Args:
+        source: A source under a module's names, with other numbers of rates and of groups; :mod:`..passes` asks that.
+    """
+    scheduler, groups = source.state.scheduler or {}, source.state.groups
+    base = cast(list[object], scheduler[BASE_LRS])
+    notes, counts = source.notes.copy(), f"its learning rates of {len(base)} param groups"
+    order = _owners(scheduler, base, groups)
+    if order is None:
+        text = f"lr_scheduler: {counts}, {base}: which of the {len(groups)} groups has which, nobody can tell; its step alone is left"
+        notes.add(Fate.LOST, text, Item(Kind.SCHEDULER))
+        dealt: dict[str, object] = {"last_batch_iteration": source.state.iteration - 1}
+    else:
+        text = f"lr_scheduler: {counts} become those of {len(groups)}, each with that of the group it comes from"
+        notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
+        dealt = _dealt(scheduler, len(base), order)
+    return replace(source, state=replace(source.state, scheduler=dealt), notes=notes)
+
+
+def _owners(scheduler: Mapping[str, object], base: Sequence[object], groups: Sequence[ParamGroup]) -> list[int] | None:
+    """For every group, whose value it takes: any where all are the same, otherwise the one at whose learning rate it is."""
+    if all(value == base[0] for value in base):
+        return [0] * len(groups)
+    found: list[int] = []
+    for group in groups:
+        at = _places(base, group.fields.get("initial_lr")) or _places(scheduler.get(_LAST), group.fields.get("lr"))
+        if not at or max(at) >= len(base) or len({base[place] for place in at}) > 1:
+            return None
+        found.append(at[0])
+    return found
+
+
+def _places(rates: object, rate: object) -> list[int]:
+    """Where a rate stands among others."""
+    if not isinstance(rates, list) or not isinstance(rate, int | float):
+        return []
+    return [
+        at for at, other in enumerate(rates) if isinstance(other, int | float) and isclose(other, rate, rel_tol=1e-6)
+    ]
+
+
+def _dealt(state: Mapping[str, object], count: int, order: Sequence[int]) -> dict[str, object]:
+    """The state with its lists dealt anew, and those of schedulers in it."""
+    made: dict[str, object] = {}
+    for key, value in state.items():
+        if key == _INNER and isinstance(value, list):
+            made[key] = [_dealt(inner, count, order) if isinstance(inner, Mapping) else inner for inner in value]
+        elif key in PER_GROUP and isinstance(value, list) and len(value) == count:
+            made[key] = [value[at] for at in order]
+        else:
+            made[key] = value
+    return made

@@ -1,0 +1,298 @@
+"""What is done to a source before a target is described: the rows of one table, in order, each asked whether it is meant.
+
+A row's ``when`` looks at names, descriptions and options that are there already; what its ``apply`` needs is imported in it. So what nobody
+asked for is not run, and most of it not even loaded. A new pass is a row; a further family of names, a row for each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.models.huggingface.config import method_of, packed_in
+from mcore_rlhf.storage.paths import ReadablePath
+
+from .described import check_described
+from .lora.names import BRIDGE_ADAPTER, OF_ADAPTER
+from .megatron.state import MegatronState
+from .module import ModuleState
+from .options import ReadOptions, WriteOptions
+from .selection import selected
+from .source import Names, Source, scheduled_groups
+
+GPT = "gpt"
+"""The pattern of layers that asks for a GPTModel."""
+
+
+@dataclass(slots=True)
+class Passage:
+    """A source on its way to a target.
+
+    Args:
+        source: What the target is made of, as far as it has come.
+        to: The target's format; where a source is only opened, one that asks for nothing.
+        write: What the target is to be, as far as it is still to be said to it.
+        read: How the source was opened.
+        open: How another checkpoint is opened; None where no row may.
+        whole: All files that are read, as one source.
+    """
+
+    source: Source
+    to: Names = field(default_factory=Names)
+    write: WriteOptions = field(default_factory=WriteOptions)
+    read: ReadOptions = field(default_factory=ReadOptions)
+    open: Callable[[ReadablePath, ReadOptions], Source] | None = None
+    whole: Source = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.whole = self.source
+
+    @property
+    def megatron(self) -> MegatronState | None:
+        """What the source keeps under Megatron's names; None under others."""
+        return MegatronState.of(self.source)
+
+    @property
+    def module(self) -> ModuleState | None:
+        """What it keeps under a module's names; None under others."""
+        return ModuleState.of(self.source)
+
+    @property
+    def bridge(self) -> int:
+        """How many of its tensors are Megatron-Bridge's adapters."""
+        params = () if self.megatron is None else self.source.model.params
+        return sum(BRIDGE_ADAPTER.fullmatch(spec.name) is not None for spec in params)
+
+    @property
+    def to_module(self) -> bool:
+        """Whether a whole model under a module's names is wanted."""
+        return self.to.family == ModuleState.names and not self.to.adapter
+
+
+class Pass(NamedTuple):
+    """One row.
+
+    Args:
+        name: What it is about.
+        when: Whether it is meant; costs next to nothing.
+        apply: What the source becomes, or None where it stays and was only looked at; or refuses it.
+    """
+
+    name: str
+    when: Callable[[Passage], bool]
+    apply: Callable[[Passage], Source | None]
+
+
+def through(passes: tuple[Pass, ...], passage: Passage) -> Source:
+    """What a source has become behind the last row.
+
+    Args:
+        passes: The rows.
+        passage: The source and what is asked of it; says afterwards what is left to be said to the target.
+
+    Raises:
+        CheckpointError: It cannot become that.
+    """
+    for one in passes:
+        if one.when(passage):
+            passage.source = one.apply(passage) or passage.source
+    return passage.source
+
+
+def crossed(source: Source, to: Names, options: WriteOptions) -> Source:
+    """The source under the names that a target has, without a look at adapters: itself where they are its own.
+
+    Args:
+        source: An opened checkpoint.
+        to: The target's format.
+        options: What the target is to be.
+
+    Raises:
+        CheckpointError: The model has no names in the other family, or what decides its shapes is not known.
+    """
+    return through(NAMES, Passage(source, to, options))
+
+
+def _refuse_contradictions(p: Passage) -> None:
+    """What is asked for must be something that can be: a base that nobody looks at would be a base that nobody checks."""
+    if p.write.merge_adapter and p.to.adapter:
+        raise UsageError(
+            f"--merge-adapter makes a whole model, and --to {p.to.name} writes an adapter alone\n"
+            "Give one of them: --to hf for the merged model."
+        )
+    if p.write.merge_adapter and p.write.dequantize:
+        raise UsageError(
+            "--dequantize: not together with --merge-adapter\nMake a plain base of the quantized one first: --to hf --dequantize."
+        )
+    if not p.write.merge_adapter and not p.to.adapter:
+        raise UsageError(
+            "--base-model: nothing is merged, so that the base would not be looked at\nAdd --merge-adapter, or leave it out."
+        )
+
+
+def _dequantize(p: Passage) -> Source:
+    from .crossing.quantized import dequantized
+
+    return dequantized(p.source, p.write)
+
+
+def _merge(p: Passage) -> Source:
+    from .lora.merging import Beside, merged
+
+    def base(write: WriteOptions) -> Source:
+        assert p.open is not None  # whoever merges gives it
+        reading = ReadOptions(rules=p.read.rules, stubs=p.read.stubs, optimizer=False)
+        return crossed(p.open(Path(str(write.base_model)).expanduser(), reading), Beside(), write)
+
+    p.whole, seen, p.write = merged(p.source, p.write, base)
+    return seen
+
+
+def _has_no_place(p: Passage) -> bool:
+    """Within Megatron's family a model keeps Megatron-Bridge's adapters, under their own names."""
+    if p.write.merge_adapter or p.to.holds_adapters:
+        return False
+    params, bridge = p.source.model.params, p.bridge
+    stays = 0 < bridge < len(params) and p.to.family == MegatronState.names
+    return not stays and (bridge > 0 or any(OF_ADAPTER.fullmatch(spec.name) for spec in params))
+
+
+def _refuse_adapter(p: Passage) -> None:
+    raise Unsupported(
+        f"{p.source.root}: holds an adapter, and a checkpoint of the format {p.to.name} has no place for one\n"
+        "Merge it into its base (--merge-adapter, with --base-model where the checkpoint has none), or convert it --to peft."
+    )
+
+
+def _peft_names(p: Passage) -> Source:
+    from .lora.bridge import with_peft_names
+
+    return with_peft_names(p.source, p.write)
+
+
+def _adapter_alone(p: Passage) -> Source:
+    from .lora.parts import adapter_alone
+
+    return adapter_alone(p.source, p.write.reference_config)
+
+
+def _method(p: Passage) -> str:
+    """How its description says that weights are quantized; what trainers leave says what they were made of."""
+    loose = p.module is None or p.module.packs_experts or p.to.adapter or p.source.computed is not None
+    return "" if loose else method_of(p.source.family.config)
+
+
+def _would_be_misread(p: Passage) -> bool:
+    """Quantized weights stay as they are on disk, unless they are to be of another type."""
+    stays = not p.to.packs_experts and p.write.dtype is None and not p.write.masters
+    return p.module is not None and not stays and (p.source.model.quantized or bool(_method(p)))
+
+
+def _refuse_quantized(p: Passage) -> None:
+    from .crossing.quantized import refuse_quantized
+
+    refuse_quantized(p.source, _method(p))
+
+
+def _is_hybrid(p: Passage) -> bool:
+    """Whether a GPTModel is wanted of a hybrid model: it is asked for, or goes by other names."""
+    asked = p.write.hybrid_layer_pattern == GPT or p.to.family != MegatronState.names
+    return asked and p.megatron is not None and p.megatron.args.pattern is not None
+
+
+def _gpt(p: Passage) -> Source:
+    from .megatron.hybrid import as_gpt
+
+    return as_gpt(p.source)
+
+
+def _hybrid(p: Passage) -> Source:
+    from .megatron.hybrid import as_hybrid
+
+    return as_hybrid(p.source, str(p.write.hybrid_layer_pattern))
+
+
+def _one_by_one(p: Passage) -> Source:
+    from .crossing.description import known_description
+    from .crossing.packing import repacked
+
+    config = known_description(p.source, p.write)
+    source = replace(p.source, family=p.source.family.described(lambda: config)) if config else p.source
+    return repacked(source, config, packs_experts=False)
+
+
+def _to_huggingface(p: Passage) -> Source:
+    from .crossing.to_huggingface import as_release, to_huggingface
+
+    seen = to_huggingface(p.source, p.write)
+    return as_release(seen) if seen.state.release and not p.to.packs_experts else seen
+
+
+def _to_megatron(p: Passage) -> Source:
+    from .crossing.to_megatron import to_megatron
+
+    return to_megatron(p.source, p.write)
+
+
+def _deals_groups_anew(p: Passage) -> bool:
+    """Whether a scheduler has not as many learning rates as there are groups, where another format's rules deal these."""
+    rates, groups = scheduled_groups(p.source.state.scheduler), len(p.source.state.groups)
+    anew = p.to.family == ModuleState.names and p.source.format != p.to.name
+    return anew and p.module is not None and groups > 0 and rates not in (None, 0, groups)
+
+
+def _with_fitting_schedule(p: Passage) -> Source:
+    from .crossing.schedule import with_fitting_schedule
+
+    return with_fitting_schedule(p.source)
+
+
+def _are_to_be_packed(p: Passage) -> bool:
+    wanted = p.to_module and p.to.packs_experts and p.module is not None and not p.module.packs_experts
+    return wanted and bool(packed_in(p.source.family.config))
+
+
+def _packed(p: Passage) -> Source:
+    from .crossing.packing import repacked
+
+    return repacked(p.source, p.source.family.config, packs_experts=True)
+
+
+def _check_extra_states(p: Passage) -> None:
+    from .extra_states import check_extra_states
+
+    check_extra_states(p.source)
+
+
+OPENED = (
+    Pass("a description", lambda p: p.megatron is not None or bool(p.source.family.config), lambda p: check_described(p.source)),
+    Pass("a part", lambda p: p.read.only is not None or p.read.exclude_frozen, lambda p: selected(p.source, p.read)),
+)  # fmt: skip
+"""Asked of every source that is opened, whatever becomes of it."""
+
+NAMES = (
+    Pass("quantized weights", _would_be_misread, _refuse_quantized),
+    Pass("a hybrid model as a GPTModel", _is_hybrid, _gpt),
+    Pass("experts one by one", lambda p: p.module is not None and p.to_module and not p.to.packs_experts, _one_by_one),
+    Pass("Hugging Face's names", lambda p: p.megatron is not None and p.to.family == ModuleState.names, _to_huggingface),
+    Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
+    Pass("Megatron's names", lambda p: p.module is not None and p.to.family == MegatronState.names, _to_megatron),
+    Pass("a GPTModel as a hybrid one", lambda p: p.write.hybrid_layer_pattern not in (None, GPT), _hybrid),
+    Pass("experts packed", _are_to_be_packed, _packed),
+)  # fmt: skip
+"""Whose names it has, and what follows from them."""
+
+CONVERTED = (
+    Pass("contradictions", lambda p: p.write.merge_adapter or p.write.base_model is not None, _refuse_contradictions),
+    Pass("plain weights", lambda p: p.write.dequantize, _dequantize),
+    Pass("an adapter merged", lambda p: p.write.merge_adapter, _merge),
+    Pass("no place for an adapter", _has_no_place, _refuse_adapter),
+    Pass("peft's names", lambda p: not p.write.merge_adapter and p.to.holds_adapters and p.bridge > 0, _peft_names),
+    Pass("an adapter alone", lambda p: p.to.adapter, _adapter_alone),
+    *NAMES,
+    Pass("bytes that are unpickled", lambda p: any("_extra_state" in name.param for name in p.source.catalog), _check_extra_states),
+)  # fmt: skip
+"""Asked of a source that is to become a target."""

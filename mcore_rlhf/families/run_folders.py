@@ -1,0 +1,115 @@
+"""What trainers call the folders of a run, as far as that says where a model is, and of which step.
+
+Sources, at the versions that ran: verl b178a3c ``trainer/ppo/ray_trainer.py`` (``global_step_N/actor``), RLinf a3816b5
+``runners/reasoning_runner.py`` (the same), NeMo-RL 7ea279a ``nemo_rl/utils/checkpoint.py`` (``step_N/policy/weights``), torchtitan 0.2.2
+``components/checkpoint.py`` (``step-N``), Megatron (``iter_N``), transformers 5.23.0 ``trainer_utils.py`` (``checkpoint-N``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath, absolute
+
+_STEP = re.compile(r"(?:global_step_|step-|step_|iter_|checkpoint-)0*(\d{1,18})")
+_LEVELS = 4
+"""A model lies at most so deep in its step: ``step_3/policy/weights/model``, ``global_step_3/actor/model/dist_ckpt``."""
+_UNCOUNTED = "training_info.json"
+"""Stands in the step of a trainer whose Megatron worker counts no iterations, so that its folder is ``iter_0000000`` at every step.
+
+Source: NeMo-RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``init_tmp_checkpoint``), ``models/policy/workers/megatron_policy_worker.py``.
+"""
+_IN_ROOT = ("rollout/global_dataset_state_dict_{iteration}.pt",)
+"""Where the data source of a run says how far it is, beside ``iter_…``; without the file it begins anew, with a line in the log.
+
+Source: slime 624b824, ``slime/rollout/data_source.py`` (``RolloutDataSource.save``); miles has it from there.
+"""
+
+
+def named_step(path: ReadablePath) -> int | None:
+    """The step in the name of a folder, or of one above it; None where none says one.
+
+    Args:
+        path: A checkpoint's folder.
+    """
+    return next((step for _, step in _steps_at(path)), None)
+
+
+def counted_above(path: ReadablePath) -> int | None:
+    """The step of a checkpoint that calls itself iteration 0 whatever its step is; None where it is not known to be of those.
+
+    Args:
+        path: The checkpoint's folder.
+    """
+    return next((step for folder, step in _steps_at(path) if (folder / _UNCOUNTED).is_file()), None)
+
+
+def files_of_step(root: ReadablePath, iteration: int) -> tuple[str, ...]:
+    """The files in the root of Megatron's iterations that belong to one of them, relative to the root.
+
+    Args:
+        root: Where the iterations' folders are.
+        iteration: Which is meant.
+    """
+    names = (pattern.format(iteration=iteration) for pattern in _IN_ROOT)
+    return tuple(name for name in names if (root / name).is_file())
+
+
+def _steps_at(path: ReadablePath) -> Iterator[tuple[ReadablePath, int]]:
+    here = absolute(path)
+    for folder in (here, *list(here.parents)[: _LEVELS - 1]):
+        match = _STEP.fullmatch(folder.name)
+        if match:
+            yield folder, int(match[1])
+
+
+INNER = "dist_ckpt"
+"""Where verl has Megatron's files in a role's folder, beside ``huggingface/``.
+
+Source: verl ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` and ``verl/utils/megatron_utils.py``
+(``get_dist_checkpoint_path``) at b178a3c.
+"""
+_MODEL = "model"
+_CONTENTS = "ckpt_contents.json"
+SPLIT_MODEL, SPLIT_WEIGHTS = f"{_MODEL}/{INNER}", f"{_MODEL}/huggingface"
+SPLIT_BESIDE = (f"optimizer/{INNER}", f"extra/{INNER}")
+"""Its layout v2: model, optimizer and random states in folders of their own; the model as Megatron's, or as Hugging Face's alone.
+
+Source: the same at 1dda039 (``MANIFEST_SCHEMA_VERSION`` 2; ``ckpt_contents.json`` is written last, and not by the script that brings
+older folders into this layout, where each part has all files).
+"""
+
+
+def is_split(role: ReadablePath) -> bool:
+    """Whether a role's folder has model, optimizer and random states in folders of their own."""
+    if (role / _CONTENTS).is_file():
+        return (role / _MODEL).is_dir()
+    return (role / _MODEL).is_dir() and any((role / part).is_dir() for part in SPLIT_BESIDE)
+
+
+def split_beside(role: ReadablePath) -> tuple[str, ...]:
+    """The folders beside a role's model that are there, or that it says to have, relative to its own.
+
+    Args:
+        role: A role's folder that :func:`is_split`.
+    """
+    try:
+        said = reading.read_json(role / _CONTENTS)["contents"].values()
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        said = ()
+    listed = [entry.get("path") for entry in said if isinstance(entry, dict)]
+    return tuple(part for part in SPLIT_BESIDE if part in listed or (role / part).is_dir())
+
+
+def split_role(part: ReadablePath) -> ReadablePath | None:
+    """The role's folder of which a folder is a part; None where it is a part of none.
+
+    Args:
+        part: A folder of Megatron's or Hugging Face's files.
+    """
+    here = absolute(part)
+    role = here.parent.parent
+    known = (SPLIT_MODEL, SPLIT_WEIGHTS, *SPLIT_BESIDE)
+    return role if here.relative_to(role).as_posix() in known and is_split(role) else None

@@ -1,0 +1,224 @@
+"""``state.pt``: a module and its optimizer in one file of ``torch.save``, as our :class:`~mcore_rlhf.TorchEngine` writes it; read only.
+
+``{"model": module.state_dict(), "optimizer": optimizer.state_dict(), "optimizer_params": {"class", "names", "shapes"}, "scheduler": …}``,
+and further parts under the names that the program gave them. ``optimizer_params`` says by group whose states the numbers are; without
+it, as in a file by ``torch.save`` itself, names follow from shapes where only one order fits them.
+
+Source: :mod:`mcore_rlhf.engines.plain`; torch 2.13.0, ``optim/optimizer.py`` (``state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, TensorEntry, TensorName
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Unsupported
+from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import named_step
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor, whole_entry
+
+from .folders import ONE_FILE as FILE
+from .folders import Located
+from .groups import STEP, Collected, name_numbers
+from .keys import GROUPS, PARAMS, STATE
+from .plain import model_config, num_layers
+from .state import iteration_of
+
+NAME = "torch"
+MODEL, OPTIMIZER, RECORD, SCHEDULER = "model", "optimizer", "optimizer_params", "scheduler"
+
+
+def is_saved(folder: ReadablePath) -> bool:
+    """Whether a folder has such a file with a model in it; one that cannot be opened has, and whoever reads it hears why."""
+    if not (folder / FILE).is_file():
+        return False
+    try:
+        tree = read_pt(folder, FILE).tree
+    except CheckpointError:
+        return True
+    return isinstance(tree, Mapping) and isinstance(tree.get(MODEL), Mapping)
+
+
+def read_saved(path: ReadablePath, options: ReadOptions) -> Source:
+    """Open the file.
+
+    Args:
+        path: The folder with it.
+        options: Whether with the optimizer, which role, which stubs.
+
+    Raises:
+        CheckpointError: It is missing or damaged, holds no model, or an optimizer that names nobody's states.
+    """
+    if not (path / FILE).is_file():
+        raise NotACheckpoint(f"{path}: has no {FILE}")
+    opened = read_pt(path, FILE, stubs=options.stubs)
+    if not isinstance(opened.tree, dict) or not isinstance(opened.tree.get(MODEL), Mapping):
+        raise Unsupported(f"{path / FILE}: expected a dictionary with a {MODEL!r} in it, found none")
+    return _SavedReader(path, opened, options).source()
+
+
+@dataclass
+class _SavedReader:
+    path: ReadablePath
+    opened: PtFile
+    options: ReadOptions
+    notes: Report = field(default_factory=Report)
+    collected: Collected = field(default_factory=Collected)
+    unplaced: Unplaced = field(default_factory=Unplaced)
+
+    @property
+    def where(self) -> str:
+        return str(self.path / FILE)
+
+    def source(self) -> Source:
+        tensors, shared = self._tensors()
+        kept = self.opened.tree.get(OPTIMIZER) if self.options.optimizer else None
+        states = {} if kept is None else self._states(kept, tensors, shared)
+        groups = () if kept is None else self.collected.groups(self.path, list(tensors), self.notes)
+        trained = {name for group in groups for name in group.params}
+        self._check(states, trained, tensors)
+        role, specs, entries = self.options.role or "actor", list[ParamSpec](), list[TensorEntry]()
+        for name, tensor in tensors.items():
+            dtype = tensor.record.dtype
+            of = name in trained if kept is not None else dtype in FLOATING
+            own = MASTER if kept is not None and of and dtype == FLOAT32 else PARAM
+            held = {own: tensor, **states.get(name, {})}
+            entries += [whole_entry(TensorName(role, name, state), stored) for state, stored in held.items()]
+            specs.append(ParamSpec(name, tensor.shape, dtype, REPLICATED, of))
+        found = dict.fromkeys(state for of_one in states.values() for state in of_one)
+        masters = (MASTER,) if any(entry.name.state == MASTER for entry in entries) else ()
+        buffers = tuple(spec.name for spec in specs if spec.dtype not in FLOATING)
+        return Source(
+            format=NAME,
+            root=self.path,
+            role=role,
+            model=ModelSpec(tuple(specs), num_layers(tensors), bool(shared), vocab_size=self.options.vocab_size),
+            catalog=Chunks.of(entries),
+            state=self._training(groups),
+            files=(StoredFile.of_zip(FILE, self.opened.directory),),
+            states=(*masters, *found),
+            optimizer=None if kept is None else self._kind(),
+            notes=self.notes,
+            family=ModuleState("", (*tensors, *shared), buffers, shared, config=model_config(self.path)),
+            unplaced=self.unplaced.names,
+        )
+
+    def _kind(self) -> str:
+        """Torch's, and its class where the file says it."""
+        record = self.opened.tree.get(RECORD)
+        said = record.get("class") if isinstance(record, Mapping) else None
+        known = isinstance(said, str) and all(map(str.isidentifier, said.split(".")))
+        return f"{NAME} {said}" if known else NAME
+
+    def _tensors(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """The model's tensors, each once, and second names of those that lie in the same memory."""
+        tensors: dict[str, StoredTensor] = {}
+        shared: dict[str, str] = {}
+        first: dict[object, str] = {}
+        for name, value in self.opened.tree[MODEL].items():
+            if not isinstance(value, StoredTensor):
+                self.unplaced.look(FILE, {name: value}, {}, MODEL)
+                continue
+            owner = first.setdefault((value.record.key, value.start, value.shape, value.strides), name)
+            if owner == name or not value.shape:
+                tensors[name] = value
+            else:
+                shared[name] = owner
+        if not tensors:
+            raise Unsupported(f"{self.where}: its {MODEL!r} holds no tensors")
+        return tensors, shared
+
+    def _states(
+        self, stored: Any, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]
+    ) -> dict[str, dict[str, StoredTensor]]:
+        """The optimizer's states by parameter; groups and numbers on the way."""
+        groups, kept = self._parts_of(stored)
+        self.unplaced.look(FILE, stored, of_torch(stored), OPTIMIZER)
+        self.collected.fields = {number: dict(group) for number, group in enumerate(groups)}
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for number, values in kept.items():
+            for key, value in values.items():
+                if isinstance(value, StoredTensor) and key != STEP and value.shape:
+                    found.setdefault(str(number), {})[key] = value
+                else:
+                    self.collected.scalars.setdefault(str(number), {})[key] = self.opened.materialize(value)
+        names = self._names(groups, tensors, shared, found)
+        return {names[number]: states for number, states in found.items() if number in names}
+
+    def _parts_of(self, stored: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]:
+        groups, kept = (stored.get(key) for key in (GROUPS, STATE)) if isinstance(stored, Mapping) else (None, None)
+        if not isinstance(groups, list) or not isinstance(kept, Mapping) or not _are_dictionaries(groups, kept):
+            raise Unsupported(f"{self.where}: its {OPTIMIZER!r} is not the state dict of one of torch's optimizers")
+        return groups, kept
+
+    def _names(
+        self,
+        groups: list[Mapping[str, Any]],
+        tensors: Mapping[str, StoredTensor],
+        shared: Mapping[str, str],
+        states: Mapping[str, Mapping[str, StoredTensor]],
+    ) -> dict[str, str]:
+        """Whose the numbers are, as the file says; what the model does not have is left out, by name."""
+        record = self.opened.tree.get(RECORD)
+        said = record.get("names") if isinstance(record, Mapping) else None
+        if said is None:
+            shapes = {name: tensor.shape for name, tensor in tensors.items() if tensor.record.dtype in FLOATING}
+            one = {number: next(iter(of.values())).shape for number, of in states.items()}
+            return name_numbers(self.collected, shapes, one, self.path, self.notes)
+        names: dict[str, str] = {}
+        for number, (group, own) in enumerate(self._paired(groups, said)):
+            pairs = list(zip(map(str, group[PARAMS]), (shared.get(name, name) for name in own), strict=True))
+            names |= {key: name for key, name in pairs if name in tensors}
+            self.collected.fields[number][PARAMS] = [name for _, name in pairs if name in tensors]
+            if others := [name or f"number {key}" for key, name in pairs if name not in tensors]:
+                text = f"param group {number}: the model has no {', '.join(others)}; their states are not carried"
+                self.notes.add(Fate.LOST, text)
+        self.collected.scalars = {names[key]: of for key, of in self.collected.scalars.items() if key in names}
+        return names
+
+    def _paired(self, groups: list[Mapping[str, Any]], said: Any) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
+        for number, group in enumerate(groups):
+            own = said[number] if isinstance(said, list) and number < len(said) else None
+            members = group.get(PARAMS)
+            if not isinstance(own, list) or not isinstance(members, list) or len(own) != len(members):
+                raise LayoutMismatch(f"{self.where}: {RECORD!r} does not describe the parameters of {OPTIMIZER!r}")
+            yield group, own
+
+    def _check(
+        self, states: Mapping[str, Mapping[str, StoredTensor]], trained: set[str], tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        """Every state has one value per element; one of a parameter that is a number looks like a step."""
+        for name in trained:
+            counts = [key for key in self.collected.scalars.get(name, {}) if key != STEP]
+            if counts and not tensors[name].shape:
+                raise Unsupported(f"{self.where}: {name} has no dimensions; its {counts[0]} is not supported yet")
+        for name, of in states.items():
+            for state, held in of.items():
+                if held.shape != tensors[name].shape:
+                    raise Unsupported(
+                        f"{self.where}: {name} has the shape {tensors[name].shape}, its {state} {held.shape}; only states with one "
+                        "value per element can be converted"
+                    )
+
+    def _training(self, groups: tuple[ParamGroup, ...]) -> TrainingState:
+        parts = {str(key): value for key, value in self.opened.tree.items() if key not in (MODEL, OPTIMIZER, RECORD)}
+        other = {key: self.opened.materialize(value) for key, value in parts.items()}
+        scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
+        state = None if scheduler is None else dict(scheduler)
+        located = Located(self.path, None, step=named_step(self.path))
+        step = iteration_of(located, other, state, groups, self.notes)
+        return TrainingState(step, groups=groups, scheduler=state, other=other)
+
+
+def _are_dictionaries(groups: Iterable[object], kept: Mapping[Any, object]) -> bool:
+    return all(isinstance(one, Mapping) for one in (*groups, *kept.values()))

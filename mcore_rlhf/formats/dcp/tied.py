@@ -1,0 +1,73 @@
+"""Second names of tied weights, which an FSDP run stores under both: an embedding and the output layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.torchzip import Directory
+
+_TIED = "tie_word_embeddings"
+_EMBEDDING = re.compile(r"(?:^|[._])(?:embed\w*|wte|word_embeddings)\.")
+
+
+def find_aliases(
+    shapes: Mapping[str, Shape],
+    trained: Collection[str],
+    config: Mapping[str, object],
+    identity: Callable[[str], object],
+    notes: Report,
+) -> dict[str, str]:
+    """Matrices that the optimizer does not know, and whose bytes are those of a trained one: an embedding and an output layer.
+
+    Args:
+        shapes: Of the model's tensors, by name.
+        trained: Parameters that the optimizer has states of. Without any, the model's description tells whether they are tied.
+        config: That description, or empty.
+        identity: What equal bytes have in common, for a tensor's name.
+        notes: Told what was found.
+
+    Returns:
+        ``{alias: owner}``.
+    """
+    if not trained and not _says_tied(config):
+        return {}
+    owning = trained or {name for name in shapes if _EMBEDDING.search(name)}
+    owners: dict[Shape, list[str]] = {}
+    for name in shapes:
+        if name in owning:
+            owners.setdefault(shapes[name], []).append(name)
+    found: dict[str, str] = {}
+    for alias in [name for name in shapes if name not in owning and len(shapes[name]) == 2]:
+        for owner in owners.get(shapes[alias], ()):
+            if _EMBEDDING.search(f"{alias} {owner}") and identity(alias) == identity(owner):
+                found[alias] = owner
+                notes.add(Fate.NOTE, f"{alias}: the same tensor as {owner}, stored twice")
+                break
+    return found
+
+
+def _says_tied(config: Mapping[str, object]) -> bool:
+    """Whether a ``config.json`` says so, of a model of text or of one with a text inside."""
+    inside = config.get("text_config")
+    return any(part.get(_TIED) is True for part in (config, inside) if isinstance(part, Mapping))
+
+
+def stored_identity(parts: Sequence[tuple[Directory, StoredTensor]]) -> object:
+    """What parts of tensors have in common where their bytes are equal: records and places in them, or the CRCs of the records.
+
+    Args:
+        parts: The file of each part, and where it lies there.
+    """
+    return tuple((_of_record(of, stored), stored.start, stored.shape, stored.strides) for of, stored in parts)
+
+
+def _of_record(directory: Directory, stored: StoredTensor) -> object:
+    """Records of one CRC hold the same; in a file without CRCs a record is only itself."""
+    member = directory.members[stored.record.key]
+    if not directory.checksummed:
+        return directory.path, member.name
+    return stored.record.dtype, member.nbytes, member.crc32

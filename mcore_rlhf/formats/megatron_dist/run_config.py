@@ -1,0 +1,73 @@
+"""What Megatron-Bridge writes instead of arguments: ``run_config.yaml`` beside ``.metadata``; the model's fields in it are Megatron's own.
+
+Source: NVIDIA-NeMo/Megatron-Bridge 067f987, ``src/megatron/bridge/training/checkpointing.py`` (``save_checkpoint``: ``run_config.yaml``),
+``training/config.py`` (``ConfigContainer``), ``models/gpt_provider.py`` (``GPTModelProvider``, a ``TransformerConfig``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.models.meaning.declared import arguments
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath
+
+FILE = "run_config.yaml"
+_MAX = 16 << 20
+_SECTIONS = ("model", "ddp", "optimizer", "train")
+_NAMES = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon", "bucket_size": "ddp_bucket_size"}
+"""What arguments of Megatron's are called there."""
+_TIED, _GATED, _ACTIVATION = "share_embeddings_and_output_weights", "gated_linear_unit", "activation_func"
+_GROUPS, _HEADS = "num_query_groups", "num_attention_heads"
+
+
+def arguments_beside(folder: ReadablePath) -> dict[str, object]:
+    """The arguments that a run's configuration amounts to; empty where there is none.
+
+    Args:
+        folder: An iteration's.
+
+    Raises:
+        Corrupt: It cannot be read.
+    """
+    if not (folder / FILE).is_file():
+        return {}
+    import yaml  # who reads no such folder needs none of it
+
+    try:
+        found = yaml.safe_load(reading.read_bytes(folder / FILE, _MAX))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Corrupt(
+            f"{folder / FILE}: cannot be read: {error}\nCopy the file again from where it was written."
+        ) from None
+    if not isinstance(found, Mapping):
+        raise Corrupt(f"{folder / FILE}: expected a run's configuration, found a {type(found).__name__}")
+    sections = {name: part for name in _SECTIONS if isinstance(part := found.get(name), Mapping)}
+    plain = {name: value for part in sections.values() for name, value in _plain(part)}
+    return {**plain, **_of_model(sections.get("model", {}))}
+
+
+def _plain(section: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    """Numbers, texts and truths under names that Megatron has arguments of."""
+    known = arguments()
+    for name, value in section.items():
+        argument = _NAMES.get(str(name), str(name))
+        if argument in known and (value is None or isinstance(value, bool | int | float | str)):
+            yield argument, value
+
+
+def _of_model(model: Mapping[object, object]) -> dict[str, object]:
+    """What Megatron's arguments say in other words than its configuration does."""
+    made: dict[str, object] = {}
+    if isinstance(tied := model.get(_TIED), bool):
+        made["untie_embeddings_and_output_weights"] = not tied
+    if isinstance(groups := model.get(_GROUPS), int):
+        made["group_query_attention"] = groups != model.get(_HEADS)
+    if isinstance(gated := model.get(_GATED), bool):
+        activation = model.get(_ACTIVATION)
+        target = str(activation.get("_target_")) if isinstance(activation, Mapping) else str(activation)
+        made |= {"swiglu": gated and target.endswith(".silu"), "squared_relu": target.endswith(".squared_relu")}
+        made["quick_geglu"] = gated and target.endswith(".quick_gelu")
+        made["geglu"] = gated and not made["swiglu"] and not made["quick_geglu"]
+    return made

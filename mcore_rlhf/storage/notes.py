@@ -1,0 +1,218 @@
+"""Small notes of those who work on one thing: for one another, or for whoever comes after a kill.
+
+They lie in a folder, under a prefix of a store, or as lines of one file where there are thousands of them and one process adds them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from . import reading
+from .beneath import open_to_lock, remove, write_new
+from .checksum import crc32
+from .paths import cannot_open, storage_error
+
+_MAX_NBYTES = 4 << 30
+_SYNC_S = 0.2
+"""Thousands of small files do not wait for the disk once more each."""
+
+
+class Notes(ABC):
+    """Notes, each under a name with ``/``. For several threads.
+
+    Attributes:
+        durable: Whether a note, and what it speaks of, is on the disk before anything else is done. A store always is.
+    """
+
+    durable: bool = False
+
+    @abstractmethod
+    def put(self, name: str, data: bytes, *, once: bool = False) -> bool:
+        """Leave a note.
+
+        Args:
+            name: Its name.
+            data: What it says.
+            once: Whether one that is there stays.
+
+        Returns:
+            Whether it is what was given.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+    @abstractmethod
+    def get(self, name: str) -> bytes | None:
+        """What a note says; None where there is none.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+
+    @abstractmethod
+    def list(self, pattern: str = "*") -> Iterator[str]:
+        """The names that match, as a shell matches them."""
+
+    def read(self, pattern: str = "*") -> Iterator[bytes]:
+        """What the notes of such names say."""
+        return (data for name in self.list(pattern) if (data := self.get(name)) is not None)
+
+    def remove(self, pattern: str) -> None:
+        """Remove the notes of such names, where notes can be removed.
+
+        Raises:
+            StorageError: They cannot be removed.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027
+        """Let go what is open."""
+
+
+@dataclass(slots=True)
+class FolderNotes(Notes):
+    """A file each, in a folder.
+
+    Args:
+        root: The folder.
+    """
+
+    root: Path
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def put(self, name: str, data: bytes, *, once: bool = False) -> bool:
+        """See :meth:`Notes.put`."""
+        path = self.root / name
+        try:
+            if not once:
+                remove(path)
+            write_new(path, data)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise storage_error(error, path, "write") from error
+        return True
+
+    def get(self, name: str) -> bytes | None:
+        """See :meth:`Notes.get`."""
+        try:
+            return reading.read_bytes(self.root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise cannot_open(error, self.root / name) from error
+
+    def list(self, pattern: str = "*") -> Iterator[str]:
+        """See :meth:`Notes.list`."""
+        return (path.relative_to(self.root).as_posix() for path in sorted(self.root.glob(pattern)) if path.is_file())
+
+    def remove(self, pattern: str) -> None:
+        """See :meth:`Notes.remove`."""
+        for name in self.list(pattern):
+            try:
+                remove(self.root / name)
+            except OSError as error:
+                raise storage_error(error, self.root / name, "remove") from error
+
+
+@dataclass(slots=True)
+class FileNotes(Notes):
+    """A line each, in one file that one process adds to.
+
+    Each line carries its own checksum, so that one that was torn, and everything behind it, counts as not written. Of two notes of one
+    name the later one counts.
+
+    Args:
+        path: The file; one that is there is gone on with.
+        durable: See :class:`Notes`.
+    """
+
+    path: Path
+    durable: bool = False
+    _fd: int = -1
+    _synced: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def put(self, name: str, data: bytes, *, once: bool = False) -> bool:
+        """See :meth:`Notes.put`."""
+        if once and self.get(name) is not None:
+            return False
+        text = b"%s %s" % (name.encode(), data)
+        try:
+            with self._lock:
+                self.open()
+                self._write(memoryview(b"%08x %s\n" % (crc32(text), text)))
+        except OSError as error:
+            raise storage_error(error, self.path, "write") from error
+        return True
+
+    def open(self) -> None:
+        """Make the file, or forget what of it is torn; a second time nothing is done.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._fd < 0:
+            good = max((end for end, _, _ in self._lines()), default=0)
+            self._fd = open_to_lock(self.path)
+            os.ftruncate(self._fd, good)
+            os.lseek(self._fd, 0, os.SEEK_END)
+
+    def _write(self, line: memoryview) -> None:
+        while line:
+            line = line[os.write(self._fd, line) :]
+        # A kill loses nothing, a reboot what is younger than that.
+        if self.durable and time.monotonic() >= self._synced + _SYNC_S:
+            os.fsync(self._fd)
+            self._synced = time.monotonic()
+
+    def get(self, name: str) -> bytes | None:
+        """See :meth:`Notes.get`."""
+        return self._read().get(name)
+
+    def list(self, pattern: str = "*") -> Iterator[str]:
+        """See :meth:`Notes.list`."""
+        return (name for name in self._read() if fnmatchcase(name, pattern))
+
+    def read(self, pattern: str = "*") -> Iterator[bytes]:
+        """See :meth:`Notes.read`; reads the file once."""
+        return (data for name, data in self._read().items() if fnmatchcase(name, pattern))
+
+    def _read(self) -> dict[str, bytes]:
+        try:
+            return {name: data for _, name, data in self._lines()}
+        except OSError as error:
+            raise storage_error(error, self.path, "read") from error
+
+    def _lines(self) -> Iterator[tuple[int, str, bytes]]:
+        """The lines up to the first that is not whole: where each ends, and what it says."""
+        end = 0
+        for line in reading.read_bytes(self.path, _MAX_NBYTES).splitlines(keepends=True) if self.path.exists() else ():
+            crc, _, text = line.rstrip(b"\n").partition(b" ")
+            try:
+                if not line.endswith(b"\n") or int(crc, 16) != crc32(text):
+                    return
+            except ValueError:
+                return
+            name, _, data = text.partition(b" ")
+            end += len(line)
+            yield end, name.decode(), data
+
+    def close(self) -> None:
+        """See :meth:`Notes.close`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,201 @@
+"""Files that no reader opened, held against what they say of themselves: a zip's directory and CRC-32, a pickle's structure, JSON.
+
+A trainer's run has its optimizer, scheduler, random states and counters in files of their own, and a folder has more besides. Nobody
+here knows what they mean; but whoever calls a folder intact says that they are sound, too. What a file calls when somebody loads it
+is no damage, and another check's subject: :mod:`mcore_rlhf.storage.nested`.
+
+Sources: transformers 5.23.0, ``trainer.py`` (``OPTIMIZER_NAME``, ``SCHEDULER_NAME``, ``_save_rng_state``); accelerate 1.15.0,
+``checkpointing.py`` (``save_accelerator_state``): every one of them by ``torch.save``, whatever its ending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from mcore_rlhf.core.account import Reason
+from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problems, Unsupported, Untrusted
+from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.formats.carried import step_of, unopened
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.folder import DcpFolder
+from mcore_rlhf.storage.leftovers import Leftover, of_trainer
+from mcore_rlhf.storage.paths import ReadablePath, cannot_open
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.reading import MAX_TEXT, opened
+from mcore_rlhf.storage.safetensors import read_safetensors
+from mcore_rlhf.storage.torchzip import read_directory
+from mcore_rlhf.storage.unpickle import unpickle
+
+ITEMS = ".distcp"
+_BY_TORCH = (".pt", ".pth")
+"""Endings that nothing but ``torch.save`` gives."""
+_OFTEN_BY_TORCH = (".bin", ".pkl", ".ckpt")
+_PICKLED = (*_BY_TORCH, ".pkl")
+_ZIP, _PICKLE, _BEFORE_ZIPS = b"PK\3\4", b"\x80", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How files begin; the last one is torch's magic number before 1.6. Source: torch 2.13.0, ``serialization.py`` (``MAGIC_NUMBER``)."""
+_PIECE_NBYTES = 4 << 20
+_MOST_PICKLED = 64 << 20
+_NOT_LOOKED_AT = (
+    Reason.NOT_REGULAR, Reason.DANGLING, Reason.LINKED_FOLDER, Reason.UNREADABLE, Reason.TOO_DEEP, Reason.VERSION_CONTROL,
+    Reason.ODD_NAME,
+)  # fmt: skip
+
+
+def beside(source: Source, stubs: Collection[str], problems: Problems) -> tuple[StoredFile, ...]:
+    """The files of an opened checkpoint that its reader did not open, with the checksums that they carry.
+
+    Args:
+        source: As it was opened.
+        stubs: Further classes that may become inert stubs.
+        problems: Told of every file that is damaged.
+    """
+    names = [item.path for item in _left(source) if item.reason not in _NOT_LOOKED_AT]
+    return tuple(itself(source.root, names, stubs, problems))
+
+
+def _left(source: Source) -> Iterator[Leftover]:
+    """Paths are relative to the source's root here; files that go along from a folder above it are another checkpoint's to verify."""
+    known, found = {file.path for file in source.files}, [(step_of(source), unopened(source))]
+    if source.carried is not None and source.carried.folder.is_relative_to(source.root):
+        found.append((PurePosixPath(source.carried.folder.relative_to(source.root)), source.carried.found))
+    every = {(place / item.path).as_posix(): item for place, items in found for item in items}
+    return (replace(item, path=path) for path, item in every.items() if path not in known)
+
+
+def itself(
+    root: ReadablePath, names: Iterable[str], stubs: Collection[str], problems: Problems
+) -> Iterator[StoredFile]:
+    """Look into files as far as they say something of themselves; the bytes of their records are not read.
+
+    Args:
+        root: A folder.
+        names: Paths of files, relative to it, with ``/``.
+        stubs: Further classes that may become inert stubs.
+        problems: Told of every file that is damaged.
+
+    Yields:
+        The files, each with the checksums that it carries.
+    """
+    in_folders: dict[PurePosixPath, list[str]] = {}
+    for name in sorted(names):
+        path = PurePosixPath(name)
+        if path.name == METADATA_FILE or path.suffix == ITEMS:
+            in_folders.setdefault(path.parent, []).append(name)
+            continue
+        try:
+            yield _looked_into(root, name, stubs)
+        except CheckpointError as error:
+            problems.add_error(error)
+    for folder, own in in_folders.items():
+        try:
+            yield from _of_dcp(root, folder, own, stubs)
+        except CheckpointError as error:
+            problems.add_error(error)
+
+
+def _of_dcp(
+    root: ReadablePath, folder: PurePosixPath, names: list[str], stubs: Collection[str]
+) -> Iterator[StoredFile]:
+    """A folder of torch's or Megatron's: it says itself which files it has, and what is in them."""
+    known: dict[str, StoredFile] = {}
+    try:
+        files = DcpFolder.open(root / folder, root, stubs, tiled=False).files()
+        known = {file.path: StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in files}
+    except (Unsupported, Untrusted):
+        pass
+    for name in names:
+        yield known.get(name) or StoredFile(name, _beginning(root / name)[0], ())
+
+
+def _looked_into(root: ReadablePath, name: str, stubs: Collection[str] = ()) -> StoredFile:
+    """Look into one file; see :func:`itself`.
+
+    Raises:
+        Corrupt: It is damaged, or nothing but zeros.
+        Incomplete: It is empty, or cut off.
+        Unreadable: A disk or file system failed.
+    """
+    path, ending = root / name, PurePosixPath(name).suffix.lower()
+    nbytes, head = _beginning(path)
+    whole = StoredFile(name, nbytes, ())
+    try:
+        if ending == ".json" and nbytes <= MAX_TEXT:
+            _check_json(path)
+        elif ending == ".safetensors":
+            read_safetensors(root, name)
+        elif _is_by_torch(PurePosixPath(name).name, head):
+            return _by_torch(root, whole, head, stubs)
+        else:
+            _refuse_zeros(path)
+    except (Unsupported, Untrusted):
+        pass  # whole, as far as can be told
+    return whole
+
+
+def _beginning(path: ReadablePath) -> tuple[int, bytes]:
+    with opened(path) as file:
+        return file.nbytes, file.read(0, min(file.nbytes, len(_BEFORE_ZIPS))) if file.nbytes else b""
+
+
+def _is_by_torch(name: str, head: bytes) -> bool:
+    """Whether a file should be a zip of torch's, or a pickle: by its name, or because it begins as one."""
+    often = PurePosixPath(name).suffix.lower() in _OFTEN_BY_TORCH and head.startswith(_ZIP)
+    return name.lower().endswith(_BY_TORCH) or bool(of_trainer(name)) or often or _is_pickle(name, head)
+
+
+def _is_pickle(name: str, head: bytes) -> bool:
+    return head.startswith(_PICKLE) and name.lower().endswith(_PICKLED)
+
+
+def _by_torch(root: ReadablePath, file: StoredFile, head: bytes, stubs: Collection[str]) -> StoredFile:
+    path = root / file.path
+    if head.startswith(_PICKLE):
+        _check_pickle(path, head, stubs)
+        return file
+    _refuse_zeros(path)
+    found = StoredFile.of_zip(file.path, read_directory(path))
+    with suppress(
+        Unsupported, Untrusted, NotACheckpoint
+    ):  # then nobody understands what it holds, and it has checksums
+        read_pt(root, file.path, stubs=stubs)
+    return found
+
+
+def _check_pickle(path: ReadablePath, head: bytes, stubs: Collection[str]) -> None:
+    """One without a zip around it. Torch's from before 1.6 is several in a row, with raw tensors behind them."""
+    with opened(path) as file:
+        if file.nbytes <= _MOST_PICKLED and head != _BEFORE_ZIPS:
+            unpickle(file.read(0, file.nbytes), str(path), stubs)
+
+
+def _refuse_zeros(path: ReadablePath) -> None:
+    """Refuse a file of nothing but zeros: what is left where a machine went down before its disk had the bytes.
+
+    Raises:
+        Corrupt: It is one.
+    """
+    with opened(path) as file:
+        if file.nbytes and not any(bytes(piece).strip(b"\0") for piece in file.pieces(_PIECE_NBYTES)):
+            raise Corrupt(
+                f"{path}: all of its {file.nbytes:,} bytes are zero: they never reached the disk\n"
+                "Copy the file again from where it was written, or use an older step."
+            )
+
+
+def _check_json(path: ReadablePath) -> None:
+    """Parse a JSON file.
+
+    Raises:
+        Corrupt: It is not JSON.
+        StorageError: It cannot be read.
+    """
+    try:
+        reading.read_json(path)
+    except OSError as error:
+        raise cannot_open(error, path) from error
+    except ValueError as error:
+        raise Corrupt(f"{path}: is not valid JSON: {error}") from error

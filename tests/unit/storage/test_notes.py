@@ -1,0 +1,41 @@
+"""Notes keep the same promises wherever they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.storage.notes import FileNotes, FolderNotes, Notes
+
+
+@pytest.fixture(params=["folder", "file"])
+def notes(request: pytest.FixtureRequest, tmp_path: Path) -> Notes:
+    return FolderNotes(tmp_path) if request.param == "folder" else FileNotes(tmp_path / "notes")
+
+
+def test_what_is_put_is_there_and_what_is_put_once_stays(notes: Notes) -> None:
+    assert notes.get("a") is None
+    assert list(notes.list("*")) == []
+    assert notes.put("a", b"1")
+    assert notes.put("a", b"2 and more")
+    assert not notes.put("a", b"3", once=True)
+    assert notes.put("b", b"4", once=True)
+    notes.close()
+    assert notes.get("a") == b"2 and more"
+    assert sorted(notes.list("*")) == ["a", "b"]
+    assert list(notes.read("b*")) == [b"4"]
+
+
+def test_a_torn_line_and_all_behind_it_are_not_written(tmp_path: Path) -> None:
+    notes = FileNotes(tmp_path / "notes")
+    for name in "abc":
+        notes.put(name, name.encode())
+    notes.close()
+    lines = notes.path.read_bytes().splitlines(keepends=True)
+    notes.path.write_bytes(lines[0] + lines[1].replace(b"b", b"x") + lines[2])
+    again = FileNotes(notes.path)
+    assert list(again.list()) == ["a"]
+    again.put("d", b"d")
+    again.close()
+    assert list(again.list()) == ["a", "d"]
