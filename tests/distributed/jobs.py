@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import threading
@@ -17,8 +18,10 @@ import torch.distributed as dist
 
 from mcore_rlhf.engines.base import LiveState, LoadRequest, PreparedLoad
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.manager.run import save
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
+from mcore_rlhf.storage import waiting
 from tests.distributed.sharded_engine import ShardedEngine
 
 NUMEL = 12_000
@@ -154,6 +157,30 @@ def hang(root: Path, victim: int, call: str) -> tuple[list[tuple[str, str]], lis
     assert is_seed(values_of(root, which=1), 1, 1)
     assert is_seed(values_of(root), 4, 4)
     return told, took
+
+
+def hang_after_the_commit(root: Path, seconds: float) -> tuple[tuple[str, str], list[str]]:
+    """The disk of rank 0 hangs for a while, when the step is committed.
+
+    Returns:
+        What the save raised, and what was said meanwhile.
+    """
+    said, handler, real, first = list[str](), logging.Handler(), save.replace_text, waiting.FIRST_S
+
+    def hanging(*args: Any) -> None:
+        time.sleep(seconds if dist.get_rank() == 0 else 0)
+        real(*args)
+
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("mcore_rlhf.waiting")
+    log.addHandler(handler)
+    waiting.FIRST_S, save.replace_text = 1.0, hanging
+    try:
+        with CheckpointManager(root, engine(seed=1), options=options(timeout=2.0)) as manager:
+            return outcome(lambda: manager.save(1, blocking=True)), said
+    finally:
+        waiting.FIRST_S, save.replace_text = first, real
+        log.removeHandler(handler)
 
 
 def fail_until_close(root: Path, at: str) -> tuple[str, str]:

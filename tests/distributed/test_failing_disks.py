@@ -62,6 +62,14 @@ def test_a_disk_that_hangs(pool: WorkerPool, tmp_path: Path, victim: int, call: 
     assert [step.step for step in steps.committed(tmp_path)] == [1, 4]
 
 
+def test_a_disk_that_hangs_after_the_commit_is_waited_for_aloud(pool: WorkerPool, tmp_path: Path) -> None:
+    """The step is there: that is no failed save, however long it takes."""
+    for told, said in pool.run(jobs.hang_after_the_commit, tmp_path, 4.0, world_size=2, timeout=60):
+        assert told == ("", "")
+        assert any(str(tmp_path) in text for text in said), said
+    assert [step.step for step in steps.committed(tmp_path)] == [1]
+
+
 @pytest.mark.parametrize("at", ["save", "wait", "close", "load"])
 def test_the_next_call_raises(pool: WorkerPool, tmp_path: Path, at: str) -> None:
     for kind, text in pool.run(jobs.fail_until_close, tmp_path, at, world_size=2, timeout=60):

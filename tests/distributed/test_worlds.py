@@ -13,8 +13,6 @@ from tests.distributed import world_jobs
 
 
 def run(pool: WorkerPool, job: object, folder: Path, *args: object) -> list[object]:
-    for store in folder.glob("*.store"):
-        store.unlink()
     return pool.run(job, folder, *args, world_size=3, timeout=60)  # type: ignore[arg-type]
 
 

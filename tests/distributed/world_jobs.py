@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,12 +23,15 @@ SIZES = {"actor": 2, "critic": 1}
 def apart(folder: Path) -> str:
     """Leave the common world for one of two, which know nothing of each other; returns its name."""
     number = dist.get_rank()
+    token = [secrets.token_hex(8)]
+    # Whoever of an earlier job lets go of its file store last deletes it, at any time: no two have one name.
+    dist.broadcast_object_list(token)
     dist.barrier()
     time.sleep(0.2)  # nobody may still be connecting to, or hearing from, a rank that leaves
     dist.destroy_process_group()
     names = [(name, rank) for name, size in SIZES.items() for rank in range(size)]
     name, rank = names[number]
-    store = dist.FileStore(str(folder / f"{name}.store"), SIZES[name])
+    store = dist.FileStore(str(folder / f"{name}-{token[0]}.store"), SIZES[name])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZES[name], timeout=timedelta(seconds=30))
     return name
 
@@ -66,14 +70,15 @@ def load_together(folder: Path) -> dict[str, Any]:
 
 
 def one_world_fails(folder: Path, victim: str) -> list[tuple[str, str]]:
-    """The disk refuses what one world writes."""
+    """The disk refuses what the last rank of one world writes. (Of the rank that coordinates, who joins late waits for the time-out.)"""
     name = apart(folder)
+    fails = name == victim and dist.get_rank() == dist.get_world_size() - 1
     live = engine(1)
     told = []
     with manager(folder / "root", name, live) as saving:
         saving.save(1, transaction="first", blocking=True)
         live.reset(2)
-        with failing_writes(errno.EIO, folder / "root", 1 if name == victim else 10**9):
+        with failing_writes(errno.EIO, folder / "root", 1 if fails else 10**9):
             saving.save(2, transaction="second")
             told.append(outcome(saving.wait))
         live.reset(3)
