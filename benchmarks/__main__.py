@@ -16,7 +16,7 @@ from .objects import row_17
 from .planning import row_12
 from .reading import row_9, row_11, row_13, row_16
 from .reshape import row_3, row_4, row_5, row_18
-from .saving import row_1, row_2, row_8, row_10
+from .saving import row_1, row_2, row_8, row_10, row_21
 from .scale import row_20
 from .table import RESULTS, Row, as_markdown, as_text
 from .universal import row_6
@@ -42,6 +42,7 @@ ROWS: dict[int, Measure] = {
     17: row_17,
     18: lambda folder, gigabytes, rounds: row_18(folder, gigabytes),
     20: lambda folder, gigabytes, rounds: row_20(folder),
+    21: row_21,
 }
 
 

@@ -1,4 +1,4 @@
-"""Rows 1, 2, 8 and 10: saving and loading a live model through the manager, beside torch's own ways."""
+"""Rows 1, 2, 8, 10 and 21: saving and loading a live model through the manager, beside torch's own ways."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ class _Live:
         (self.folder / "theirs.pt").unlink(missing_ok=True)
 
 
-def _live(folder: Path, gigabytes: float, *, fsync: bool) -> _Live:
+def _live(folder: Path, gigabytes: float, *, fsync: bool, device: str = "cpu") -> _Live:
     numel = int(gigabytes * 1e9) // 4 // _TENSORS
     folder = folder / "saving"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    module = torch.nn.ParameterDict({f"layer{i}": torch.nn.Parameter(torch.randn(numel)) for i in range(_TENSORS)})
+    module = torch.nn.ParameterDict(
+        {f"layer{i}": torch.nn.Parameter(torch.randn(numel, device=device)) for i in range(_TENSORS)}
+    )
     return _Live(folder, module, fsync)
 
 
@@ -153,6 +155,66 @@ def row_10(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
     theirs = _dcp_stall(live, rounds)
     ours = contest.spread("stall", "wall").median
     yield Row(10, "the same ÷ stall of torch's DCP async_save (thread)", ours / theirs, "×", 1 / 3, 1 / 6)
+    shutil.rmtree(live.folder)
+
+
+def row_21(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    """As row 10 and 8, with the model on a GPU; nothing where there is none."""
+    if not torch.cuda.is_available():
+        print("row 21 needs a CUDA device")
+        return
+    live = _live(folder, gigabytes, fsync=False, device="cuda")
+    name = f"{torch.cuda.get_device_name()}, {gigabytes:g} GB"
+    params = [param.detach() for param in live.module.parameters()]
+    copies = [torch.empty(param.shape, dtype=param.dtype, pin_memory=True) for param in params]
+
+    def pinned() -> None:
+        for copy, param in zip(copies, params, strict=True):
+            copy.copy_(param, non_blocking=True)
+        torch.cuda.synchronize()
+
+    with live.manager() as manager:
+        contest = Contest(
+            {"stall": lambda: live.save(manager, blocking=False), "pinned": pinned},
+            before=lambda: (manager.wait(), live.forget()),
+        ).run(rounds)
+    ratio = contest.ratio("stall", "pinned", "wall")
+    what = f"stall of an asynchronous save ÷ copy into pinned memory, {name}"
+    yield Row(21, what, ratio.median, "×", 1.3, 1.1, str(ratio))
+    theirs = _dcp_stall(live, rounds)
+    ours = contest.spread("stall", "wall").median
+    yield Row(
+        21,
+        "the same ÷ stall of torch's DCP async_save (thread)",
+        ours / theirs,
+        "×",
+        1 / 3,
+        1 / 6,
+        f"ours {ours:.3f} s",
+    )
+    torch.save({"model": live.module.state_dict()}, live.folder / FILE)
+    engine, request = TorchEngine(live.module), LoadRequest(live.folder, "actor")
+
+    def load() -> None:
+        apply(engine.prepare_load(request))
+        torch.cuda.synchronize()
+
+    def torchs() -> None:
+        live.module.load_state_dict(torch.load(live.folder / FILE, weights_only=True, map_location="cpu")["model"])
+        torch.cuda.synchronize()
+
+    contest = Contest({"torch": torchs, "ours": load}).run(rounds)
+    ratio = contest.ratio("torch", "ours", "wall")
+    yield Row(
+        21,
+        f"torch.load and load_state_dict ÷ load into live tensors, {name}",
+        ratio.median,
+        "×",
+        1.5,
+        2,
+        str(ratio),
+        True,
+    )
     shutil.rmtree(live.folder)
 
 

@@ -30,7 +30,7 @@ def step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return float(loss).hex()
+    return loss.item().hex()
 
 
 def test_the_random_states_of_the_gpu_are_kept() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,41 @@ def start_from(session: Session) -> Observation:
         loss = trainer.train_step()
         seen.losses[trainer.iteration] = loss
     return seen
+
+
+@contextmanager
+def torchs_adam() -> Iterator[None]:
+    """Let Megatron be as it is on a GPU without Transformer Engine and apex: with torch's Adam, which counts steps by parameter."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from torch.optim import AdamW
+
+    asked = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.HAVE_APEX_OR_TE
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.HAVE_APEX_OR_TE = AdamW, True, False
+    try:
+        yield
+    finally:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.HAVE_APEX_OR_TE = asked
+
+
+def resume_with_torchs_adam(session: Session, root: str) -> tuple[dict[int, float], dict[int, float], set[float]]:
+    """Train to the end, saving on the way, then go on from there; the losses of both, and the steps that were counted in the end."""
+    with torchs_adam():
+        trainer, whole = new_trainer(session)
+        while trainer.iteration <= END:
+            loss = trainer.train_step()
+            whole.losses[trainer.iteration] = loss
+            if trainer.iteration == LOOK:
+                save_with_engine(trainer, Path(root))
+        trainer, rest = new_trainer(session)
+        engine = engine_of(trainer)
+        apply(engine.prepare_load(LoadRequest(Path(root), "actor", LOOK)))
+        trainer.iteration = engine.loaded_iteration
+        while trainer.iteration <= END:
+            loss = trainer.train_step()
+            rest.losses[trainer.iteration] = loss
+        states = trainer.optimizer.chained_optimizers[0].optimizer.state.values()
+        return whole.losses, rest.losses, {float(state["step"]) for state in states}
 
 
 def swap_halves(file: str) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from tests.reference import engine_jobs
 from tests.reference.cases import LOSS_TOLERANCE
 from tests.reference.engine_lab import ADAM, BUCKETS, CUBE, GPT, MOE, PLAIN, SAME_ROWS, TIED, WIDE, EngineLab
-from tests.reference.lab import Lab
+from tests.reference.lab import TIMEOUT, Lab
 from tests.reference.merge import differences
-from tests.reference.observing import END, LOOK
+from tests.reference.observing import END, LOOK, Session
 
+EVEN = replace(SAME_ROWS, dropout=0.0)
 Run = tuple[TinyGPT, Parallel, Training]
 slow = pytest.mark.slow
 
@@ -67,6 +69,18 @@ def test_an_unchanged_layout_goes_on_bit_for_bit(name: str, engine_lab: EngineLa
     assert all(rank.read == rank.needed > 0 for rank in ranks)
 
 
+@pytest.mark.parametrize("training", [ADAM, PLAIN], ids=["distributed", "plain"])
+def test_torchs_adam_counts_the_steps_of_each_parameter_apart(training: Training, engine_lab: EngineLab) -> None:
+    """As on a GPU that has neither Transformer Engine nor apex, where a resume on one counted sixteen steps for each."""
+    session, root = Session(EVEN, Parallel(dp=2), training), engine_lab.lab.new_root()
+    ranks = engine_lab.lab.pool.run(
+        engine_jobs.resume_with_torchs_adam, session, str(root), world_size=2, timeout=TIMEOUT
+    )
+    for whole, rest, steps in ranks:
+        assert rest == {step: whole[step] for step in (3, 4)}
+        assert steps == {4.0}
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -77,7 +91,6 @@ class Case:
     resumed: Training | None = None
 
 
-EVEN = replace(SAME_ROWS, dropout=0.0)
 QUICK = [
     Case("cube_to_one", EVEN, CUBE, Parallel(dp=2)),
     Case("cube_to_pp4_plain", EVEN, CUBE, Parallel(pp=4), ADAM, PLAIN),

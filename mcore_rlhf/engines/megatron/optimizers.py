@@ -254,11 +254,22 @@ class ChainMember:
                 for live, new in zip(self.groups, stored, strict=True)
             ]
             self.optimizer.load_state_dict({"optimizer": {"param_groups": shown}})
+            self._count_apart()
             for live, new in zip(self.groups, stored, strict=True):
                 live.update(new)  # and groups that are alike to it, one
             self._allocate(states)
         else:
             load_plain(self.inner, groups, states, scalars)
+
+    def _count_apart(self) -> None:
+        """Give every parameter a step of its own: where neither Transformer Engine nor apex is there, Megatron's load gives one tensor
+        to all of them, and each update then counts it up once for each.
+
+        Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer.load_state_dict``).
+        """
+        for state in self.inner.state.values():
+            if isinstance(state.get(STEP), torch.Tensor):
+                state[STEP] = state[STEP].clone()
 
     def _allocate(self, states: Sequence[str]) -> None:
         """Megatron's load makes Adam's two states; those of other names are made like them, and those that are not its own go."""
