@@ -24,6 +24,7 @@ _REASONS = {
     "newest committed": "newest that is committed",
     "newest intact": "newest that is intact",
     "tracker": "one that its tracker names",
+    "only one": "only one that is whole",
 }
 
 

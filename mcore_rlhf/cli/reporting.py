@@ -10,9 +10,10 @@ from typing import Any
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import CheckpointError, UsageError
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.formats.registry import open_checkpoint, open_without_manifest
+from mcore_rlhf.formats.registry import is_model, open_checkpoint, open_without_manifest
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.measured import metrics_of
+from mcore_rlhf.manager.runs import listed_steps
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.report.heat import heat_map
 from mcore_rlhf.report.page import Compared, Conversion, Model, Page, made, write
@@ -99,13 +100,14 @@ def _page(paths: tuple[Path, ...], options: ReadOptions, request: ReportOptions,
 
 def _is_role(root: Path, role: str | None) -> bool:
     """Whether some step of a run has a role; none is all of them."""
-    return role is None or any(role in step.roles for step in steps.listed(checkpoint_path(root)))
+    return role is None or any(role in step.roles for step in listed_steps(checkpoint_path(root)))
 
 
 def _run_of(path: Path, events: Path | None) -> RunFacts | None:
     """The run whose root a path is; None where it is none."""
     root = checkpoint_path(path)
-    found = steps.listed(root) if isinstance(root, Path) and steps.step_of(root) is None and root.is_dir() else []
+    is_root = isinstance(root, Path) and root.is_dir() and steps.step_of(root) is None and not is_model(root)
+    found = listed_steps(root) if is_root else []
     if found and isinstance(root, Path):
         return run_facts(root, found, [step_facts(step) for step in found], events)
     if events is not None:

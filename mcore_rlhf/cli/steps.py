@@ -20,8 +20,10 @@ from mcore_rlhf.manager.run.events import EVENTS_NAME
 from mcore_rlhf.manager.run.mirror_status import STATUS, MirrorStatus
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
+from mcore_rlhf.manager.runs import listed_steps, step_at
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath, absolute, parse_size
+from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
@@ -57,7 +59,7 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
         steps.release(steps.step_folder(root, release))
     if quarantine is not None:
         steps.quarantine(steps.step_folder(root, quarantine), reason)
-    found, mirror = _with_advice(steps.listed(root)), MirrorStatus.read(root) if isinstance(root, Path) else None
+    found, mirror = _with_advice(listed_steps(root)), MirrorStatus.read(root) if isinstance(root, Path) else None
     if json:
         emit_json([step_facts(step, mirror) for step in found])
     else:
@@ -76,6 +78,8 @@ def _with_advice(found: list[Step]) -> list[Step]:
 
 
 def _advice(step: Step) -> str:
+    if steps.step_of(step.path) is None and step_at(step.path) is None:
+        return "it has no folder of its own for one; it is read and converted as it is"
     why_not = adopt.why_not(step.path)
     if why_not:
         return f"it cannot be adopted: {why_not}"
@@ -108,9 +112,9 @@ def _require_steps(root: ReadablePath) -> None:
         NotACheckpoint: It is no run's.
     """
     names = [child.name for child in root.iterdir()]
-    if not names or any(name in _OF_A_ROOT or name.startswith(".") for name in names) or steps.listed(root):
+    if not names or any(name in _OF_A_ROOT or name.startswith(".") for name in names) or listed_steps(root):
         return
-    below = next((root / name for name in sorted(names) if (root / name).is_dir() and steps.listed(root / name)), None)
+    below = next((root / name for name in sorted(names) if (root / name).is_dir() and listed_steps(root / name)), None)
     hint = f"Is {below} meant?" if below is not None else "Give the folder that holds global_step_N folders."
     if is_model(root):
         newer = newer_non_persistent(root, None)
@@ -364,7 +368,7 @@ def adopt_step(given: Path, options: ReadOptions, deep: bool, workers: int, json
         json: For machines.
     """
     folder = checkpoint_path(given)
-    was_committed = steps.is_committed(folder)
+    was_committed = is_there(folder / steps.MANIFEST)  # what is there and not whole is refused
     with shown_progress() as progress:
         progress.stage(f"verifying {folder}", 2 * steps.size_of(folder))
         how = Adoption(options, Depth.DEEP if deep else Depth.FULL, workers, progress.advance)

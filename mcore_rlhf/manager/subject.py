@@ -5,7 +5,7 @@ In the root of a run, which step that is where none was named, and what that pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, TypeVar
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unreadable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.selection import with_role
-from mcore_rlhf.formats.registry import is_model, models_in, require_folder
+from mcore_rlhf.formats.registry import format_at, is_model, models_in, require_folder
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
-from mcore_rlhf.storage.patience import looked, patiently
+from mcore_rlhf.storage.patience import is_there, looked, patiently
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
 
 from .run import steps
 from .run.steps import RESERVED, Step, tracker_text
+from .runs import TrainerRun, TrainerStep, run_at, step_at
 
 if TYPE_CHECKING:
     from mcore_rlhf.execution.run import Progress
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHOWN = 10
+_OURS = (steps.MANIFEST, steps.NOTE)
+"""Our own files in another trainer's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +43,18 @@ class ChosenStep:
     Args:
         root: The root.
         folder: The step's folder.
-        why: What made it the one: ``named``, ``newest committed``, ``newest intact`` or ``tracker``.
+        why: What made it the one: ``named``, ``newest committed``, ``newest intact``, ``tracker`` or ``only one``.
+        step: Its number.
         passed_over: Newer steps, newest first, each with its state and what is wrong with it.
+        of: What it is, where another trainer's run calls its steps otherwise than we do.
     """
 
     root: ReadablePath
     folder: ReadablePath
     why: str
+    step: int
     passed_over: tuple[Step, ...] = ()
-
-    @property
-    def step(self) -> int:
-        """Its number."""
-        return steps.step_of(self.folder) or 0
+    of: TrainerStep | None = None
 
     @property
     def undecided(self) -> tuple[Step, ...]:
@@ -115,7 +117,7 @@ def choose(
         if not folder.is_dir():
             refuse_unfinished(folder)
             raise NotACheckpoint(f"{folder}: does not exist\nmcore-rlhf steps {root} lists the steps.")
-        return ChosenStep(root, folder, "named")
+        return ChosenStep(root, folder, "named", step)
     passed_over: list[Step] = []
     for found in steps.newest_first(root):
         found.require_read()
@@ -123,7 +125,7 @@ def choose(
             found = _checked(found, progress)
         if found.resumable:
             why = "newest intact" if newest_intact else "newest committed"
-            return ChosenStep(root, found.path, why, tuple(passed_over))
+            return ChosenStep(root, found.path, why, found.step, tuple(passed_over))
         passed_over.append(found)
     return _tracked(root, passed_over)
 
@@ -153,10 +155,12 @@ def _tracked(root: ReadablePath, found: list[Step]) -> ChosenStep:
     """
     foreign = [step for step in found if step.state == "foreign" and not step.quarantined]
     if foreign and not any(step.state == "damaged" for step in found):
-        named = _tracker(root)
+        named, why = _tracker(root), "tracker"
+        if named is None and len(found) == 1:
+            named, why = found[0].step, "only one"
         for at, step in enumerate(found):
             if step.step == named and step in foreign:
-                return ChosenStep(root, step.path, "tracker", tuple(found[:at]))
+                return ChosenStep(root, step.path, why, step.step, tuple(found[:at]))
     listed = "; ".join(step.describe() for step in found[:_SHOWN]) or "there is no step at all"
     kind = Corrupt if any(step.state == "damaged" for step in found) else NotACheckpoint
     raise kind(
@@ -247,7 +251,9 @@ def find(path: ReadablePath, options: ReadOptions, chosen: ChosenStep | None = N
     chosen = chosen or chosen_step(path, options.step)
     if chosen is not None:
         path, options = chosen.folder, replace(options, step=None)
-    found = whole_step(path, options)
+    found = (
+        _of_trainer(chosen.of, options) if chosen is not None and chosen.of is not None else whole_step(path, options)
+    )
     if found is None:
         if isinstance(path, Path):  # before anything is said of a target; a store is asked once, when it is opened
             require_folder(path, str(given))
@@ -296,7 +302,12 @@ def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:
         Corrupt: The step is damaged; what is wrong is said.
     """
     path = checkpoint_path(path)
-    return _opened(path, options) if _is_step(path) and path.is_dir() and not is_model(path) else None
+    if not path.is_dir() or is_model(path):
+        return None
+    if _is_step(path):
+        return _opened(path, options)
+    other = step_at(path)
+    return _of_trainer(other, options) if other is not None else None
 
 
 def chosen_step(
@@ -319,9 +330,64 @@ def chosen_step(
     path = checkpoint_path(path)
     if _is_root(path):
         return choose(path, step, newest_intact=newest_intact, progress=progress)
+    other = None if _is_step(path) else run_at(path)
+    if other is not None and (not (known := format_at(path)) or (step in other.found and known.model_folder)):
+        return _chosen_of(other, step, newest_intact, progress)
     if newest_intact:
         raise UsageError(f"--newest-intact chooses one of several steps, and {path} is not the root of a run")
     return None
+
+
+def _chosen_of(run: TrainerRun, step: int | None, newest_intact: bool, progress: Progress | None) -> ChosenStep:
+    """The step that another trainer's run means: one that was named, or has a manifest of ours; else the one that its tracker names, or
+    the only one.
+
+    Raises:
+        NotACheckpoint: There is no such step.
+        UsageError: There are several, and nothing says which is meant.
+        CheckpointError: See :func:`choose`.
+    """
+    if step is not None:
+        if step not in run.found:
+            there = ", ".join(map(str, run.found))
+            raise NotACheckpoint(f"{run.root}: {run.trainer.title} has no step {step} there; there are {there}")
+        return ChosenStep(run.root, run.found[step].folder, "named", step, of=run.found[step])
+    passed_over: list[Step] = []
+    for found in reversed([one for one in run.listed() if one.step in run.found and one.state != "partial"]):
+        found.require_read()
+        if found.resumable and newest_intact:
+            found = _checked(found, progress)
+        if found.resumable:
+            why = "newest intact" if newest_intact else "newest committed"
+            return ChosenStep(run.root, found.path, why, found.step, tuple(passed_over), run.found[found.step])
+        passed_over.append(found)
+    numbers = [one.step for one in passed_over]
+    tracked = run.tracked()
+    meant = tracked if tracked in numbers else numbers[0] if len(numbers) == 1 else None
+    if meant is None or newest_intact:
+        listed = "; ".join(one.describe() for one in passed_over[:_SHOWN]) or "there is none that is whole"
+        raise (UsageError if numbers else NotACheckpoint)(
+            f"{run.root}: which of {run.trainer.title}'s steps is meant? {listed}\nName one with --step N, or give its folder."
+        )
+    why = "tracker" if meant == tracked else "only one"
+    over = tuple(passed_over[: numbers.index(meant)])
+    return ChosenStep(run.root, run.found[meant].folder, why, meant, over, run.found[meant])
+
+
+def _of_trainer(step: TrainerStep, options: ReadOptions) -> Subject | None:
+    """A step of another trainer's; None where it is one model's own folder, or has no model where one should be."""
+    models = {} if step.alone else step.models()
+    if not models:
+        return None
+    manifest = steps.read_manifest(step.folder) if is_there(step.folder / steps.MANIFEST) else None
+    others = () if step.trainer.by_role else tuple(_beside(step.folder, models.values()))
+    return Subject(step.folder, models, options, step.step, manifest, others)
+
+
+def _beside(folder: ReadablePath, models: Collection[ReadablePath]) -> Iterator[str]:
+    """The files of a step that lie in none of its models' folders, relative to its own."""
+    inside = tuple(f"{place.relative_to(folder).as_posix()}/" for place in models)
+    return (name for name in files_below(folder, refused) if not name.startswith(inside) and name not in _OURS)
 
 
 def _is_root(path: ReadablePath) -> bool:

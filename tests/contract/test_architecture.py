@@ -21,7 +21,7 @@ MAX_LINES = 500
 
 # The rooms, lowest first, each with the rooms that it may import. Nowhere else is this written.
 _PURE = {"errors", "installation", "suggestions", "core", "models", "layouts"}
-_BELOW = _PURE | {"storage", "families"}
+_BELOW = _PURE | {"storage", "families", "trainers"}
 _OFFLINE = _BELOW | {"formats", "verify", "execution", "convert"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "layouts": {"errors", "core", "models"},
     "storage": {"errors", "installation", "suggestions", "core"},
     "families": _PURE | {"storage"},
+    "trainers": {"errors", "core", "storage"},
     "formats": _BELOW,
     "verify": _BELOW | {"formats"},
     "execution": _BELOW | {"verify"},

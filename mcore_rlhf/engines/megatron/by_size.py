@@ -32,8 +32,9 @@ from mcore_rlhf.storage.stored import StoredTensor
 from ..base import LiveFile, Segment
 from ..optimizers import STEP, is_elementwise
 from ..save import LiveTree
+from .counting import counts_per_parameter
 from .model import LiveModel
-from .optimizers import ChainMember, Owned, counts_per_parameter, is_laid_out
+from .optimizers import ChainMember, Owned, is_laid_out
 from .parallel_state import ParallelRank
 
 At = tuple[int, str]

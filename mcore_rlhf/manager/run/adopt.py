@@ -35,6 +35,7 @@ from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
+from ..runs import step_at
 from . import steps
 from .checks import FOLDERS, check_values, holds_values
 from .steps import MANIFEST, NOTE
@@ -68,7 +69,7 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
     """Verify a step that has no manifest, and write one. Nothing else in the folder is touched.
 
     Args:
-        folder: The step's folder, ``global_step_N``.
+        folder: The step's folder: ``global_step_N``, or what its trainer calls it.
         how: Options; None for the defaults.
 
     Returns:
@@ -82,7 +83,7 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
     """
     how, folder = how or Adoption(), checkpoint_path(folder)
     step = _step_number(folder)
-    if steps.is_committed(folder):
+    if steps.described(step, folder).state == "committed":
         return steps.read_manifest(folder)
     if (folder / MANIFEST).is_file() or (folder / MANIFEST).is_symlink():
         raise Corrupt(f"{folder}: has a manifest already, but {_why(folder)}\nOnly a step without one can be adopted.")
@@ -158,12 +159,15 @@ def _step_number(folder: ReadablePath) -> int:
     if not folder.is_dir():
         raise NotACheckpoint(f"{folder}: there is no such folder")
     step = steps.step_of(folder)
-    if step is None:
+    if step is not None:
+        return step
+    other = step_at(folder)
+    if other is None:
         raise UsageError(
-            f"{folder}: a step's folder is called global_step_N\n"
+            f"{folder}: a step's folder is called global_step_N, or as its trainer calls it, with that trainer's files in it\n"
             "Give the folder that holds actor/ and data/; rename it first if need be."
         )
-    return step
+    return other.step
 
 
 def _why(folder: ReadablePath) -> str:
@@ -236,6 +240,9 @@ def _models(folder: ReadablePath) -> list[tuple[str, ReadablePath]]:
     """
     if _is_known(folder):
         return [("actor", folder)]
+    other = None if steps.step_of(folder) is not None else step_at(folder)
+    if other is not None and (found := other.models()):
+        return [*found.items()]
     children = [child for child in sorted(folder.iterdir()) if child.is_dir() and child.name not in FOLDERS]
     unknown = [child for child in children if steps.looks_foreign(child) and not _is_known(child)]
     if unknown:
@@ -261,7 +268,7 @@ def _of_step(source: Source, place: ReadablePath, step: int) -> Problems:
     if not source.state.release and source.state.iteration != step:  # a Hugging Face folder is of no iteration
         problems.add(
             LayoutMismatch,
-            f"{place}: is of iteration {source.state.iteration}, but the folder is {place.parent.name}",
+            f"{place}: is of iteration {source.state.iteration}, but the step is {step}",
             "The two must agree, or training would go on at the wrong step; rename the folder if its name is wrong.",
         )
     return problems

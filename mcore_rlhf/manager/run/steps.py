@@ -26,6 +26,8 @@ from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settl
 from mcore_rlhf.storage.transactions import PAUSES
 from mcore_rlhf.storage.unfinished import replaced
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
+from mcore_rlhf.trainers.known import left_by_trainers
+from mcore_rlhf.trainers.table import lies_in
 
 from .measured import comparable
 
@@ -55,8 +57,6 @@ a manifest, but that is not so. ``foreign``: no manifest, but files as other tra
 deleted, or left behind, or nothing that is known. ``unreadable``: an I/O error, or another user's folder: any of these."""
 
 _NOT_ROLES = frozenset({"data", "rlhf", "rng", "exports"})
-
-_FOREIGN_PATTERNS = ("iter_*", "mp_rank_*", "*.safetensors", "*.distcp", "*_model_states.pt", "model_world_size_*.pt")
 
 
 def tracker_text(root: ReadablePath) -> str:
@@ -350,16 +350,9 @@ def size_of(folder: ReadablePath) -> int:
     return total
 
 
-def _foreign() -> tuple[str, ...]:
-    from mcore_rlhf.formats.registry import trackers  # who asks for a step's name alone need not wait for it
-
-    return (*trackers(), "dcp_checkpoint", "model_state_dict", "dist_ckpt", "local_shard_checkpoint")
-
-
 def looks_foreign(folder: ReadablePath) -> bool:
     """Whether a folder directly holds what trainers write: a tracker, iterations, shards."""
-    named = any((folder / name).exists() for name in _foreign())
-    return named or any(True for pattern in _FOREIGN_PATTERNS for _ in folder.glob(pattern))
+    return any(lies_in(folder, mark) for mark in left_by_trainers())
 
 
 def _age(step: Step) -> tuple[int, bool, str]:
@@ -405,10 +398,11 @@ def _listing(root: ReadablePath) -> Iterator[tuple[int, ReadablePath]]:
 
 def _describe(number: int, path: ReadablePath) -> Step | None:
     """What a folder is; None where it has vanished meanwhile."""
-    return settled(path, lambda: _looked_at(number, path), lambda step: step.state != "committed")
+    return settled(path, lambda: described(number, path), lambda step: step.state != "committed")
 
 
-def _looked_at(number: int, path: ReadablePath) -> Step:
+def described(number: int, path: ReadablePath) -> Step:
+    """What a folder is, by whatever name: see :class:`Step`; whatever is wrong with it stands in its ``why``."""
     try:
         return _hidden(number, path) if is_hidden(path) else _visible(number, path)
     except Exception as error:  # whatever is wrong with one folder may not hide the others
@@ -427,7 +421,7 @@ def _noted(path: ReadablePath) -> str:
 def _hidden(number: int, path: ReadablePath) -> Step:
     doing = "written or deleted" if ".partial-" in path.name else "replaced"
     why = f"being {doing}, or left behind by a process that died; the next start of the run cleans up what is dead"
-    return Step(number, path, "partial", size_of(path), _role_folders(path), _changed(path), why)
+    return Step(number, path, "partial", size_of(path), _role_folders(path), changed(path), why)
 
 
 def _visible(number: int, path: ReadablePath) -> Step:
@@ -440,23 +434,23 @@ def _visible(number: int, path: ReadablePath) -> Step:
         if says_nothing(error):
             raise
         why, roles = _one_line(path, error), _role_folders(path)
-        return Step(number, path, "damaged", nbytes, roles, _changed(path), why, quarantined=quarantined)
+        return Step(number, path, "damaged", nbytes, roles, changed(path), why, quarantined=quarantined)
     why = _problem(path, manifest, number)
     roles = tuple(dict.fromkeys(str(part["role"]) for part in manifest.parts if "role" in part))
-    written = str(manifest.provenance.get("time") or _changed(path))
+    written = str(manifest.provenance.get("time") or changed(path))
     state: State = "damaged" if why else "committed"
     metrics, transaction = comparable(manifest), manifest.transaction
     return Step(number, path, state, nbytes, roles, written, why, metrics, quarantined, transaction)
 
 
 def _without_manifest(number: int, path: ReadablePath) -> Step:
-    roles, nbytes, changed, quarantined = _role_folders(path), size_of(path), _changed(path), reason_of(path)
+    roles, nbytes, written, quarantined = _role_folders(path), size_of(path), changed(path), reason_of(path)
     if any(looks_foreign(folder) for folder in (path, *(path / role for role in roles))):
         why = f"has no {MANIFEST}: another trainer's step"
-        return Step(number, path, "foreign", nbytes, roles, changed, why, quarantined=quarantined)
+        return Step(number, path, "foreign", nbytes, roles, written, why, quarantined=quarantined)
     what = "holds nothing that is known" if names_in(path) else "is empty"
     why = f"has no {MANIFEST} and {what}"
-    return Step(number, path, "partial", nbytes, roles, changed, why, quarantined=quarantined)
+    return Step(number, path, "partial", nbytes, roles, written, why, quarantined=quarantined)
 
 
 def _problem(folder: ReadablePath, manifest: Manifest, number: int) -> str:
@@ -481,10 +475,11 @@ def _role_folders(path: ReadablePath) -> tuple[str, ...]:
 
 
 def _may_be_role(name: str) -> bool:
-    return name not in _NOT_ROLES and not name.startswith((".", "iter_", "mp_rank_")) and name not in _foreign()
+    return name not in _NOT_ROLES and not name.startswith((".", "iter_", "mp_rank_")) and name not in left_by_trainers()
 
 
-def _changed(path: ReadablePath) -> str:
+def changed(path: ReadablePath) -> str:
+    """When a folder was changed last, UTC, ISO 8601; empty where that is not known."""
     try:
         return _iso(path.stat().st_mtime) if isinstance(path, Path) else ""
     except OSError:

@@ -154,7 +154,7 @@ def test_broken_json_is_refused(foreign: Path) -> None:
 
 def test_another_iteration_than_the_folder_says_is_refused(foreign: Path) -> None:
     other = foreign.rename(foreign.with_name("global_step_7"))
-    _refused(other, LayoutMismatch, "is of iteration 2, but the folder is global_step_7")
+    _refused(other, LayoutMismatch, "is of iteration 2, but the step is 7")
 
 
 def test_a_role_without_an_iteration_does_not_contradict_the_folder(foreign: Path) -> None:

@@ -1,0 +1,196 @@
+"""Runs as other trainers lay them out: which steps lie in a root, which of them is meant, and what one holds.
+
+What is called what stands in :mod:`mcore_rlhf.trainers`; here it is read, by one reader for all of them. Steps called ``global_step_N``,
+ours, verl's and RLinf's, are :mod:`.run.steps`'s to describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.formats.registry import is_model
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath, absolute
+from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
+from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
+from mcore_rlhf.trainers.table import HERE, Trainer
+
+from .run import steps
+from .run.steps import Step
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStep:
+    """A step of another trainer's run.
+
+    Args:
+        trainer: Whose.
+        step: Its number.
+        folder: Its folder; of a run by role the root, in which every role has one.
+        places: Folders in it that are the step's, by role where the run is one by role; else the folder itself, without a role.
+    """
+
+    trainer: Trainer
+    step: int
+    folder: ReadablePath
+    places: Mapping[str, ReadablePath]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the folder is one model's own."""
+        return not self.trainer.by_role and [*self.trainer.roles.values()] == [(HERE,)]
+
+    def models(self) -> dict[str, ReadablePath]:
+        """The folders of its models, by role; of what is in no format that is known, none."""
+        if self.trainer.by_role:
+            return {role: place for role, place in self.places.items() if is_model(place)}
+        found = {}
+        for role, names in self.trainer.roles.items():
+            places = (self.folder / name if name else self.folder for name in names)
+            place = next((place for place in places if place.is_dir() and is_model(place)), None)
+            if place is not None:
+                found[role] = place
+        return found
+
+    def described(self) -> Step:
+        """As it stands in the list of a root's steps."""
+        if not self.trainer.by_role and is_there(self.folder / steps.MANIFEST):
+            return steps.described(self.step, self.folder)
+        missing = {name for place in self.places.values() for name in self.trainer.missing(place)}
+        why = f"has no {', '.join(sorted(missing))}: {self.trainer.title} passes over it"
+        return Step(
+            self.step,
+            next(iter(self.places.values())),
+            "partial" if missing else "foreign",
+            sum(steps.size_of(place) for place in self.places.values()),
+            tuple(self.models()),
+            steps.changed(next(iter(self.places.values()))),
+            why if missing else f"a step of {self.trainer.title}, which has no {steps.MANIFEST}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRun:
+    """The root of another trainer's run.
+
+    Args:
+        root: Its folder.
+        trainer: Whose.
+        found: Its steps by number, oldest first.
+        aside: Numbers and folders of what is being written or replaced.
+    """
+
+    root: ReadablePath
+    trainer: Trainer
+    found: Mapping[int, TrainerStep]
+    aside: tuple[tuple[int, ReadablePath], ...] = ()
+
+    def listed(self) -> list[Step]:
+        """Every step, oldest first, and what is not one yet."""
+        title = self.trainer.title
+        why = f"being written or replaced by {title}, or left behind by a process that died"
+        half = [Step(step, path, "partial", steps.size_of(path), why=why) for step, path in self.aside]
+        whole = [step.described() for step in self.found.values()]
+        return sorted([*whole, *half], key=lambda one: (one.step, one.state == "partial"))
+
+    def tracked(self) -> int | None:
+        """The step that its tracker names, in every role the same; None where there is none, or it says nothing of a step."""
+        if not self.trainer.tracker:
+            return None
+        folders = [place[0] for place in self.trainer.roles.values()] if self.trainer.by_role else [HERE]
+        named = set[int | None]()
+        for name in folders:
+            folder = self.root / name if name else self.root
+            if folder.is_dir():
+                named.add(self._tracked_in(folder))
+        return named.pop() if len(named) == 1 else None
+
+    def _tracked_in(self, folder: ReadablePath) -> int | None:
+        try:
+            return self.trainer.tracked_step(reading.read_line(folder / self.trainer.tracker))
+        except (OSError, ValueError):
+            return None
+
+
+def listed_steps(root: ReadablePath) -> list[Step]:
+    """Every step in a root, whoever's they are, oldest first.
+
+    Args:
+        root: The run's root.
+
+    Raises:
+        CheckpointError: See :func:`.run.steps.listed` and :func:`run_at`.
+    """
+    found = steps.listed(root)
+    other = None if found else run_at(root)
+    return found if other is None else other.listed()
+
+
+def run_at(root: ReadablePath) -> TrainerRun | None:
+    """The run whose root a folder is; None where it is none of another trainer's.
+
+    Args:
+        root: Any path.
+
+    Raises:
+        LayoutMismatch: It has steps of two trainers, or a step that has files of two.
+    """
+    if not root.is_dir():
+        return None
+    by_role = _by_role(root)
+    if by_role is not None:
+        return by_role
+    found = dict[int, TrainerStep]()
+    for name in names_in(root):
+        if any(called_so(name)) and may_be_folder(root / name) and (written := writer_of(root / name)) is not None:
+            trainer, number = written
+            found[number] = TrainerStep(trainer, number, root / name, {"": root / name})
+    trainers = {one.trainer.title: one.trainer for one in found.values()}
+    if len(trainers) > 1:
+        listed = "; ".join(f"{one.folder.name} of {one.trainer.title}" for one in found.values())
+        raise LayoutMismatch(
+            f"{root}: holds steps of two trainers: {listed}\nGive the folder of the step that is meant, or move those of the other away."
+        )
+    if not trainers:
+        return None
+    (trainer,) = trainers.values()
+    return TrainerRun(root, trainer, dict(sorted(found.items())), tuple(_aside(root, trainer)))
+
+
+def step_at(folder: ReadablePath) -> TrainerStep | None:
+    """The step of another trainer's run that a folder is, by its name and what is in it; None where it is none.
+
+    Args:
+        folder: Any path.
+
+    Raises:
+        LayoutMismatch: It has files of two trainers.
+    """
+    written = writer_of(absolute(folder)) if folder.is_dir() else None
+    if written is None or written[0].by_role:
+        return None
+    return TrainerStep(*written, folder, {"": folder})
+
+
+def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:
+    for name in names_in(root) if trainer.aside else ():
+        number = trainer.step_aside(name)
+        if number is not None and may_be_folder(root / name):
+            yield number, root / name
+
+
+def _by_role(root: ReadablePath) -> TrainerRun | None:
+    """The run of a trainer that has a folder for each role."""
+    for trainer in (one for one in TRAINERS if one.by_role):
+        found = dict[int, dict[str, ReadablePath]]()
+        for role, (place, *_) in trainer.roles.items():
+            folder = root / place
+            for name in names_in(folder) if folder.is_dir() else ():
+                number = trainer.step_of(name)
+                if number is not None and trainer.wrote(folder / name):
+                    found.setdefault(number, {})[role] = folder / name
+        if found:
+            return TrainerRun(root, trainer, {n: TrainerStep(trainer, n, root, found[n]) for n in sorted(found)})
+    return None

@@ -1,0 +1,60 @@
+"""The trainers that are known, those first whose marks say more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.storage.paths import ReadablePath
+
+from . import accelerate, megatron, nemo_rl, openrlhf, rlinf, torchtitan, transformers, verl
+from .table import Trainer
+
+TRAINERS: tuple[Trainer, ...] = (
+    verl.TRAINER, rlinf.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, transformers.TRAINER, accelerate.TRAINER, torchtitan.TRAINER,
+    megatron.BRIDGE, megatron.LM,
+)  # fmt: skip
+
+
+def trainer_named(name: str) -> Trainer | None:
+    """The trainer of that name; None where there is none."""
+    return next((one for one in TRAINERS if one.name == name), None)
+
+
+_OF_FORMATS = ("*.safetensors", "*.distcp", "mp_rank_*", "*_model_states.pt", "latest_universal")
+"""What frameworks leave in a model's folder, whatever trainer ran."""
+
+
+@cache
+def left_by_trainers() -> tuple[str, ...]:
+    """What lies in a step, or in a model of one, that some trainer wrote: names and patterns."""
+    marks = (mark.removeprefix("*/") for one in TRAINERS for mark in (*one.marks, *filter(None, [one.tracker])))
+    return tuple(dict.fromkeys([*marks, *_OF_FORMATS]))
+
+
+def called_so(name: str) -> Iterator[tuple[Trainer, int]]:
+    """The trainers whose steps' folders may be called so, and the step."""
+    for one in TRAINERS:
+        step = one.step_of(name)
+        if step is not None:
+            yield one, step
+
+
+def writer_of(step: ReadablePath) -> tuple[Trainer, int] | None:
+    """Which trainer wrote a step, by its folder's name and what lies in it, and the step's number; None where none is known to.
+
+    Args:
+        step: A folder.
+
+    Raises:
+        LayoutMismatch: It has files of two that share nothing.
+    """
+    found = [(one, number) for one, number in called_so(step.name) if one.wrote(step)]
+    for one, _ in found[1:]:
+        first = found[0][0]
+        if one.name not in first.over:
+            raise LayoutMismatch(
+                f"{step}: holds files of {first.title} and of {one.title}, and is a step of one of them\nMove those of the other away."
+            )
+    return found[0] if found else None

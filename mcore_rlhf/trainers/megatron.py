@@ -1,0 +1,29 @@
+"""Megatron-LM and what saves with it: ``<save>/iter_NNNNNNN`` and a tracker; Megatron-Bridge, slime and miles leave files of their own.
+
+Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``read_metadata``); Megatron-Bridge
+067f987, ``training/utils/checkpoint_utils.py`` (``run_config.yaml``, ``train_state.pt``).
+"""
+
+from __future__ import annotations
+
+from .table import Trainer
+
+_STEPS, _TRACKER = ("iter_{step:07d}",), "latest_checkpointed_iteration.txt"
+
+BRIDGE = Trainer(
+    name="megatron-bridge",
+    title="Megatron-Bridge",
+    steps=_STEPS,
+    marks=("run_config.yaml", "train_state.pt"),
+    over=("megatron-lm",),
+    tracker=_TRACKER,
+    told="checkpoint.load={root}",
+)
+LM = Trainer(
+    name="megatron-lm",
+    title="Megatron-LM",
+    steps=_STEPS,
+    marks=("mp_rank_*", "common.pt", "metadata.json", ".metadata"),
+    tracker=_TRACKER,
+    told="--load {root}",
+)

@@ -1,0 +1,25 @@
+"""NeMo-RL: ``<checkpoint_dir>/step_N/{policy,value}``, written as ``tmp_step_N`` and renamed, ``training_info.json`` in each.
+
+Source: NeMo-RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``CheckpointManager``: ``init_tmp_checkpoint``, ``finalize_checkpoint``,
+``get_latest_checkpoint_path``: the highest number; ``load_training_info``), ``nemo_rl/algorithms/grpo.py`` (``train_dataloader.pt``).
+"""
+
+from __future__ import annotations
+
+from .table import Trainer
+
+TRAINER = Trainer(
+    name="nemo-rl",
+    title="NeMo-RL",
+    steps=("step_{step}",),
+    marks=("training_info.json", "policy/weights"),
+    roles={
+        "actor": ("policy", "policy/weights", "policy/weights/model"),
+        "critic": ("value", "value/weights", "value/weights/model"),
+    },
+    aside=("tmp_step_{step}", "old_step_{step}"),
+    needs=("training_info.json",),
+    resumes="highest",
+    data="train_dataloader.pt",
+    told="checkpointing.checkpoint_dir={root}",
+)

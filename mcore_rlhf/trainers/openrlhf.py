@@ -1,0 +1,21 @@
+"""OpenRLHF: a folder for each role, ``_actor/global_stepN`` and ``_critic/global_stepN``, DeepSpeed's own, each with its ``latest``.
+
+Source: OpenRLHF 3c3be62, ``openrlhf/trainer/ray/ppo_actor.py``, ``ppo_critic.py``; ``openrlhf/utils/deepspeed/deepspeed.py``
+(``save_ckpt``: ``metric.json`` in the tag's folder, by which it deletes old ones).
+"""
+
+from __future__ import annotations
+
+from .table import Trainer
+
+TRAINER = Trainer(
+    name="openrlhf",
+    title="OpenRLHF",
+    steps=("global_step{step}",),
+    marks=("metric.json", "*_states.pt"),
+    roles={"actor": ("_actor",), "critic": ("_critic",)},
+    by_role=True,
+    tracker="latest",
+    tracked="global_step{step}",
+    told="--ckpt.path {root} --ckpt.load_enable",
+)

@@ -1,0 +1,111 @@
+"""One row of the table: what a trainer calls its steps, what lies where in one, and how it finds the one that it goes on from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from string import Formatter
+from typing import Literal
+
+from mcore_rlhf.storage.paths import ReadablePath
+
+STEP = "step"
+"""The field of a pattern that stands for a step's number."""
+HERE = ""
+"""The place of a role whose model is the step's folder itself."""
+
+Resumed = Literal["tracker", "highest", "named"]
+"""What a trainer goes on from by itself: what its tracker names, the step of the highest number, or only one that it is told."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How a trainer lays out its runs.
+
+    Args:
+        name: What it is called on the command line.
+        title: What its authors call it.
+        steps: What a step's folder is called in the root: patterns with one field, ``{step}``; the first is the one that is written.
+        marks: Patterns of what lies in a step, of which one is there in each of its own, and in nobody else's of that name.
+        over: Trainers that it saves with, whose files lie in its own steps as well.
+        roles: Role → places in a step where its model may lie, the likeliest first; :data:`HERE` for the step's folder itself.
+        by_role: Whether the root has a folder for each role, with steps in it; the places of roles are those folders then.
+        aside: What a step's folder is called while it is written or replaced.
+        needs: Files without which it takes a folder for no step of its own.
+        tracker: The file in the root, or of runs by role in each role's folder, that names the step; empty where there is none.
+        tracked: What stands in the tracker.
+        resumes: What it goes on from by itself.
+        data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
+        told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
+    """
+
+    name: str
+    title: str
+    steps: tuple[str, ...]
+    marks: tuple[str, ...]
+    over: tuple[str, ...] = ()
+    roles: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"actor": (HERE,)})
+    by_role: bool = False
+    aside: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    tracker: str = ""
+    tracked: str = "{step}"
+    resumes: Resumed = "tracker"
+    data: str = ""
+    told: str = ""
+
+    def folder_of(self, step: int) -> str:
+        """The name of a step's folder."""
+        return self.steps[0].format(step=step)
+
+    def step_of(self, name: str) -> int | None:
+        """The step whose folder is called so; None where none is."""
+        return _number(self._steps, name)
+
+    def step_aside(self, name: str) -> int | None:
+        """The step that is being written or replaced in a folder of that name; None where none is."""
+        return _number(self._aside, name)
+
+    def wrote(self, step: ReadablePath) -> bool:
+        """Whether a folder, which is called as a step is, has in it what this trainer leaves there."""
+        return any(lies_in(step, mark) for mark in self.marks)
+
+    def missing(self, step: ReadablePath) -> tuple[str, ...]:
+        """What it looks for in a step that is not there, so that it passes over it."""
+        return tuple(name for name in self.needs if not (step / name).exists())
+
+    def tracked_step(self, text: str) -> int | None:
+        """The step that the text of a tracker names; None where it names none."""
+        return _number((_pattern(self.tracked),), text.strip())
+
+    @cached_property
+    def _steps(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(map(_pattern, self.steps))
+
+    @cached_property
+    def _aside(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(map(_pattern, self.aside))
+
+
+def lies_in(folder: ReadablePath, mark: str) -> bool:
+    """Whether a folder has what a pattern, or a name, says."""
+    if "*" in mark:
+        return next(iter(folder.glob(mark)), None) is not None
+    return (folder / mark).exists()
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """The names that a pattern makes: of each number one, so that nothing is read that would not be written."""
+    parts = []
+    for literal, name, spec, _ in Formatter().parse(text):
+        parts.append(re.escape(literal))
+        if name is not None:
+            parts.append(r"(?P<step>\d{1,18})" if spec else r"(?P<step>0|[1-9]\d{0,17})")
+    return re.compile("".join(parts), re.ASCII)
+
+
+def _number(patterns: tuple[re.Pattern[str], ...], name: str) -> int | None:
+    match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
+    return int(match[STEP]) if match else None

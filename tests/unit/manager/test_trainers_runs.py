@@ -1,0 +1,179 @@
+"""Runs that other trainers saved: found, listed, opened, adopted and converted, by the names that each trainer gives them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, UsageError
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import convert_step
+from mcore_rlhf.manager.run.adopt import adopt
+from mcore_rlhf.manager.runs import listed_steps, run_at, step_at
+from mcore_rlhf.manager.subject import find
+from mcore_rlhf.trainers.known import TRAINERS, left_by_trainers
+from mcore_rlhf.trainers.table import Trainer
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+RUNS = GOLDENS / "trainers"
+NEMO, OPENRLHF, ACCELERATE, RLINF = "nm_v1", "or_z2", "ac_ds2", "rl_fsdp2/grpo/checkpoints"
+
+
+def trainers_own(root: Path) -> Path:
+    """A run of transformers' Trainer: two steps, model folders with its state in them."""
+    for step in (2, 10):
+        folder = root / f"checkpoint-{step}"
+        shutil.copytree(GOLDENS / "huggingface" / "llama_tied_bf16_sharded", folder)
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return root
+
+
+def titans(root: Path) -> Path:
+    """A run of torchtitan's: one step that is whole, and one without ``.metadata``."""
+    for step in (3, 6):
+        shutil.copytree(GOLDENS / "dcp" / "fsdp2_ws2" / "actor" / "dcp_checkpoint", root / f"step-{step}")
+    (root / "step-6" / ".metadata").unlink()
+    return root
+
+
+def described(root: Path) -> list[tuple[int, str, tuple[str, ...]]]:
+    return [(step.step, step.state, step.roles) for step in listed_steps(root)]
+
+
+@pytest.mark.parametrize(
+    ("run", "title", "roles"),
+    [
+        (NEMO, "NeMo-RL", ("actor",)), (OPENRLHF, "OpenRLHF", ("actor", "critic")), (ACCELERATE, "accelerate", ("actor",)),
+        (RLINF, "RLinf", ("actor",)),
+    ],
+)  # fmt: skip
+def test_a_genuine_run_is_listed_and_its_models_are_opened(run: str, title: str, roles: tuple[str, ...]) -> None:
+    found = run_at(RUNS / run)
+    assert found is not None
+    assert (found.trainer.title, [*found.found]) == (title, [3])
+    assert described(RUNS / run) == [(3, "foreign", roles)]
+    subject = find(RUNS / run, ReadOptions())
+    assert tuple(role or "actor" for role in subject.models) == roles
+    assert subject.chosen is not None
+    assert subject.chosen.step == 3
+    for role, folder in subject.models.items():
+        source = open_checkpoint(folder, subject.reading(role))
+        assert source.state.iteration == 3
+        assert "exp_avg" in source.states, "its optimizer is seen"
+
+
+def test_what_lies_beside_the_models_is_the_steps(tmp_path: Path) -> None:
+    assert find(RUNS / NEMO, ReadOptions()).others == ("train_dataloader.pt", "training_info.json")
+    assert find(RUNS / RLINF, ReadOptions()).others == ("data/data.pt",)
+    assert find(RUNS / NEMO / "step_3", ReadOptions(role="actor")).alone
+    job = convert_step(find(RUNS / NEMO, ReadOptions()), tmp_path / "run", ConvertOptions(to="universal", fsync=False))
+    assert job.lossless, job.account.lost
+    assert job.published == tmp_path / "run" / "global_step_3"
+    assert (tmp_path / "run" / "global_step_3" / "train_dataloader.pt").is_file()
+    (again,) = find(tmp_path / "run", ReadOptions()).models.items()
+    assert open_checkpoint(again[1], ReadOptions(role=again[0])).state.iteration == 3
+
+
+def test_a_step_that_is_a_models_own_folder_is_opened_as_that(tmp_path: Path) -> None:
+    root = trainers_own(tmp_path)
+    assert find(root, ReadOptions(step=2)).alone
+    shutil.copytree(
+        root / "checkpoint-2", root, dirs_exist_ok=True
+    )  # as save_model leaves the last one above the steps
+    assert find(root, ReadOptions()).folder == root
+    assert find(root, ReadOptions(step=2)).folder == root / "checkpoint-2"
+
+
+def test_of_several_steps_one_must_be_named_unless_a_tracker_does(tmp_path: Path) -> None:
+    root = trainers_own(tmp_path / "hf")
+    assert described(root) == [(2, "foreign", ("actor",)), (10, "foreign", ("actor",))]
+    with pytest.raises(UsageError, match=r"which of transformers' Trainer's steps is meant\? checkpoint-10 is foreign"):
+        find(root, ReadOptions())
+    assert find(root, ReadOptions(step=2)).folder == root / "checkpoint-2"
+    with pytest.raises(NotACheckpoint, match="has no step 5 there; there are 2, 10"):
+        find(root, ReadOptions(step=5))
+    both = tmp_path / "openrlhf"
+    shutil.copytree(RUNS / OPENRLHF, both)
+    for role in ("_actor", "_critic"):
+        shutil.copytree(both / role / "global_step3", both / role / "global_step6")
+    assert find(both, ReadOptions()).step == 3, "as the trackers of both say"
+    (both / "_critic" / "latest").write_text("global_step6")
+    with pytest.raises(UsageError, match="is meant"):
+        find(both, ReadOptions())
+    assert find(both, ReadOptions(step=6)).step == 6
+
+
+def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
+    root = tmp_path / "nemo"
+    shutil.copytree(RUNS / NEMO, root)
+    shutil.copytree(root / "step_3", root / "tmp_step_6")
+    shutil.copytree(root / "step_3", root / "step_5")
+    (root / "step_5" / "training_info.json").unlink()
+    assert described(root) == [(3, "foreign", ("actor",)), (5, "partial", ("actor",)), (6, "partial", ())]
+    why = [step.why for step in listed_steps(root)]
+    assert "has no training_info.json: NeMo-RL passes over it" in why
+    assert find(root, ReadOptions()).step == 3
+    assert [step.state for step in listed_steps(titans(tmp_path / "titan"))] == ["foreign", "partial"]
+    assert find(tmp_path / "titan", ReadOptions(step=3)).alone
+
+
+def test_a_step_gets_a_manifest_and_counts_from_then_on(tmp_path: Path) -> None:
+    root = trainers_own(tmp_path / "hf")
+    manifest = adopt(root / "checkpoint-2")
+    assert manifest.step == 2
+    assert "trainer_state.json" in manifest.files
+    assert [step.state for step in listed_steps(root)] == ["committed", "foreign"]
+    nemo = tmp_path / "nemo"
+    shutil.copytree(RUNS / NEMO, nemo)
+    assert {str(part["role"]) for part in adopt(nemo / "step_3").parts} == {"actor"}
+    subject = find(nemo, ReadOptions())
+    assert subject.chosen is not None
+    assert (subject.chosen.why, subject.manifest is not None) == ("newest committed", True)
+    data = nemo / "step_3" / "policy" / "weights" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert [step.state for step in listed_steps(nemo)] == ["damaged"]
+
+
+def test_two_trainers_are_named_and_nothing_is_guessed(tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed"
+    shutil.copytree(RUNS / NEMO, mixed)
+    shutil.copytree(RUNS / ACCELERATE / "step_3", mixed / "step_6")
+    with pytest.raises(LayoutMismatch, match=r"steps of two trainers: step_3 of NeMo-RL; step_6 of accelerate"):
+        find(mixed, ReadOptions())
+    shutil.rmtree(mixed / "step_6")
+    shutil.copy(RUNS / ACCELERATE / "step_3" / "random_states_0.pkl", mixed / "step_3")
+    with pytest.raises(LayoutMismatch, match="holds files of NeMo-RL and of accelerate"):
+        find(mixed / "step_3", ReadOptions())
+
+
+def test_a_folder_that_is_called_like_a_step_is_none(tmp_path: Path) -> None:
+    for name in ("step_3", "checkpoint-2", "step-1", "global_step_4", "iter_0000002", "step_03", "step_٣"):
+        (tmp_path / name / "policy").mkdir(parents=True)
+    assert run_at(tmp_path) is None
+    assert [step_at(tmp_path / name) for name in ("step_3", "step_03", "step_٣")] == [None] * 3
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        open_checkpoint(find(tmp_path / "step_3", ReadOptions()).folder, ReadOptions())
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
+def test_a_row_reads_the_names_that_it_makes(trainer: Trainer) -> None:
+    for number in (0, 7, 10**9):
+        assert trainer.step_of(trainer.folder_of(number)) == number
+    assert trainer.step_of(trainer.folder_of(7) + "x") is None
+    assert trainer.step_of("../" + trainer.folder_of(7)) is None
+    if trainer.tracker:
+        assert trainer.tracked_step(trainer.tracked.format(step=12) + "\n") == 12
+    assert not any(mark.startswith(("/", "..")) for mark in left_by_trainers())
+
+
+def test_a_link_out_of_a_run_is_not_followed(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "step_3").symlink_to(RUNS / NEMO / "step_3")
+    with pytest.raises(CheckpointError, match="link"):
+        convert_step(find(root, ReadOptions()), tmp_path / "out", ConvertOptions(to="universal", fsync=False))
+    assert not (tmp_path / "out").exists()
