@@ -34,30 +34,32 @@ def completion(words: Callable[[click.Context], Iterable[object]]) -> Completion
 def roles_of(ctx: click.Context) -> Iterable[str]:
     """The roles of the steps that the command's path holds."""
     from mcore_rlhf.formats.registry import roles_in
-    from mcore_rlhf.manager.run.steps import found_at, listed
+    from mcore_rlhf.manager.run.steps import found_at
+    from mcore_rlhf.manager.runs import listed_steps
 
     place = _place(ctx)
     if place is None:
         return []
     step = found_at(place)
-    steps = listed(place) if step is None else [step]
+    steps = listed_steps(place) if step is None else [step]
     return sorted({role for step in steps for role in step.roles}) or roles_in(place)
 
 
 def steps_of(ctx: click.Context) -> Iterable[int]:
     """The steps of the run that the command's path is, the newest first."""
-    from mcore_rlhf.manager.run.steps import listed
+    from mcore_rlhf.manager.runs import listed_steps
 
     place = _place(ctx)
-    return [] if place is None else sorted((step.step for step in listed(place)), reverse=True)
+    return [] if place is None else sorted((step.step for step in listed_steps(place)), reverse=True)
 
 
 def formats(ctx: click.Context) -> Iterable[str]:
-    """What a checkpoint can be converted to."""
+    """What a checkpoint can be converted to: formats, and runs of trainers."""
     from mcore_rlhf.formats.registry import FORMATS
+    from mcore_rlhf.trainers.known import TRAINERS
 
     del ctx
-    return [known.name for known in FORMATS]
+    return [*(known.name for known in FORMATS), *(one.name for one in TRAINERS if one.formats)]
 
 
 def names_of_configs(ctx: click.Context) -> Iterable[str]:

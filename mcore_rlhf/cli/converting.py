@@ -80,19 +80,19 @@ def run(job: ConversionJob, json: bool) -> None:
         seconds = time.monotonic() - began
         with _said_when_interrupted(target, done.published):
             proofs = _proofs(job, done, progress) if job.verify else {}
-    facts = _model_facts(job, done, seconds, proofs) if subject.alone else step_job_facts(done, seconds, proofs)
+    facts = _model_facts(job, done, seconds, proofs) if done.source.alone else step_job_facts(done, seconds, proofs)
     if json:
         emit_json(facts)
     else:
         print_choice(subject.chosen)
-        (_print_model if subject.alone else print_step)(facts)
+        (_print_model if done.source.alone else print_step)(facts)
     if not all(proof["proved"] for proof in proofs.values()):
         raise click.exceptions.Exit(1)
 
 
 def _executor(job: ConversionJob) -> Callable[[Subject, ReadablePath, ConvertOptions, Progress], StepJob]:
     if job.executor == "ray":
-        from mcore_rlhf.manager.convert_step import convert_with_ray
+        from mcore_rlhf.manager.on_ray import convert_with_ray
 
         return lambda subject, target, options, progress: convert_with_ray(
             subject, target, options, job.address, progress
@@ -131,7 +131,10 @@ def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict
     ``load`` (the framework's options); with ``--verify`` also ``verify``, ``diff`` and ``proved``; ``chosen``.
     """
     ((role, done),) = step.jobs.items()
-    target, with_optimizer = job.target_folder(), not job.options.write.no_optimizer
+    target, with_optimizer = (
+        (done.published if step.told else None) or job.target_folder(),
+        not job.options.write.no_optimizer,
+    )
     catalog = done.source.catalog
     optimizer = (done.seen or done.source).optimizer is not None and with_optimizer
     return {
@@ -152,7 +155,8 @@ def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict
         "lossless": done.lossless,
         "account": done.account.as_json(),
         "report": done.report.as_json(),
-        "load": format_named(done.target.format).load_hint(target, optimizer=optimizer) + done.target.needs,
+        "load": step.told
+        or format_named(done.target.format).load_hint(target, optimizer=optimizer) + done.target.needs,
         **proofs.get(role, {}),
         "chosen": chosen_facts(step.source.chosen),
     }
@@ -193,7 +197,7 @@ def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] 
         },
     }
     if job.published is not None:
-        facts.update(seconds=round(seconds, 3), load=f"resume from {job.published}")
+        facts.update(seconds=round(seconds, 3), load=job.told or f"resume from {job.published}")
     return {**facts, "proofs": proofs} if proofs else facts
 
 
@@ -278,7 +282,7 @@ def _proofs(job: ConversionJob, done: StepJob, progress: Progress) -> dict[str, 
     """Verify what was published and compare it with the source: every model, by role."""
     assert done.published is not None
     folder = done.published
-    models = {role: folder if done.source.alone else folder / role for role in done.jobs}
+    models = {role: folder if done.source.alone else folder / done.places[role] for role in done.jobs}
     return {role: _prove(job, planned, models[role], progress) for role, planned in done.jobs.items()}
 
 

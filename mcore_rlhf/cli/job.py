@@ -36,6 +36,7 @@ from mcore_rlhf.families.options import (
     read_values,
 )
 from mcore_rlhf.formats.registry import wanted_format
+from mcore_rlhf.manager.into_run import resolved
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.settings import SETTINGS
@@ -141,7 +142,7 @@ def make_job(given: Mapping[str, Any], config: Path | None = None) -> Conversion
     texts = {name: values.pop(name) for name in _TEXTS if name in values}
     at = placed({"workers": default_workers(), **values})
     SETTINGS.set(StoreOptions(**at["store"]).settings())
-    options = ConvertOptions(read=ReadOptions(**at["read"]), write=WriteOptions(**at["write"]), **at["run"])
+    options = resolved(ConvertOptions(read=ReadOptions(**at["read"]), write=WriteOptions(**at["write"]), **at["run"]))
     wanted_format(options)
     if at["job"].get("newest_intact") and options.read.step is not None:
         raise UsageError(f"--newest-intact and --step {options.read.step} contradict each other\nGive one of them.")

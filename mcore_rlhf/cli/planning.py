@@ -45,7 +45,7 @@ def run(job: ConversionJob, copies: bool, json: bool, save: Path | None = None) 
     """
     subject = job.subject()
     planned = prepare_step(subject, replace(job.options, resume=save is not None), by_parts=save is not None)
-    if subject.alone:
+    if planned.source.alone:
         (alone,) = planned.jobs.values()
         facts = _model_facts(alone, copies, None if json else _SHOWN_COPIES)
         facts["chosen"] = chosen_facts(subject.chosen)
@@ -57,7 +57,7 @@ def run(job: ConversionJob, copies: bool, json: bool, save: Path | None = None) 
         emit_json(facts)
     else:
         print_choice(subject.chosen)
-        (_print_model if subject.alone else print_step)(facts)
+        (_print_model if planned.source.alone else print_step)(facts)
         if save is not None:
             say(f"\nsaved as {save}, {size(facts['saved']['bytes'])}: convert --plan {save} --part K/N goes by it")
 

@@ -121,7 +121,11 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions(DistOptions):
-    """What a target is to be; None keeps what the source has. A folder that is a URL is a UsageError."""
+    """What a target is to be; None keeps what the source has. A folder that is a URL is a UsageError.
+
+    Args:
+        run_of: The trainer whose run a model is for, where that lays out a format in its own way; empty for nobody's.
+    """
 
     tp: int | None = option(
         COUNT,
@@ -299,6 +303,7 @@ class WriteOptions(DistOptions):
         name="ignore_field",
     )
     rules: Rules = field(default_factory=Rules, metadata={"option": _RULES})
+    run_of: str = ""
 
     def __post_init__(self) -> None:
         for given in (self.reference_config, self.tokenizer, self.generation_config, self.base_model):
@@ -312,9 +317,17 @@ class ConvertOptions:
 
     Args:
         read, write: How the source is read, and what the target is to be.
+        trainer: The trainer whose run the target is to be a step of, in the format ``to``; empty for none.
     """
 
-    to: str = option(text("FORMAT"), "Format to write.", "megatron", group=LAYOUT, default="megatron")
+    to: str = option(
+        text("FORMAT"),
+        "Format to write, or a trainer whose run to write.",
+        "megatron",
+        group=LAYOUT,
+        more="A trainer (`rlinf`, `openrlhf`, …) gets a whole run folder to go on from: see [trainers](../how-to/another-trainers-run.md).",
+        default="megatron",
+    )
     read: ReadOptions = field(default_factory=ReadOptions)
     write: WriteOptions = field(default_factory=WriteOptions)
     workers: int = option(
@@ -367,6 +380,7 @@ class ConvertOptions:
         group=SPEED,
         more="Replicas are copies of one tensor on several ranks.",
     )
+    trainer: str = ""
 
 
 _SECTIONS = {"read": ReadOptions, "write": WriteOptions, "run": ConvertOptions, "job": JobOptions}

@@ -1,23 +1,15 @@
-"""Converting a step gives a step: every model, with data, RLHF state and RNG states, in one commit. A lone checkpoint gives one.
-
-On a Ray cluster its parts are tasks, which Ray places, and places again where a worker or a node is lost. Nothing but the plan's options
-goes to the workers, and nothing but the names and lengths of files comes back: the bytes go from storage to storage. So the cluster's
-nodes need this package, and see the source and the target under the same paths.
-
-Source: Ray 2.60, ``ray.remote`` (``max_retries``, ``scheduling_strategy``), ``ray.wait``, ``ray.exceptions``.
-"""
+"""Converting a step gives a step: every model, with data, RLHF state and RNG states, in one commit. A lone checkpoint gives one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, joins_run, prepare, publication_of, published_by
 from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
-from mcore_rlhf.errors import CheckpointError, Problems, StorageError, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.execution.fingerprint import Binding, Fingerprint, digest, identity
 from mcore_rlhf.execution.parts import finish, run_part, were_joined
 from mcore_rlhf.execution.run import publish
@@ -25,14 +17,17 @@ from mcore_rlhf.execution.saved import SavedPlan, write_plan
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.folders import TRACKER
-from mcore_rlhf.installation import to_install
+from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
-from mcore_rlhf.storage.publish import LocalPublication
+from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
+from mcore_rlhf.trainers.known import trainer_named
+from mcore_rlhf.trainers.table import Trainer
 
+from .into_run import OF_TRAINER, add_counters, as_step, beside, resolved, track
 from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
@@ -47,23 +42,29 @@ class StepJob:
     Args:
         source: What is converted.
         jobs: The conversion of every model, by role.
-        carried: Files that are taken over byte for byte.
+        carried: Files that are taken over byte for byte, by their names in the target.
+        texts: New files beside the models.
+        places: Where every model lies in what is published, by role.
         report: What is said of the step as a whole; every model has a report of its own.
         account: What becomes of every file beside the models; every model has an account of its own.
         published: The folder that was published, once it is: the step's own.
+        told: How the trainer whose run it is in is told to go on from it; empty for none.
     """
 
     source: Subject
     jobs: Mapping[str, Job]
-    carried: tuple[str, ...] = ()
+    carried: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
     account: Account = field(default_factory=lambda: Account({}, ()))
     published: ReadablePath | None = None
+    told: str = ""
 
     @property
     def nbytes(self) -> int:
         """Bytes to be written."""
-        files = (self.source.folder / name for name in self.carried)
+        files = (self.source.folder / name for name in self.carried.values())
         return sum(job.space for job in self.jobs.values()) + sum(path.stat().st_size for path in files)
 
     @property
@@ -77,27 +78,40 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
 
     Args:
         source: What is converted.
-        options: How.
+        options: How; with a trainer, into a step of its run.
         by_parts: Whether parts of it will be done by different processes.
 
     Raises:
+        UsageError: The trainer has one model in a step and the source several, or none of the source's roles.
         CheckpointError: A model cannot be converted, or a file beside them is damaged or would run code when it is loaded;
             all problems of all of them together.
     """
-    if source.alone:
-        (lone,) = source.models
-        return StepJob(source, {lone: prepare(source.folder, replace(options, read=source.options), by_parts=by_parts)})
-    if not source.models:
-        raise Unsupported(f"{source.folder}: none of its models is in a format that can be converted")
-    problems, jobs = _unfit_values(source), {}
-    for role, folder in source.models.items():
+    options = resolved(options)
+    trainer = trainer_named(options.trainer)
+    if trainer is not None and trainer.alone:
+        source = source.only(f"{trainer.title} has one model in a step")
+    step = source if trainer is None or trainer.alone else as_step(source, trainer, options)
+    if step.alone:
+        (lone,) = step.models
+        return StepJob(step, {lone: prepare(step.folder, replace(options, read=step.options), by_parts=by_parts)})
+    if not step.models:
+        raise Unsupported(f"{step.folder}: none of its models is in a format that can be converted")
+    problems, jobs = _unfit_values(step), {}
+    for role, folder in step.models.items():
         try:
-            jobs[role] = prepare(folder, replace(options, read=source.reading(role)), by_parts=by_parts)
+            jobs[role] = prepare(folder, replace(options, read=step.reading(role)), by_parts=by_parts)
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")
     problems.raise_if_any()
-    job = StepJob(source, jobs, source.others)
-    _note(job)
+    if trainer is None:
+        job = StepJob(step, jobs, {name: name for name in step.others}, places={role: role for role in jobs})
+        _note(job)
+        return job
+    around = beside(step, trainer, [role for role in source.models if role and role not in step.models])
+    add_counters(around, trainer, step.step or 0, next(iter(jobs.values())).source.state.args)
+    places = {role: trainer.place_of(role) or "" for role in jobs}
+    job = StepJob(step, jobs, around.files, around.texts, places, around.report)
+    _settle(job)
     return job
 
 
@@ -119,7 +133,7 @@ def _note(job: StepJob) -> None:
     unlisted = [Item(Kind.FILE, name) for name in _unlisted(job.source)]
     job.report.leave(Reason.UNLISTED, *unlisted)
     changed = any(planned.source.parallel != planned.target.parallel for planned in job.jobs.values())
-    for name in job.carried:
+    for name in job.carried.values():
         if name == RNG_FILE and changed:
             text = (
                 "those of the source's ranks are carried; the manager derives states for the new layout when it resumes"
@@ -127,7 +141,12 @@ def _note(job: StepJob) -> None:
             job.report.add(Fate.DERIVED, f"{name}: {text}", Item(Kind.FILE, name))
         else:
             job.report.add(Fate.KEPT, f"{name}, byte for byte", Item(Kind.FILE, name))
-    there = {Item(Kind.FILE, name): name for name in (*job.source.others, *(item.name for item in unlisted))}
+    _settle(job, *(item.name for item in unlisted))
+
+
+def _settle(job: StepJob, *more: str) -> None:
+    """Close the account of what lies beside the models."""
+    there = {Item(Kind.FILE, name): name for name in (*job.source.others, *more)}
     job.account = Account.of(there, [Stage({}, job.report.said)], job.report.lost)
     job.report.close(job.account)
 
@@ -156,6 +175,9 @@ def convert_step(
     Raises:
         CheckpointError: Something is wrong; nothing was published and the source is untouched.
     """
+    options = resolved(options)
+    if options.trainer:
+        return _convert_into_run(source, target, options, progress or Progress())
     if source.step is None:
         (lone,) = source.models
         done = convert(source.folder, target, replace(options, read=source.options), progress)
@@ -166,6 +188,40 @@ def convert_step(
         publish(conversion_of(job, options), publication, options, progress or Progress())
     _track(job, target, options)
     return job
+
+
+def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptions, progress: Progress) -> StepJob:
+    """Convert into the root of another trainer's run: a step's new folder appears there at once, whole; then the tracker names it.
+
+    Raises:
+        CheckpointError: See :func:`prepare_step`; or the step is there already.
+    """
+    trainer = trainer_named(options.trainer)
+    assert trainer is not None
+    if trainer.alone:
+        lone = source.only(f"{trainer.title} has one model in a step")
+        ((role, folder),) = lone.models.items()
+        step = source.step or open_checkpoint(folder, replace(lone.options, optimizer=False)).state.iteration
+        done = convert(folder, root / trainer.folder_of(step), replace(options, read=lone.options), progress)
+        return StepJob(
+            lone, {role: done}, published=done.published, told=_told(trainer, root, step, done.published or root)
+        )
+    step = as_step(source, trainer, options).step or 0
+    folder = root if trainer.by_role else root / trainer.folder_of(step)
+    refuse_overlap(source.folder, folder)
+    name = MANIFEST_NAME if trainer.by_role else steps.MANIFEST
+    with publication(
+        folder, lambda there: (there / name).is_file(), manifest_name=name, **published_by(options)
+    ) as into:
+        job = prepare_step(source, options)
+        publish(conversion_of(job, options), into, options, progress)
+    job.published, job.told = folder, _told(trainer, root, step, folder)
+    track(root, trainer, step, fsync=options.fsync)
+    return job
+
+
+def _told(trainer: Trainer, root: ReadablePath, step: int, folder: ReadablePath) -> str:
+    return f"{trainer.title}: {trainer.told.format(root=root, step=step, path=folder)}"
 
 
 def convert_part(
@@ -189,6 +245,7 @@ def convert_part(
     Raises:
         CheckpointError: Something is wrong; the part was not published.
     """
+    _refuse_run(options)
     publication = _by_parts(source, target, options)
     publication.check_target()
     if plan is None:
@@ -228,8 +285,10 @@ def finish_parts(
         source, target, options, progress: See :func:`convert_step`.
 
     Raises:
+        UsageError: Into a trainer's run.
         CheckpointError: Parts are missing, or something is wrong; nothing was published.
     """
+    _refuse_run(options)
     publication = _by_parts(source, target, replace(options, resume=False))
     if not were_joined(publication):
         publication.check_target()
@@ -279,6 +338,14 @@ def _by_parts(source: Subject, target: ReadablePath, options: ConvertOptions) ->
     return found
 
 
+def _refuse_run(options: ConvertOptions) -> None:
+    if options.trainer:
+        raise UsageError(
+            f"--to {options.trainer}: the run of a trainer is written by one process\n"
+            f"By parts, convert each role's folder to {options.to}, and put what is published into the run."
+        )
+
+
 def published_folder(source: Subject, target: ReadablePath) -> ReadablePath:
     """The folder that appears: a step's new one, where the target is the root of a run."""
     inside = source.step is not None and steps.step_of(target) is None
@@ -304,19 +371,21 @@ def conversion_of(job: StepJob, options: ConvertOptions) -> PlannedTarget:
     works, known, sums, parts = list[Work](), dict[str, Known](), dict[str, Sums](), list[dict[str, Any]]()
     lines, accounts = {"step": job.report.as_json()}, {"step": job.account.as_json()}
     for role, planned in job.jobs.items():
-        place = f"{role}/".__add__
+        place = f"{job.places[role]}/".__add__
         works.append(planned.work(options, role, place))
         known |= planned.known(place)
         sums |= planned.sums(place)
         parts.append({**planned.part, "role": role})
         lines[role], accounts[role] = planned.report.as_json(), planned.account.as_json()
     source, old = job.source, job.source.manifest
-    for name in job.carried:
-        known[name] = Known(source.folder / name, None if old is None else old.files[name])
-    parts += [{**part} for part in (old.parts if old else ()) if part["role"] not in job.jobs]
+    for name, own in job.carried.items():
+        known[name] = Known(source.folder / own, None if old is None else old.files[own])
+    known |= {name: Known(content) for name, content in job.texts.items()}
+    parts += [{**part} for part in (old.parts if old and not options.trainer else ()) if part["role"] not in job.jobs]
     report = {
-        **(old.report if old else {}),
+        **({key: value for key, value in old.report.items() if key != OF_TRAINER} if old else {}),
         "converted_from": str(source.folder),
+        **({OF_TRAINER: options.trainer} if options.trainer else {}),
         "lines": lines,
         "account": accounts,
     }
@@ -338,100 +407,10 @@ def _fingerprint(job: StepJob) -> Fingerprint | None:
 
 def _beside(job: StepJob) -> dict[str, str]:
     """What tells the files beside the models from what they were before."""
-    return identity(job.source.folder, (), [job.source.folder / name for name in job.carried])
+    return identity(job.source.folder, (), [job.source.folder / name for name in job.carried.values()])
 
 
 def bindings_of(job: StepJob) -> dict[str, Binding] | None:
     """What decides the bytes of every model, by role; None where nobody asked."""
     found = {role: one.binding for role, one in job.jobs.items() if one.binding is not None}
     return found if len(found) == len(job.jobs) else None
-
-
-_WAVES = 2
-"""Parts for every place where one can run: the slowest node does fewer of them."""
-_MOST = 256
-_RETRIES = 10
-_LOOK_S = 1.0
-
-
-def convert_with_ray(
-    source: Subject,
-    target: ReadablePath,
-    options: ConvertOptions,
-    address: str | None = None,
-    progress: Progress | None = None,
-) -> StepJob:
-    """Convert a step, or a lone checkpoint, by tasks of a Ray cluster, and publish it here.
-
-    Args:
-        source, target, options: See :func:`.convert_step.convert_step`; every task takes as many CPUs as there are workers.
-        address: Of the cluster; None for that of the environment (``RAY_ADDRESS``, or one on this machine), or a new local one.
-        progress: Hears of every part that is done.
-
-    Raises:
-        CheckpointError: Something is wrong; nothing was published. Parts that are done stay for the next time.
-        UsageError: Ray is not installed.
-    """
-    progress = progress or Progress()
-    with _cluster(address) as ray:
-        slots = max(1, int(ray.cluster_resources().get("CPU", 1)) // max(1, options.workers))
-        count = min(_MOST, _WAVES * slots)
-        planned = prepare_step(source, options)
-        progress.stage(f"converting, {count} parts on {len(ray.nodes())} nodes", planned.nbytes)
-        task = ray.remote(_part).options(
-            max_retries=_RETRIES, num_cpus=options.workers, scheduling_strategy="SPREAD", name="mcore-rlhf convert"
-        )
-        pending = [task.remote(source, target, options, PartNumber(number + 1, count)) for number in range(count)]
-        try:
-            while pending:
-                done, pending = ray.wait(pending, timeout=_LOOK_S)
-                for one in done:
-                    progress.advance(_result(ray, one))
-        except BaseException:
-            for one in pending:
-                ray.cancel(one, force=True)
-            raise
-    return finish_parts(source, target, options, progress)
-
-
-def _part(source: Subject, target: ReadablePath, options: ConvertOptions, part: PartNumber) -> int:
-    """What runs on a worker; how many bytes it wrote."""
-    files = convert_part(source, target, replace(options, resume=True), part)
-    return sum(entry.nbytes for entry in files.values())
-
-
-def _result(ray: Any, done: Any) -> int:
-    try:
-        return int(ray.get(done))
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, CheckpointError):
-            raise cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        raise StorageError(
-            f"Ray lost a part of the conversion, {_RETRIES} times: {str(error).splitlines()[0]}\n"
-            "What is done is kept: the same command goes on there."
-        ) from error
-
-
-@contextmanager
-def _cluster(address: str | None) -> Iterator[Any]:
-    """Ray, connected; one that the caller has connected already is used as it is."""
-    try:
-        import ray
-    except ImportError:
-        raise UsageError(
-            f"--executor ray: Ray is not installed\nInstall it: {to_install('ray')}; or use --part and --finish."
-        ) from None
-    if ray.is_initialized():
-        yield ray
-        return
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise StorageError(f"cannot reach a Ray cluster at {address}: {str(error).splitlines()[0]}") from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()

@@ -37,11 +37,6 @@ class TrainerStep:
     folder: ReadablePath
     places: Mapping[str, ReadablePath]
 
-    @property
-    def alone(self) -> bool:
-        """Whether the folder is one model's own."""
-        return not self.trainer.by_role and [*self.trainer.roles.values()] == [(HERE,)]
-
     def models(self) -> dict[str, ReadablePath]:
         """The folders of its models, by role; of what is in no format that is known, none."""
         if self.trainer.by_role:

@@ -6,7 +6,7 @@ Source: NeMo-RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``CheckpointManager``:
 
 from __future__ import annotations
 
-from .table import Trainer
+from .table import Counters, Trainer
 
 TRAINER = Trainer(
     name="nemo-rl",
@@ -21,5 +21,11 @@ TRAINER = Trainer(
     needs=("training_info.json",),
     resumes="highest",
     data="train_dataloader.pt",
+    counters=Counters(
+        "training_info.json",
+        "total_steps",
+        {"consumed_samples": "samples", "current_step": "step", "total_steps": "step"},
+    ),
+    formats=("dcp",),
     told="checkpointing.checkpoint_dir={root}",
 )

@@ -17,5 +17,6 @@ TRAINER = Trainer(
     by_role=True,
     tracker="latest",
     tracked="global_step{step}",
+    formats=("deepspeed",),
     told="--ckpt.path {root} --ckpt.load_enable",
 )

@@ -16,5 +16,6 @@ TRAINER = Trainer(
     roles={"actor": ("actor",), "critic": ("critic",)},
     resumes="highest",
     data="data/data.pt",
+    formats=("dcp", "megatron"),
     told="runner.resume_dir={path}",
 )

@@ -20,6 +20,21 @@ Resumed = Literal["tracker", "highest", "named"]
 """What a trainer goes on from by itself: what its tracker names, the step of the highest number, or only one that it is told."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The file in a step that says how far the run is.
+
+    Args:
+        file: JSON, relative to the step.
+        step: The field that is the step's number.
+        fields: What a new file says: fields, and what each is: ``step`` or ``samples``.
+    """
+
+    file: str
+    step: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Trainer:
     """How a trainer lays out its runs.
@@ -38,6 +53,9 @@ class Trainer:
         tracked: What stands in the tracker.
         resumes: What it goes on from by itself.
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
+        counters: Which file says how far the run is; None where its formats' own do.
+        formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
+            it is only read.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
     """
 
@@ -54,7 +72,18 @@ class Trainer:
     tracked: str = "{step}"
     resumes: Resumed = "tracker"
     data: str = ""
+    counters: Counters | None = None
+    formats: tuple[str, ...] = ()
     told: str = ""
+
+    @property
+    def alone(self) -> bool:
+        """Whether a step's folder is one model's own."""
+        return not self.by_role and [*self.roles.values()] == [(HERE,)]
+
+    def place_of(self, role: str) -> str | None:
+        """Where a role's model is written in a step, or in the root of a run by role; None where the trainer has no such role."""
+        return self.roles[role][0] if role in self.roles else None
 
     def folder_of(self, step: int) -> str:
         """The name of a step's folder."""

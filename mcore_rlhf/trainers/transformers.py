@@ -5,7 +5,7 @@ Source: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``), ``trainer_ut
 
 from __future__ import annotations
 
-from .table import Trainer
+from .table import Counters, Trainer
 
 TRAINER = Trainer(
     name="transformers",
@@ -14,5 +14,6 @@ TRAINER = Trainer(
     marks=("trainer_state.json",),
     needs=("trainer_state.json",),
     resumes="highest",
+    counters=Counters("trainer_state.json", "global_step"),
     told='trainer.train(resume_from_checkpoint="{path}")',
 )

@@ -37,11 +37,11 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.options import WriteOptions
 
-from .folders import RLINF_FOLDER
-from .keys import RLINF, KeyLayout
+from .folders import APART, NEMO_RL, RLINF_FOLDER
+from .keys import APART_KEYS, RLINF, KeyLayout
 from .state import EPOCH, RNG, SCHEDULER, SCHEDULERS, VERSION
 
 _FSDP2 = "fsdp2"
@@ -163,6 +163,7 @@ class Choices:
         masters: Whether the model's tensors are the fp32 masters, as FSDP trains them.
         dtype: What trained parameters become, or None to leave them.
         rng: ``keep``, ``derive``, ``drop``, or None for what the keys ask for.
+        apart: Whether model and optimizer are DCP folders of their own, :data:`.folders.APART`.
     """
 
     dp: int
@@ -173,6 +174,13 @@ class Choices:
     masters: bool
     dtype: DType | None = None
     rng: str | None = None
+    apart: bool = False
+
+    def folder_of(self, path: Path_) -> str:
+        """The DCP folder, below the target's, in which a key lies."""
+        if not self.apart:
+            return self.inner
+        return APART[self.optimizer and path[:1] == (self.layout.optimizer or ())[:1]]
 
 
 def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
@@ -198,6 +206,14 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
         layout = replace(layout, optimizer=RLINF.optimizer)
+    apart = options.run_of == NEMO_RL
+    if apart and (own or former) and layout.model != APART_KEYS:
+        former = own = None
+    if apart and not (own or former):
+        raise Unsupported(
+            f"{source.root}: did not come from NeMo-RL, whose optimizer goes on with the states of several schedulers alone\n"
+            "Convert it --to dcp, and load the weights as the model that the run begins from."
+        )
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     dp = options.dp or source.parallel.dp
     if dp != source.parallel.dp:
@@ -209,7 +225,7 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
     return Choices(
         dp, layout, own.inner if own else RLINF_FOLDER if former is None else "",
         own.weights if own else former is None, optimizer, optimizer, dtype,
-        options.rng,
+        options.rng, apart,
     )  # fmt: skip
 
 

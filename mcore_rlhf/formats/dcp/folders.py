@@ -76,6 +76,11 @@ Source: NeMo-RL ``nemo_rl/utils/native_checkpoint.py`` (``save_checkpoint``) at 
 """
 
 
+APART = ("weights", "optimizer")
+"""The first of them, as a run of :data:`NEMO_RL` has them: the model's, and that of the optimizer with its schedulers."""
+NEMO_RL = "nemo-rl"
+
+
 def _split(path: ReadablePath) -> ReadablePath | None:
     """The model's folder below one that has it and the optimizer's side by side."""
     return next((path / name for name in ("weights", "pytorch_model_fsdp_0") if is_dcp(path / name)), None)

@@ -134,6 +134,8 @@ class Key:
     path: Path_ = ()
 
 
+APART_KEYS: Path_ = ("model",)
+"""The model's, of NeMo-RL. Source: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``)."""
 RLINF = KeyLayout(("fsdp_checkpoint", "model"), ("fsdp_checkpoint", "optimizers"))
 """What a new folder has unless its source was one itself."""
 

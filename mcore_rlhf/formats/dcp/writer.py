@@ -96,16 +96,18 @@ class _DcpTarget:
     view: Chunks
 
     def target(self, report: Report) -> Target:
-        parts = list(self.content.parts())
-        items = self._items(parts)
-        named = {part.name: part for part in parts if isinstance(part, Planned)}
-        keyed = {joined(part.path): part for part in named.values()}
-        files = [self._file(name, held, keyed) for name, held in items.items()]
+        everything = list(self.content.parts())
+        folders = {part: self.choices.folder_of(part.path) for part in everything}
+        texts, lost = self._sidecar().texts(_below(self.choices.folder_of(self.choices.layout.model), ""))
+        files: list[TargetFile] = []
+        for folder in dict.fromkeys(folders.values()):
+            parts = [part for part in everything if folders[part] == folder]
+            items = self._items(parts)
+            keyed = {joined(part.path): part for part in parts if isinstance(part, Planned)}
+            files += (_file(_below(folder, name), held, keyed) for name, held in items.items())
+            texts[_below(folder, METADATA_FILE)] = dcp_metadata(_shapes(parts), items, _paths(parts))
         if self.choices.weights:
             files.append(TargetFile(FULL_WEIGHTS, self._weights_layout))
-        metadata = dcp_metadata(_shapes(parts), items, _paths(parts))
-        texts, lost = self._sidecar().texts(self._path(""))
-        texts[self._path(METADATA_FILE)] = metadata
         for what in lost:
             report.add(Fate.LOST, f"{what}: no JSON can hold it")
         return Target(
@@ -124,9 +126,6 @@ class _DcpTarget:
         dtypes = {s.name: dtype if dtype is not None and s.trainable else s.dtype for s in specs}
         return Sidecar.of(self.source.state, self.module.base(), specs, self.source.origin, dtypes=dtypes)
 
-    def _path(self, name: str) -> str:
-        return f"{self.choices.inner}/{name}" if self.choices.inner else name
-
     def _items(self, parts: Sequence[Part]) -> dict[str, list[Item]]:
         """Items by file: a file for every rank; what is not cut goes into the first."""
         files: dict[str, list[Item]] = {f"__{rank}_0.distcp": [] for rank in range(self.choices.dp)}
@@ -144,10 +143,6 @@ class _DcpTarget:
                 files[names[0]].append(ObjectItem(key, part.data))
         return {name: held for name, held in files.items() if held}
 
-    def _file(self, name: str, items: list[Item], keyed: dict[str, Planned]) -> TargetFile:
-        path = self._path(name)
-        return TargetFile(path, partial(_layout, path, items, keyed))
-
     def _weights_layout(self) -> FileLayout:
         """RLinf's plain weights: names and tensors, tied ones stored once."""
         tree: dict[str, StoredTensor] = {}
@@ -163,6 +158,14 @@ class _DcpTarget:
             chunk = Chunk.whole(record, part.shape)
             holds.append(TensorEntry(part.name, part.shape, part.dtype, (chunk,)))
         return FileLayout(Chunks.of(holds), [chunk.record for entry in holds for chunk in entry.chunks], Pt.of(tree))
+
+
+def _below(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _file(path: str, items: list[Item], keyed: dict[str, Planned]) -> TargetFile:
+    return TargetFile(path, partial(_layout, path, items, keyed))
 
 
 def _layout(path: str, items: Sequence[Item], keyed: dict[str, Planned]) -> FileLayout:

@@ -17,6 +17,7 @@ from mcore_rlhf.manager.runs import listed_steps, run_at, step_at
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.trainers.known import TRAINERS, left_by_trainers
 from mcore_rlhf.trainers.table import Trainer
+from tests.helpers import trainer_tables
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 RUNS = GOLDENS / "trainers"
@@ -177,3 +178,8 @@ def test_a_link_out_of_a_run_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="link"):
         convert_step(find(root, ReadOptions()), tmp_path / "out", ConvertOptions(to="universal", fsync=False))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_page_has_the_tables_as_they_are() -> None:
+    page = trainer_tables.PAGE.read_text(encoding="utf-8")
+    assert trainer_tables.written(page) == page, "python -m tests.helpers.trainer_tables writes it"

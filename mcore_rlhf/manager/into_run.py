@@ -1,0 +1,190 @@
+"""A step on its way into another trainer's run: which roles that has, where they lie, and what goes with them under which name.
+
+All of it follows from the trainer's row in :mod:`mcore_rlhf.trainers`. What the trainer has no place for is lost by name; what it wants
+and nobody has is made of what is known, and said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
+from mcore_rlhf.families.option_types import Takes
+from mcore_rlhf.families.options import ConvertOptions
+from mcore_rlhf.formats.registry import format_named, open_checkpoint
+from mcore_rlhf.storage.dcp.writer import saved
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.urls import write_text
+from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
+from mcore_rlhf.trainers.table import Trainer
+
+from .rlhf.data_state import WHERE
+from .runs import run_at
+from .subject import Subject
+
+_LAYOUTS = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
+"""Options that mean a Megatron layout."""
+_SAMPLES = "consumed_train_samples"
+_STATEFUL = "stateful"
+OF_TRAINER = "trainer"
+"""Whose a step is that was written for another trainer, in what its manifest reports."""
+
+
+def resolved(options: ConvertOptions) -> ConvertOptions:
+    """The options with the format that a trainer is given, where its name stands for one.
+
+    Args:
+        options: What somebody asked for.
+
+    Raises:
+        Unsupported: The trainer's runs are read, and not written.
+    """
+    trainer = trainer_named(options.to)
+    if trainer is None or options.trainer:
+        return options
+    if not trainer.formats:
+        writable = ", ".join(one.name for one in TRAINERS if one.formats)
+        raise Unsupported(
+            f"--to {trainer.name}: runs of {trainer.title} are read, and not written as a whole\nWritten are: {writable}."
+        )
+    megatron = any(getattr(options.write, name) is not None for name in _LAYOUTS)
+    wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
+    to = (wanted or [*trainer.formats])[0]
+    return replace(options, to=to, trainer=trainer.name, write=replace(options.write, run_of=trainer.name))
+
+
+@dataclass(slots=True)
+class Beside:
+    """What lies beside the models of a step that is written.
+
+    Args:
+        files: Files of the source that are taken over, by their names in the target.
+        texts: New files.
+        report: What became of every file beside the source's models.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+
+
+def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subject:
+    """The source as a step of those roles that a trainer has: a lone checkpoint as one of its role.
+
+    Args:
+        source: What is converted.
+        trainer: Whose run it goes into.
+        options: How.
+
+    Raises:
+        UsageError: The trainer has no model of that role, or of none that the step has.
+        CheckpointError: A lone checkpoint cannot be opened.
+    """
+    if not source.alone:
+        models = {role: folder for role, folder in source.models.items() if trainer.place_of(role) is not None}
+        if not models:
+            raise UsageError(
+                f"{source.folder}: has models of the roles {', '.join(source.models)}; {trainer.title} has {', '.join(trainer.roles)}"
+            )
+        return replace(source, models=models)
+    ((name, folder),) = source.models.items()
+    role = name or next(iter(trainer.roles))
+    if trainer.place_of(role) is None:
+        raise UsageError(f"--role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}")
+    opened = open_checkpoint(folder, replace(source.options, optimizer=False))
+    return replace(source, models={role: folder}, step=opened.state.iteration)
+
+
+def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside:
+    """What goes along: the position in the data under the trainer's own name, and all else where the run was this trainer's before.
+
+    Args:
+        source: A step.
+        trainer: Whose run it goes into.
+        left_out: Roles of models that the trainer does not have.
+    """
+    found, before = Beside(), _former(source)
+    data = WHERE if before is None else before.data
+    for name in source.others:
+        item = Item(Kind.FILE, name)
+        if name == data and trainer.data:
+            _add_data(found, source, name, trainer)
+        elif before is trainer:
+            found.files[name] = name
+            found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
+        else:
+            found.report.add(Fate.LOST, f"{name}: {trainer.title} has no place for it", item)
+    for role in left_out:
+        text = f"the model of the role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}"
+        found.report.add(Fate.LOST, text)
+    return found
+
+
+def _former(source: Subject) -> Trainer | None:
+    """Whose step it is; None for one of ours, which may have the same folders."""
+    manifest = source.manifest
+    if manifest is not None and not (manifest.report.get(OF_TRAINER) or manifest.provenance.get("adopted")):
+        return None
+    written = writer_of(source.folder)
+    return written[0] if written is not None else None
+
+
+def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> None:
+    """The state of a ``StatefulDataLoader``, as it is or out of our own file; no trainer goes on from our own sampler's."""
+    item = Item(Kind.FILE, name)
+    try:
+        tree = read_pt(source.folder, name, stubs=source.options.stubs).tree
+    except CheckpointError as error:
+        found.report.add(Fate.LOST, f"{name}: {error}", item)
+        return
+    if not (name == WHERE and isinstance(tree, Mapping) and {"version", "kind", "state"} <= tree.keys()):
+        found.files[trainer.data] = name
+        found.report.add(
+            Fate.KEPT, f"{name}, byte for byte, as {trainer.data}: for the same data in the same order", item
+        )
+    elif tree["kind"] == _STATEFUL:
+        found.texts[trainer.data] = saved(tree["state"], trainer.data)
+        found.report.add(
+            Fate.KEPT, f"the loader's state in {name}, as {trainer.data}: for the same data in the same order", item
+        )
+    else:
+        found.report.add(
+            Fate.LOST, f"{name}: the position of a sampler of ours, from which {trainer.title} cannot go on", item
+        )
+
+
+def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, object]) -> None:
+    """The file without which the trainer passes over a step, where the source has none.
+
+    Args:
+        found: Gets it.
+        trainer: Whose run it is.
+        step: The step's number.
+        args: The arguments of the first model, which may say how many samples were consumed.
+    """
+    wanted = trainer.counters
+    if wanted is None or not wanted.fields or wanted.file in found.files:
+        return
+    samples = args.get(_SAMPLES)
+    known = {"step": step, "samples": samples if isinstance(samples, int) else 0}
+    found.texts[wanted.file] = json.dumps({name: known[what] for name, what in wanted.fields.items()}).encode()
+    unsaid = "" if isinstance(samples, int) else "; nothing says how many samples were consumed: 0"
+    found.report.add(Fate.DERIVED, f"{wanted.file}: step {step}{unsaid}")
+
+
+def track(root: ReadablePath, trainer: Trainer, step: int, *, fsync: bool) -> None:
+    """Let the tracker in a run's root name a step, where it names no newer one.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    if not trainer.tracker or trainer.by_role:  # there the formats' own writers do
+        return
+    run = run_at(root)
+    named = run.tracked() if run is not None else None
+    if named is None or named <= step:
+        write_text(root / trainer.tracker, trainer.tracked.format(step=step), fsync=fsync)

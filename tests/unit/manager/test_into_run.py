@@ -1,0 +1,187 @@
+"""Whole runs of other trainers, written: where each thing lies, what goes along, and what is lost by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from mcore_rlhf.core.account import Fate
+from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
+from mcore_rlhf.families.job_options import PartNumber
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
+from mcore_rlhf.families.source import bytes_of
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import StepJob, convert_part, convert_step
+from mcore_rlhf.manager.into_run import resolved
+from mcore_rlhf.manager.runs import listed_steps, run_at
+from mcore_rlhf.manager.subject import find
+from mcore_rlhf.verify.differ import Differ
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+RUNS = GOLDENS / "trainers"
+NEMO, OPENRLHF, RLINF = RUNS / "nm_v1", RUNS / "or_z2", RUNS / "rl_fsdp2" / "grpo" / "checkpoints"
+VERL = GOLDENS / "verl" / "fsdp2_tied_ws2"
+
+
+def into(source: Path, root: Path, to: str, *, role: str | None = None, **write: object) -> StepJob:
+    options = ConvertOptions(to=to, fsync=False, write=WriteOptions(**write))  # type: ignore[arg-type]
+    return convert_step(find(source, ReadOptions(role=role)), root, options)
+
+
+def equal(a: Path, b: Path) -> None:
+    """In every tensor that both have, the optimizer's too."""
+    first, second = (open_checkpoint(path, ReadOptions()) for path in (a, b))
+    with bytes_of(first) as bytes_a, bytes_of(second) as bytes_b:
+        found = Differ(first, second, bytes_a, bytes_b).compare()
+    assert found.tensors > 50
+    assert found.equal, found.differences[:3]
+
+
+def verls(root: Path) -> Path:
+    """A run of verl's: one step, with the position of its loader."""
+    shutil.copytree(VERL, root / "global_step_3" / "actor")
+    torch.save({"_snapshot": {"_main_snapshot": {"_num_yielded": 3}}}, root / "global_step_3" / "data.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+    return root
+
+
+def test_a_run_is_laid_out_as_its_trainer_does_and_found_again(tmp_path: Path) -> None:
+    done = into(OPENRLHF, tmp_path / "rlinf", "rlinf")
+    step = tmp_path / "rlinf" / "global_step_3"
+    assert done.published == step
+    assert (step / "actor" / "dcp_checkpoint" / ".metadata").is_file()
+    assert (step / "critic" / "model_state_dict" / "full_weights.pt").is_file()
+    assert done.told == f"RLinf: runner.resume_dir={step}"
+    assert not (tmp_path / "rlinf" / "latest_checkpointed_iteration.txt").exists(), "RLinf has none"
+    assert [(one.step, one.state) for one in listed_steps(tmp_path / "rlinf")] == [(3, "committed")]
+    back = into(tmp_path / "rlinf", tmp_path / "openrlhf", "openrlhf", dp=2)
+    assert back.published == tmp_path / "openrlhf"
+    for role in ("_actor", "_critic"):
+        assert (tmp_path / "openrlhf" / role / "latest").read_text() == "global_step3"
+        equal(OPENRLHF / role, tmp_path / "openrlhf" / role)
+    found = run_at(tmp_path / "openrlhf")
+    assert found is not None
+    assert (found.trainer.name, found.tracked()) == ("openrlhf", 3)
+
+
+def test_the_position_in_the_data_goes_along_under_the_trainers_name(tmp_path: Path) -> None:
+    source = verls(tmp_path / "verl")
+    into(source, tmp_path / "rlinf", "rlinf")
+    raw = (source / "global_step_3" / "data.pt").read_bytes()
+    assert (tmp_path / "rlinf" / "global_step_3" / "data" / "data.pt").read_bytes() == raw
+
+
+def test_counters_that_a_trainer_wants_and_nobody_has_are_made(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(NEMO, source)
+    (source / "step_3" / "training_info.json").unlink()
+    done = into(source / "step_3", tmp_path / "nemo", "nemo-rl")
+    counters = json.loads((tmp_path / "nemo" / "step_3" / "training_info.json").read_text())
+    assert counters == {"consumed_samples": 0, "current_step": 3, "total_steps": 3}
+    said = [text for fate, text in done.report.lines if fate is Fate.DERIVED]
+    assert said == ["training_info.json: step 3; nothing says how many samples were consumed: 0"]
+
+
+def test_nemos_own_folders_are_written_for_its_loader(tmp_path: Path) -> None:
+    """It loads each with ``dcp.load``, which stops at a key that is not there."""
+    into(NEMO, tmp_path / "again", "nemo-rl", dp=1)
+    for folder in ("weights", "optimizer"):
+        first, second = (
+            FileSystemReader(root / "step_3" / "policy" / folder).read_metadata() for root in (NEMO, tmp_path / "again")
+        )
+        assert first.state_dict_metadata.keys() == second.state_dict_metadata.keys()
+        assert len(first.state_dict_metadata) > 20
+    with pytest.raises(Unsupported, match="did not come from NeMo-RL"):
+        into(RLINF, tmp_path / "no", "nemo-rl")
+    assert not (tmp_path / "no").exists()
+
+
+def test_what_a_run_of_the_same_trainer_has_stays(tmp_path: Path) -> None:
+    source = tmp_path / "nemo"
+    shutil.copytree(NEMO, source)
+    (source / "step_3" / "config.yaml").write_text("policy: {}")
+    done = into(source, tmp_path / "again", "nemo-rl", dp=1)
+    step = tmp_path / "again" / "step_3"
+    assert {path.name for path in step.iterdir() if path.is_file()} == {
+        "config.yaml", "training_info.json", "train_dataloader.pt", "manifest.json",
+    }  # fmt: skip
+    assert json.loads((step / "training_info.json").read_text())["consumed_samples"] == 12, "its own"
+    assert done.lossless, done.account.lost
+    equal(NEMO / "step_3" / "policy", step / "policy")
+
+
+def test_our_own_loaders_position_is_taken_out_and_our_samplers_is_lost_by_name(tmp_path: Path) -> None:
+    for kind, lost in (("stateful", False), ("prompt_sampler", True)):
+        root = tmp_path / kind
+        step = root / "global_step_3"
+        shutil.copytree(RLINF / "global_step_3" / "actor", step / "actor")
+        (step / "data").mkdir()
+        torch.save({"version": 1, "kind": kind, "state": {"at": 7}, "fingerprint": None}, step / "data" / "data.pt")
+        done = into(root, tmp_path / f"rlinf_{kind}", "rlinf")
+        data = tmp_path / f"rlinf_{kind}" / "global_step_3" / "data" / "data.pt"
+        if lost:
+            assert not data.exists()
+            assert "from which RLinf cannot go on" in done.account.lost[0]
+        else:
+            assert torch.load(data, weights_only=False) == {"at": 7}
+            assert not any("data" in text for text in done.account.lost)
+
+
+def test_what_a_trainer_has_no_place_for_is_lost_by_name(tmp_path: Path) -> None:
+    root = verls(tmp_path / "verl")
+    (root / "global_step_3" / "notes.txt").write_text("mine")
+    shutil.copytree(root / "global_step_3" / "actor", root / "global_step_3" / "reward")
+    done = into(root, tmp_path / "rlinf", "rlinf")
+    assert set(done.account.lost) == {
+        "the model of the role reward: RLinf has models of the roles actor, critic", "notes.txt: RLinf has no place for it",
+    }  # fmt: skip
+    assert not done.lossless
+
+
+def test_a_lone_checkpoint_becomes_a_step_of_one_role(tmp_path: Path) -> None:
+    lone = NEMO / "step_3" / "policy"
+    assert into(lone, tmp_path / "nemo", "nemo-rl").published == tmp_path / "nemo" / "step_3"
+    equal(lone, tmp_path / "nemo" / "step_3" / "policy")
+    into(lone, tmp_path / "critic", "openrlhf", role="critic")
+    assert (tmp_path / "critic" / "_critic" / "latest").is_file()
+    with pytest.raises(UsageError, match=r"--role reward: OpenRLHF has models of the roles actor, critic"):
+        into(lone, tmp_path / "no", "openrlhf", role="reward")
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        Unsupported, match=r"--to megatron-lm: runs of Megatron-LM are read, and not written as a whole"
+    ):
+        resolved(ConvertOptions(to="megatron-lm"))
+    options = resolved(ConvertOptions(to="rlinf"))
+    assert (options.to, options.trainer) == ("dcp", "rlinf")
+    options = resolved(ConvertOptions(to="rlinf", write=WriteOptions(tp=2)))
+    assert (options.to, options.trainer) == ("megatron", "rlinf")
+    into(RLINF, tmp_path / "out", "rlinf")
+    with pytest.raises(CheckpointError, match="exists"):
+        into(RLINF, tmp_path / "out", "rlinf")
+    with pytest.raises(UsageError, match="written by one process"):
+        convert_part(find(RLINF, ReadOptions()), tmp_path / "parts", options, PartNumber(1, 2))
+    with pytest.raises(CheckpointError, match="same"):
+        into(RLINF, RLINF, "rlinf")
+
+
+def test_a_planted_position_is_never_run(tmp_path: Path) -> None:
+    root, planted = verls(tmp_path / "verl"), tmp_path / "planted"
+
+    class Plant:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (open, (str(planted),))
+
+    with (root / "global_step_3" / "data.pt").open("wb") as file:
+        pickle.dump(Plant(), file)
+    with pytest.raises(CheckpointError, match=r"data\.pt"):
+        into(root, tmp_path / "rlinf", "rlinf")
+    assert not planted.exists()
+    assert not (tmp_path / "rlinf").exists()
