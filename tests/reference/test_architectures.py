@@ -25,6 +25,7 @@ from mcore_rlhf.families.crossing.packing import from_files, from_modules
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.models.huggingface import seed_oss
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
+from mcore_rlhf.models.huggingface.order import module_order
 from mcore_rlhf.models.huggingface.relation import from_huggingface
 from mcore_rlhf.models.huggingface.table import Spelling
 from tests.reference.architectures_jobs import Answer, answer, forget_where_it_came_from, norm_before_queries
@@ -175,6 +176,9 @@ def test_the_table_has_what_transformers_has(name: str) -> None:
     modules = from_files(relation.huggingface, known.packed).modules
     assert {key: modules[key] for key in modules if key not in buffers} == real
     assert [key for key in modules if key not in buffers] == list(real)
+    assert module_order(config, sorted({*real, *buffers})) == list(real)
+    one_by_one = from_files(dict.fromkeys(module_order(config, sorted(files)), (1, 1)), known.packed)
+    assert [key for key in one_by_one.modules if key in real] == list(real)
 
 
 @pytest.mark.skipif(versions.MEGATRON < (0, 19), reason="0.16 to 0.18 have no such norm, which the logits above show")

@@ -9,6 +9,7 @@ import pytest
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.models.huggingface.config import Build, args_of, config_of, sizes_of_args, sizes_of_config
 from mcore_rlhf.models.huggingface.llama import LLAMA
+from mcore_rlhf.models.huggingface.order import module_order
 from mcore_rlhf.models.huggingface.qwen2 import QWEN2
 from mcore_rlhf.models.huggingface.qwen3 import QWEN3
 
@@ -102,3 +103,24 @@ def test_there_and_back(known: Any, tied: bool) -> None:
     assert args_of(back, known, build) == theirs
     assert (theirs["add_qkv_bias"], theirs["add_bias_linear"]) == (biased, False)
     assert theirs["qk_layernorm"] is (known is QWEN3)
+
+
+def test_the_order_of_a_module_is_of_the_names_that_are_given() -> None:
+    """Of all architectures it is held against transformers in tests/reference/test_architectures.py."""
+    names = {
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.10.mlp.up_proj.weight",
+        "model.layers.2.mlp.up_proj.weight",
+    }
+    config = {**CONFIG, "num_hidden_layers": 11}
+    assert module_order(config, names) == [
+        "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.10.mlp.up_proj.weight", "lm_head.weight",
+    ]  # fmt: skip
+    with pytest.raises(
+        Unsupported,
+        match=r"2 parameters have no place in LlamaForCausalLM .*: model.layers.11.mlp.up_proj.weight, v_head",
+    ):
+        module_order(config, {*names, "model.layers.11.mlp.up_proj.weight", "v_head.summary.weight"})
+    with pytest.raises(Unsupported, match="model_type gpt2 is in no table"):
+        module_order({"model_type": "gpt2"}, names)
