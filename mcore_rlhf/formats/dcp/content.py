@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, cast
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, Shape, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete
-from mcore_rlhf.families.crossing.schedule import PER_GROUP
+from mcore_rlhf.families.crossing.schedule import PER_GROUP, torch_schedule
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
+from mcore_rlhf.families.torch_groups import STEP, completed
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
-from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state
+from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .groups import STEP, completed
 from .keys import PARAMS, Style, flattened, joined
 from .state import DcpState
 
@@ -31,18 +31,17 @@ if TYPE_CHECKING:
     pass
 
 
-import hashlib
-import random
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import TensorEntry
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.random_states import random_states
 
 from .folders import APART, NEMO_RL, RLINF_FOLDER
 from .keys import APART_KEYS, RLINF, KeyLayout
-from .state import EPOCH, RNG, SCHEDULER, SCHEDULERS, VERSION
+from .state import RNG, SCHEDULER, SCHEDULERS, VERSION
 
 _FSDP2 = "fsdp2"
 
@@ -63,7 +62,7 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
         return _with_rng(_as_before(source, choices, report), source.state.iteration, choices.rng or "keep", report)
     rest: dict[str, object] = {}
     if choices.optimizer:
-        rest[SCHEDULERS] = [_scheduler(source, report)]
+        rest[SCHEDULERS] = [torch_schedule(source, report)]
     rest[VERSION] = source.state.other.get(VERSION, _FSDP2)
     stored = source.state.other.get(RNG)
     if isinstance(stored, Mapping):
@@ -85,7 +84,7 @@ def _as_before(source: Source, choices: Choices, report: Report) -> dict[str, ob
         laid_out = ModuleState.needed(source, "dcp").laid_out
         groups = laid_out.get("groups")
         known = isinstance(groups, int) and groups <= len(source.model.params)  # no group is without a parameter
-        scheduler = _of_run(_scheduler(source, report), groups if known else None)
+        scheduler = _of_run(torch_schedule(source, report), groups if known else None)
         rest |= {SCHEDULER: scheduler} if laid_out.get("scheduler") == SCHEDULER else {SCHEDULERS: [scheduler]}
     return rest
 
@@ -110,44 +109,10 @@ def _with_rng(rest: dict[str, object], iteration: int, wanted: str, report: Repo
         if rest.pop(RNG, None) is not None:
             report.add(Fate.LOST, "rng: left out, as --rng drop asks", Item(Kind.RNG))
     elif wanted == "derive":
-        rest[RNG] = random_states(iteration)
+        rest[RNG] = random_states(f"mcore_rlhf rng {iteration}")
         text = f"rng: new states, the same on every rank, from iteration {iteration}"
         report.add(Fate.DERIVED, text, Item(Kind.RNG))
     return rest
-
-
-def _scheduler(source: Source, report: Report) -> dict[str, object]:
-    """The scheduler's own state if it is torch's, otherwise that of a LambdaLR which has made as many steps."""
-    stored = source.state.scheduler
-    if stored is not None and EPOCH in stored:
-        return dict(stored)
-    fields = [completed(group.fields, group.scalars) for group in source.state.groups]
-    at = source.state.iteration
-    report.add(Fate.DERIVED, f"lr_scheduler: torch's, at last_epoch {at}, with the learning rates of the param groups")
-    return {
-        "base_lrs": [group["initial_lr"] for group in fields], EPOCH: at, "verbose": False, "_step_count": at + 1,
-        "_is_initial": False, "_get_lr_called_within_step": False, "_last_lr": [group["lr"] for group in fields],
-        "lr_lambdas": [None] * len(fields),
-    }  # fmt: skip
-
-
-def random_states(iteration: int) -> dict[str, object]:
-    """Fresh states of every generator that RLinf restores, made from the iteration.
-
-    Args:
-        iteration: Of the checkpoint.
-    """
-    import numpy as np
-
-    digest = hashlib.sha256(f"mcore_rlhf rng {iteration}".encode()).digest()
-    seed = int.from_bytes(digest[:4], "little")
-    state = cast(tuple[object, ...], np.random.RandomState(seed).get_state())
-    return {
-        "cpu": cpu_generator_state(seed),
-        "numpy": state,
-        "random": random.Random(seed).getstate(),
-        "cuda": cuda_generator_state(seed),
-    }
 
 
 @dataclass(frozen=True, slots=True)

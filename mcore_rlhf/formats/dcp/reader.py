@@ -14,6 +14,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
+from mcore_rlhf.families.torch_groups import STEP, Collected, name_numbers
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.folder import DcpFolder, load_tensor
@@ -21,7 +22,6 @@ from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .folders import RLINF_FOLDER, Located, locate
-from .groups import STEP, Collected, name_numbers
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import model_config, num_layers, plain_source
 from .state import RNG, DcpState, iteration_of, note_rng, scheduler_key, scheduler_of

@@ -22,6 +22,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.torch_groups import STEP, Collected, name_numbers
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, read_pt
@@ -29,7 +30,6 @@ from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .folders import ONE_FILE as FILE
 from .folders import Located
-from .groups import STEP, Collected, name_numbers
 from .keys import GROUPS, PARAMS, STATE
 from .plain import model_config, num_layers
 from .state import iteration_of

@@ -10,10 +10,10 @@ from mcore_rlhf.core.account import Fate, Inventory, Report
 from mcore_rlhf.families.inventory import value_items
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.families.torch_groups import STEP
 from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .folders import Located
-from .groups import STEP
 from .keys import KeyLayout
 
 SCHEDULERS, SCHEDULER, RNG, VERSION = "lr_schedulers", "lr_scheduler", "rng", "fsdp_version"

@@ -31,6 +31,7 @@ from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.torch_groups import Collected, name_numbers
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
@@ -40,7 +41,6 @@ from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import read_directory
 
 from .folders import EXTRA, MODEL, OPTIMIZER, Located, rank_files
-from .groups import Collected, name_numbers
 from .plain import model_config, num_layers
 from .state import SCHEDULER, iteration_of
 from .tied import find_aliases, stored_identity

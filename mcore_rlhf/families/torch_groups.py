@@ -1,4 +1,6 @@
-"""Param groups of a DCP folder: fields per group or per parameter, members by name or by number, steps per parameter."""
+"""Param groups of torch's optimizers, in DCP folders and in files of ``torch.save``: fields per group or per parameter, members by name
+or by number, steps per parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,11 @@ from typing import Any, cast
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .keys import PARAMS
+from .source import ParamGroup
 
-STEP = "step"
+STEP, PARAMS = "step", "params"
 
 
 @dataclass(slots=True)
