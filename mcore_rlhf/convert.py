@@ -189,7 +189,12 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
         CheckpointError: The source is not sound, or the target cannot be made of it; all problems together.
     """
     wanted = wanted_format(options)
-    for given in (options.write.tokenizer, options.write.reference_config, options.write.base_model):
+    for given in (
+        options.write.tokenizer,
+        options.write.reference_config,
+        options.write.base_model,
+        options.write.like,
+    ):
         if given is not None:
             checkpoint_path(Path(given).expanduser(), follow_links=options.read.follow_links)
     opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)

@@ -34,7 +34,8 @@ SOURCE, LAYOUT, CONTENT, HUGGING_FACE, ADAPTERS, SAFETY, SPEED, STORES = GROUPS 
 class Takes(Enum):
     """What some formats can be told and others cannot: a format says what it takes, and an option what it is about.
 
-    ``MEGATRON`` is what only a run of Megatron's is told, and ``MODEL_FOLDER`` what only ``from_pretrained`` reads.
+    ``MEGATRON`` is what only a run of Megatron's is told, ``MODEL_FOLDER`` what only ``from_pretrained`` reads, and ``LIKE`` what of a
+    target depends on the trainer's own run.
     """
 
     MODEL_PARALLEL = auto()
@@ -47,6 +48,7 @@ class Takes(Enum):
     MASTERS = auto()
     MODEL_FOLDER = auto()
     PATTERNS = auto()
+    LIKE = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,11 +121,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions(DistOptions):
-    """What a target is to be; None keeps what the source has. A folder that is a URL is a UsageError.
-
-    Args:
-        run_of: The trainer whose run a model is for, where that lays out a format in its own way; empty for nobody's.
-    """
+    """What a target is to be, and for whose run (``run_of``); None keeps what the source has. A folder that is a URL is a UsageError."""
 
     tp: int | None = option(
         COUNT,
@@ -215,6 +211,13 @@ class WriteOptions(DistOptions):
         "The model's Hugging Face folder, or its config.json.",
         group=LAYOUT,
         more="What [another family](../how-to/convert-between-megatron-and-deepspeed.md) needs; an adapter's `adapter_config.json`.",
+    )
+    like: str | None = option(
+        FOLDER,
+        "A checkpoint that the trainer itself wrote: what depends on its run is as there.",
+        group=LAYOUT,
+        more="Without it as in the source, or what the trainer does by default, and the report says so.",
+        takes=Takes.LIKE,
     )
     transformer_impl: str | None = option(
         one_of("local", "transformer_engine"),
@@ -306,19 +309,14 @@ class WriteOptions(DistOptions):
     run_of: str = ""
 
     def __post_init__(self) -> None:
-        for given in (self.reference_config, self.tokenizer, self.generation_config, self.base_model):
+        for given in (self.reference_config, self.tokenizer, self.generation_config, self.base_model, self.like):
             if given is not None:
                 local_path(given)  # refuses URLs
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """How a conversion runs.
-
-    Args:
-        read, write: How the source is read, and what the target is to be.
-        trainer: The trainer whose run the target is to be a step of, in the format ``to``; empty for none.
-    """
+    """How a conversion runs: ``read`` says how the source is read, ``write`` what the target is to be, ``trainer`` whose run it is for."""
 
     to: str = option(
         text("FORMAT"),

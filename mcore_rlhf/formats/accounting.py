@@ -61,8 +61,9 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
 
 
 def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
-    """Values that only the files of one format have a place for."""
-    return {} if opened.format == target.format else opened.family.homeless()
+    """Values that only the files of one format have a place for, or of two that are alike."""
+    found = {} if opened.format == target.format else opened.family.homeless()
+    return {item: said for item, said in found.items() if item not in target.holds}
 
 
 def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:

@@ -42,12 +42,14 @@ from .dcp import FORMAT as DCP
 from .dcp import TORCH
 from .deepspeed import FORMAT as DEEPSPEED
 from .hf import FORMAT as HF
+from .hf_trainer import HfAccelerateFormat, HfTrainerFormat
 from .megatron import FORMAT as MEGATRON
 from .megatron_dist import FORMAT as MEGATRON_DIST
 from .peft import FORMAT as PEFT
 from .universal import FORMAT as UNIVERSAL
 
-FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF, PEFT)
+HF_TRAINER, HF_ACCELERATE = HfTrainerFormat((HF, PEFT)), HfAccelerateFormat((HF, PEFT))
+FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF_TRAINER, HF_ACCELERATE, HF, PEFT)
 OF_ENGINES: tuple[Format, ...] = (TORCH,)
 """What an engine of ours keeps as it likes: read, and written by that engine alone. In a step beside models of other formats, it goes
 along as it is."""

@@ -18,8 +18,9 @@ import torch
 
 from mcore_rlhf.core.catalog import Box, DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.families.fsdp.groups import PARAMS
 from mcore_rlhf.formats.dcp import FORMAT
-from mcore_rlhf.formats.dcp.keys import PARAMS, RLINF, flattened, joined
+from mcore_rlhf.formats.dcp.keys import RLINF, flattened, joined
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, saved

@@ -16,9 +16,10 @@ from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, DType, TensorEntry, Te
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.families.fsdp.state import SCHEDULER, SCHEDULERS, VERSION
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.dcp import FORMAT
-from mcore_rlhf.formats.dcp.state import SCHEDULER, SCHEDULERS, VERSION, DcpState
+from mcore_rlhf.formats.dcp.state import DcpState
 from mcore_rlhf.storage.paths import ReadablePath
 
 from ..load import Load, Slot, Slots, naming, planned

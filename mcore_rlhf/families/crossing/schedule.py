@@ -11,11 +11,10 @@ from dataclasses import replace
 from math import isclose
 from typing import cast
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
-from mcore_rlhf.families.torch_groups import completed
 
-_LAST, _INNER, _EPOCH = "_last_lr", "_schedulers", "last_epoch"
+_LAST, _INNER = "_last_lr", "_schedulers"
 PER_GROUP = (BASE_LRS, _LAST, "lr_lambdas", "max_lrs", "min_lrs")
 """What torch's schedulers keep for each group."""
 
@@ -74,23 +73,3 @@ def _dealt(state: Mapping[str, object], count: int, order: Sequence[int]) -> dic
         else:
             made[key] = value
     return made
-
-
-def torch_schedule(source: Source, report: Report) -> dict[str, object]:
-    """The scheduler's own state if it is torch's, otherwise that of a LambdaLR which has made as many steps.
-
-    Args:
-        source: A source under a module's names.
-        report: Told where it is derived.
-    """
-    stored = source.state.scheduler
-    if stored is not None and _EPOCH in stored:
-        return dict(stored)
-    fields = [completed(group.fields, group.scalars) for group in source.state.groups]
-    at = source.state.iteration
-    report.add(Fate.DERIVED, f"lr_scheduler: torch's, at last_epoch {at}, with the learning rates of the param groups")
-    return {
-        BASE_LRS: [group["initial_lr"] for group in fields], _EPOCH: at, "verbose": False, "_step_count": at + 1,
-        "_is_initial": False, "_get_lr_called_within_step": False, "_last_lr": [group["lr"] for group in fields],
-        "lr_lambdas": [None] * len(fields),
-    }  # fmt: skip

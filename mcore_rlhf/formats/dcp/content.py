@@ -9,39 +9,26 @@ torch 2.13.0, ``optim/lr_scheduler.py`` (``LambdaLR.state_dict``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, Shape, TensorName, dtype_of
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.catalog import FLOATING, MASTER, PARAM, DType, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.errors import Incomplete
-from mcore_rlhf.families.crossing.schedule import PER_GROUP, torch_schedule
+from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.families.crossing.schedule import PER_GROUP
+from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
+from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER, SCHEDULERS, VERSION, of_iteration, scheduler_state
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
-from mcore_rlhf.families.torch_groups import STEP, completed
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .keys import PARAMS, Style, flattened, joined
-from .state import DcpState
-
-if TYPE_CHECKING:
-    pass
-
-
-from dataclasses import replace
-
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
-from mcore_rlhf.core.catalog import TensorEntry
-from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.random_states import random_states
-
 from .folders import APART, NEMO_RL, RLINF_FOLDER
-from .keys import APART_KEYS, RLINF, KeyLayout
-from .state import RNG, SCHEDULER, SCHEDULERS, VERSION
+from .keys import APART_KEYS, RLINF, KeyLayout, Style, flattened, joined
+from .state import DcpState
 
 _FSDP2 = "fsdp2"
 
@@ -62,7 +49,7 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
         return _with_rng(_as_before(source, choices, report), source.state.iteration, choices.rng or "keep", report)
     rest: dict[str, object] = {}
     if choices.optimizer:
-        rest[SCHEDULERS] = [torch_schedule(source, report)]
+        rest[SCHEDULERS] = [scheduler_state(source, report)]
     rest[VERSION] = source.state.other.get(VERSION, _FSDP2)
     stored = source.state.other.get(RNG)
     if isinstance(stored, Mapping):
@@ -84,7 +71,7 @@ def _as_before(source: Source, choices: Choices, report: Report) -> dict[str, ob
         laid_out = ModuleState.needed(source, "dcp").laid_out
         groups = laid_out.get("groups")
         known = isinstance(groups, int) and groups <= len(source.model.params)  # no group is without a parameter
-        scheduler = _of_run(torch_schedule(source, report), groups if known else None)
+        scheduler = _of_run(scheduler_state(source, report), groups if known else None)
         rest |= {SCHEDULER: scheduler} if laid_out.get("scheduler") == SCHEDULER else {SCHEDULERS: [scheduler]}
     return rest
 
@@ -109,7 +96,7 @@ def _with_rng(rest: dict[str, object], iteration: int, wanted: str, report: Repo
         if rest.pop(RNG, None) is not None:
             report.add(Fate.LOST, "rng: left out, as --rng drop asks", Item(Kind.RNG))
     elif wanted == "derive":
-        rest[RNG] = random_states(f"mcore_rlhf rng {iteration}")
+        rest[RNG] = of_iteration(iteration)
         text = f"rng: new states, the same on every rank, from iteration {iteration}"
         report.add(Fate.DERIVED, text, Item(Kind.RNG))
     return rest
@@ -164,7 +151,7 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
     own = DcpState.of(source)
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
-        _check_groups(source)
+        check_groups(source)
     former = _former_layout(source)
     layout = own.layout if own else former or RLINF
     if not optimizer:
@@ -192,25 +179,6 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         own.weights if own else former is None, optimizer, optimizer, dtype,
         options.rng, apart,
     )  # fmt: skip
-
-
-def _check_groups(source: Source) -> None:
-    """Every trained parameter is in one group."""
-    problems = Problems()
-    listed = [name for group in source.state.groups for name in group.params]
-    trained = [spec.name for spec in source.model.params if spec.trainable]
-    if not listed and trained:
-        problems.add(
-            Incomplete,
-            f"{source.root}: does not say which parameters are in which param group",
-            "--no-optimizer converts the weights alone.",
-        )
-    elif sorted(listed) != sorted(trained):
-        some = ", ".join(sorted(set(listed) ^ set(trained))[:5]) or "some twice"
-        problems.add(
-            LayoutMismatch, f"{source.root}: the param groups do not hold the trained parameters exactly: {some}"
-        )
-    problems.raise_if_any()
 
 
 def model_dtype(source: Source, choices: Choices, name: str, entry: TensorEntry) -> DType:
@@ -344,7 +312,7 @@ class Content:
         own = DcpState.of(self.source)
         if own and own.scalars:
             return own.scalars
-        return {name: _own_scalars(group) for group in self.source.state.groups for name in group.params}
+        return {name: own_scalars(group) for group in self.source.state.groups for name in group.params}
 
     def _groups(self) -> Iterator[Part]:
         layout, counted = self.choices.layout, 0
@@ -369,12 +337,6 @@ class Content:
             return own.groups
         groups = self.source.state.groups
         return [ParamGroup(completed(g.fields, g.scalars), g.expert, g.params) for g in groups]
-
-
-def _own_scalars(group: ParamGroup) -> dict[str, object]:
-    """A group's step as a float32 tensor, which torch's Adam wants for each parameter."""
-    names = group.scalars or tuple(key for key in (STEP,) if key in group.fields)
-    return {name: SmallTensor.of(float(cast(float, group.fields[name])), FLOAT32) for name in names}
 
 
 def _leaf(path: Path_, value: object, cache: dict[str, bytes] | None = None) -> Part:

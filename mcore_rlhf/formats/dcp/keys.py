@@ -27,11 +27,12 @@ from enum import Enum
 from itertools import takewhile
 from typing import Any, cast
 
+from mcore_rlhf.families.fsdp.groups import PARAMS
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.torch_values import is_tensor
 
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+STATE, GROUPS = "state", "param_groups"
 _MODEL_NAMES = ("model", "module", "model_state_dict", "state_dict", "model_state", "app")
 _NOT_MODELS = re.compile(r"rng|lr_sched|scheduler|dataloader|train_state|sampler|progress|extra|trainer")
 

@@ -10,11 +10,12 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
+from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
+from mcore_rlhf.families.fsdp.state import RNG, iteration_of, scheduler_key, scheduler_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
-from mcore_rlhf.families.torch_groups import STEP, Collected, name_numbers
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.folder import DcpFolder, load_tensor
@@ -24,7 +25,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from .folders import RLINF_FOLDER, Located, locate
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import model_config, num_layers, plain_source
-from .state import RNG, DcpState, iteration_of, note_rng, scheduler_key, scheduler_of
+from .state import DcpState, note_rng
 from .tied import find_aliases
 from .verl import read_verl
 
@@ -312,7 +313,7 @@ class _DcpReader:
             state = self.sidecar.training
             return state if self._with_optimizer else replace(state, groups=())
         scheduler, other = scheduler_of(family.rest)
-        step = iteration_of(self.located, family.rest, scheduler, groups, self.notes)
+        step = iteration_of(self.located.step, family.rest, scheduler, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=scheduler, other=other)
 
 

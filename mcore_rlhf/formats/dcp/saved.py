@@ -17,22 +17,21 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, TensorEntry, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Unsupported
+from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, Collected, name_numbers
+from mcore_rlhf.families.fsdp.state import iteration_of
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
-from mcore_rlhf.families.torch_groups import STEP, Collected, name_numbers
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .folders import ONE_FILE as FILE
-from .folders import Located
-from .keys import GROUPS, PARAMS, STATE
+from .keys import GROUPS, STATE
 from .plain import model_config, num_layers
-from .state import iteration_of
 
 NAME = "torch"
 MODEL, OPTIMIZER, RECORD, SCHEDULER = "model", "optimizer", "optimizer_params", "scheduler"
@@ -215,8 +214,7 @@ class _SavedReader:
         other = {key: self.opened.materialize(value) for key, value in parts.items()}
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
-        located = Located(self.path, None, step=named_step(self.path))
-        step = iteration_of(located, other, state, groups, self.notes)
+        step = iteration_of(named_step(self.path), other, state, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=state, other=other)
 
 

@@ -27,11 +27,12 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.fsdp.groups import Collected, name_numbers
+from mcore_rlhf.families.fsdp.state import SCHEDULER, iteration_of
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
-from mcore_rlhf.families.torch_groups import Collected, name_numbers
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
@@ -42,7 +43,6 @@ from mcore_rlhf.storage.torchzip import read_directory
 
 from .folders import EXTRA, MODEL, OPTIMIZER, Located, rank_files
 from .plain import model_config, num_layers
-from .state import SCHEDULER, iteration_of
 from .tied import find_aliases, stored_identity
 
 Values = list[dict[str, Any]]
@@ -326,7 +326,7 @@ class _VerlReader:
                 )
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
-        step = iteration_of(self.located, other, state, groups, self.notes)
+        step = iteration_of(self.located.step, other, state, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=state, other=other)
 
     def _extra_of(self, name: str) -> dict[str, object]:

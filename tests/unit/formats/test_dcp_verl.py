@@ -15,10 +15,10 @@ import torch
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
+from mcore_rlhf.families.fsdp.groups import choices
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.families.torch_groups import choices
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp.rankfile import Local, read_rank_file
 from mcore_rlhf.storage.torchzip import read_directory

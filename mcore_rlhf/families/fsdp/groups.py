@@ -1,20 +1,19 @@
-"""Param groups of torch's optimizers, in DCP folders and in files of ``torch.save``: fields per group or per parameter, members by name
-or by number, steps per parameter.
-"""
+"""Param groups of torch's optimizers: fields per group or per parameter, members by name or by number, steps per parameter."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report
-from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.core.catalog import FLOAT32, Shape
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.storage.paths import ReadablePath
-
-from .source import ParamGroup
+from mcore_rlhf.storage.torch_values import SmallTensor
 
 STEP, PARAMS = "step", "params"
 
@@ -149,13 +148,26 @@ def _deals(shapes: Mapping[str, Shape]) -> list[tuple[str, list[list[str]]]]:
     matrices, vectors = [n for n in names if len(shapes[n]) > 1], [n for n in names if len(shapes[n]) < 2]
     biases = [name for name in names if name.endswith("bias")]
     others = [name for name in names if not name.endswith("bias")]
+    decayed, not_decayed = [n for n in names if is_decayed(n)], [n for n in names if not is_decayed(n)]
     return [
         ("the model's order", [names]),
+        ("biases and norms are in group 1, all else in group 0", [decayed, not_decayed]),
         ("matrices are in group 0, vectors in group 1", [matrices, vectors]),
         ("vectors are in group 0, matrices in group 1", [vectors, matrices]),
         ("biases are in group 1, all else in group 0", [others, biases]),
         ("biases are in group 0, all else in group 1", [biases, others]),
     ]
+
+
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def is_decayed(name: str) -> bool:
+    """Whether transformers' Trainer has a parameter in its first group, with weight decay.
+
+    Source: transformers 5.23.0, ``trainer.py`` (``get_decay_parameter_names``).
+    """
+    return _NOT_DECAYED.search(name.lower()) is None
 
 
 def _named(
@@ -229,3 +241,40 @@ def completed(fields: Mapping[str, object], scalars: Sequence[str]) -> dict[str,
     more = {"betas": tuple(betas)} if isinstance(betas, list) else {}
     lr = own.get("lr", 0.0)
     return {**ADAMW, "initial_lr": own.get("max_lr") or lr, **own, **more, "lr": lr}
+
+
+def check_groups(source: Source) -> None:
+    """Every trained parameter is in one group.
+
+    Args:
+        source: A source under a module's names.
+
+    Raises:
+        Incomplete: Nobody knows the members of the param groups.
+        LayoutMismatch: A trained parameter is in none or several, or one is that is not trained.
+    """
+    problems = Problems()
+    listed = [name for group in source.state.groups for name in group.params]
+    trained = [spec.name for spec in source.model.params if spec.trainable]
+    if not listed and trained:
+        problems.add(
+            Incomplete,
+            f"{source.root}: does not say which parameters are in which param group",
+            "--no-optimizer converts the weights alone.",
+        )
+    elif sorted(listed) != sorted(trained):
+        some = ", ".join(sorted(set(listed) ^ set(trained))[:5]) or "some twice"
+        problems.add(
+            LayoutMismatch, f"{source.root}: the param groups do not hold the trained parameters exactly: {some}"
+        )
+    problems.raise_if_any()
+
+
+def own_scalars(group: ParamGroup) -> dict[str, object]:
+    """A group's step as a float32 tensor, which torch's Adam wants for each parameter.
+
+    Args:
+        group: The group.
+    """
+    names = group.scalars or tuple(key for key in (STEP,) if key in group.fields)
+    return {name: SmallTensor.of(float(cast(float, group.fields[name])), FLOAT32) for name in names}

@@ -1,0 +1,133 @@
+"""What an FSDP run saves besides model and optimizer: schedulers, RNG states, the step."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any, cast
+
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state
+
+from .groups import STEP, completed
+
+SCHEDULERS, SCHEDULER, RNG, VERSION = "lr_schedulers", "lr_scheduler", "rng", "fsdp_version"
+EPOCH = "last_epoch"
+_COUNTERS = (("train_state", "step"), ("train_state", "global_step"), ("global_step",), ("step",), ("iteration",))
+"""Where runs keep their step; the first is torchtitan's (``torchtitan/train.py``, ``state_dict``)."""
+
+
+def scheduler_of(rest: Mapping[str, object]) -> tuple[dict[str, object] | None, dict[str, object]]:
+    """The learning-rate scheduler's state, and everything else.
+
+    Args:
+        rest: What was saved besides model and optimizer.
+    """
+    other = dict(rest)
+    listed = other.get(SCHEDULERS)
+    if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], dict):
+        del other[SCHEDULERS]
+        return dict(listed[0]), other
+    one = other.get(SCHEDULER)
+    if isinstance(one, dict) and EPOCH in one:
+        del other[SCHEDULER]
+        return dict(one), other
+    return None, other
+
+
+def scheduler_key(rest: Mapping[str, object]) -> str:
+    """Under which key a run keeps its scheduler: one, or a list of them."""
+    return SCHEDULER if SCHEDULER in rest else SCHEDULERS
+
+
+def iteration_of(
+    named: int | None, rest: Mapping[str, object], scheduler: Mapping[str, object] | None, groups: tuple[ParamGroup, ...], notes: Report
+) -> int:  # fmt: skip
+    """The iteration, for which an FSDP run's files have no place of their own.
+
+    Args:
+        named: The step in the folders' names.
+        rest: May hold a counter.
+        scheduler: Counts its steps.
+        groups: Count the optimizer's.
+        notes: Told where it comes from.
+    """
+    if named is not None:
+        notes.add(Fate.NOTE, f"iteration {named}: from the folder's name")
+        return named
+    for path in _COUNTERS:
+        found = _number(_at(rest, path))
+        if found is not None:
+            notes.add(Fate.NOTE, f"iteration {found}: from {'.'.join(path)}")
+            return found
+    for what, value in (
+        ("the scheduler's last_epoch", (scheduler or {}).get(EPOCH)),
+        ("the optimizer's step", next((group.fields[STEP] for group in groups if STEP in group.fields), None)),
+    ):
+        found = _number(value)
+        if found is not None:
+            notes.add(Fate.DERIVED, f"iteration {found}: {what}, since the folder does not say it")
+            return found
+    return 0
+
+
+def _at(value: Any, path: tuple[str, ...]) -> object:
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _number(value: object) -> int | None:
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if plain or (isinstance(value, SmallTensor) and value.numel() == 1):
+        return int(cast(float, value))
+    return None
+
+
+def scheduler_state(source: Source, report: Report) -> dict[str, object]:
+    """The scheduler's own state if it is torch's, otherwise that of a LambdaLR which has made as many steps.
+
+    Args:
+        source: A source under a module's names.
+        report: Told what was derived.
+    """
+    stored = source.state.scheduler
+    if stored is not None and EPOCH in stored:
+        return dict(stored)
+    fields = [completed(group.fields, group.scalars) for group in source.state.groups]
+    at = source.state.iteration
+    report.add(Fate.DERIVED, f"lr_scheduler: torch's, at last_epoch {at}, with the learning rates of the param groups")
+    return {
+        "base_lrs": [group["initial_lr"] for group in fields], EPOCH: at, "verbose": False, "_step_count": at + 1,
+        "_is_initial": False, "_get_lr_called_within_step": False, "_last_lr": [group["lr"] for group in fields],
+        "lr_lambdas": [None] * len(fields),
+    }  # fmt: skip
+
+
+def random_states(known: bytes) -> dict[str, object]:
+    """Fresh states of every generator that RLinf and verl restore.
+
+    Args:
+        known: What they are made from; 4 bytes at least.
+    """
+    import numpy as np
+
+    seed = int.from_bytes(known[:4], "little")
+    state = cast(tuple[object, ...], np.random.RandomState(seed).get_state())
+    return {
+        "cpu": cpu_generator_state(seed),
+        "numpy": state,
+        "random": random.Random(seed).getstate(),
+        "cuda": cuda_generator_state(seed),
+    }
+
+
+def of_iteration(iteration: int) -> dict[str, object]:
+    """The same for all ranks, made from the iteration.
+
+    Args:
+        iteration: Of the checkpoint.
+    """
+    return random_states(hashlib.sha256(f"mcore_rlhf rng {iteration}".encode()).digest())

@@ -1,0 +1,87 @@
+"""``--like``: a checkpoint that the trainer itself wrote, for what depends on the user's run and on nothing else: how many param groups
+there are and who is in which, the learning rates from which its schedule starts, its counters, how many ranks it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import read_pt
+
+from .files import STEP, RunFiles
+from .optimizer import OptimizerFile
+from .reader import read_counters
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What such a checkpoint says; empty without one.
+
+    Args:
+        groups: Its param groups, with names; empty where it says none.
+        scheduler: Its scheduler's state.
+        counters: The Trainer's.
+        ranks: How many ranks' random states it has; 0 where it has none.
+    """
+
+    groups: tuple[ParamGroup, ...] = ()
+    scheduler: Mapping[str, object] = field(default_factory=dict)
+    counters: Mapping[str, object] = field(default_factory=dict)
+    ranks: int = 0
+
+    @classmethod
+    def read(cls, folder: ReadablePath | None, files: RunFiles, order: list[str], shapes: Mapping[str, Shape]) -> Like:
+        """Read one.
+
+        Args:
+            folder: The folder that the user gave, or None.
+            files: What its files are called.
+            order: The target's parameters, as the module has them.
+            shapes: Of these.
+
+        Raises:
+            UsageError: It is no checkpoint of that trainer.
+            CheckpointError: It is another model's, or damaged.
+        """
+        if folder is None:
+            return cls()
+        if not (folder / files.optimizer).is_file():
+            raise UsageError(
+                f"--like: {folder} has no {files.optimizer}\nGive a checkpoint that the trainer itself wrote, of any step."
+            )
+        optimizer, notes = OptimizerFile.open(folder, files.optimizer, ()), Report()
+        optimizer.name(order, shapes, notes)
+        scheduler = read_pt(folder, files.scheduler) if (folder / files.scheduler).is_file() else None
+        tree = {} if scheduler is None else scheduler.materialize(scheduler.tree)
+        counters, ranks = read_counters(folder, files), len(files.rng_files(folder))
+        return cls(optimizer.groups(order, notes), tree if isinstance(tree, Mapping) else {}, counters, ranks)
+
+    def counters_at(self, iteration: int) -> dict[str, object]:
+        """Its counters at another step: what is of the run stays, what is of the step is left out or counted on."""
+        own, step = {key: value for key, value in self.counters.items() if key not in _OF_STEP}, self.counters.get(STEP)
+        epoch = self.counters.get("epoch")
+        if isinstance(epoch, int | float) and isinstance(step, int) and step > 0:
+            own["epoch"] = epoch * iteration / step
+        return {**own, STEP: iteration}
+
+    def epochs_of_schedule(self) -> int:
+        """How often the scheduler counts in a step: accelerate's once for every process.
+
+        Source: accelerate 1.15.0, ``scheduler.py`` (``AcceleratedScheduler.step``).
+        """
+        at, steps = self.scheduler.get("last_epoch"), [group.fields.get("step") for group in self.groups]
+        taken = max((int(float(step)) for step in steps if step is not None), default=0)  # type: ignore[arg-type]
+        return at // taken if isinstance(at, int) and taken > 0 and at >= taken and at % taken == 0 else 1
+
+
+_OF_STEP = (
+    "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos", "num_input_tokens_seen",
+    "stateful_callbacks",
+)  # fmt: skip
+"""Source: transformers 5.23.0, ``trainer_callback.py`` (``TrainerState``)."""

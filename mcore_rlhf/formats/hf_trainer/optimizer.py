@@ -1,0 +1,172 @@
+"""The optimizer's file: torch's numbered state dict, and whose the numbers are.
+
+They count ``named_parameters()`` group by group; in which order these are, the model's table knows
+(:func:`~mcore_rlhf.models.huggingface.order.module_order`), and which group each is in follows from how many each has, and from every
+shape. Source: torch 2.13.0, ``optim/optimizer.py`` (``state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.catalog import FLOATING, Shape
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
+from mcore_rlhf.families.lora.names import LORA_A, in_base, in_memory
+from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.models.huggingface.order import module_order
+from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
+
+GROUPS, STATE, PARAMS = "param_groups", "state", "params"
+_WEIGHTS_ALONE = "--no-optimizer takes the weights alone."
+
+
+@dataclass(slots=True)
+class OptimizerFile:
+    """An optimizer's file that was opened.
+
+    Args:
+        opened: The file.
+        states: What lies there of every number, in tensors with dimensions.
+        collected: Its groups, and what else it keeps of every number.
+        names: Whose the numbers are; empty until :meth:`name`.
+    """
+
+    opened: PtFile
+    states: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+    collected: Collected = field(default_factory=Collected)
+    names: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, root: ReadablePath, file: str, stubs: tuple[str, ...]) -> OptimizerFile:
+        """Open one.
+
+        Raises:
+            CheckpointError: It is damaged, or is no such state dict.
+        """
+        found = cls(read_pt(root, file, stubs=stubs))
+        tree = found.opened.tree
+        groups, kept = (tree.get(key) for key in (GROUPS, STATE)) if isinstance(tree, Mapping) else (None, None)
+        inside = [*groups, *kept.values()] if isinstance(groups, list) and isinstance(kept, Mapping) else [None]
+        if not all(isinstance(one, Mapping) for one in inside) or not isinstance(groups, list):
+            raise Unsupported(f"{root / file}: is not the state dict of one of torch's optimizers\n{_WEIGHTS_ALONE}")
+        found.collected.fields = {
+            number: {str(key): found.opened.materialize(value) for key, value in group.items()}
+            for number, group in enumerate(groups)
+        }
+        for number, values in (kept or {}).items():
+            found._take(str(number), values)
+        found._check_numbers()
+        return found
+
+    def _take(self, number: str, values: Mapping[Any, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, StoredTensor) and key != STEP and value.shape:
+                self.states.setdefault(number, {})[str(key)] = value
+            else:
+                self.collected.scalars.setdefault(number, {})[str(key)] = self.opened.materialize(value)
+
+    def _check_numbers(self) -> None:
+        """Every number is in one group, and nothing has states that is in none."""
+        listed: list[str] = []
+        for number, fields in self.collected.fields.items():
+            members = fields.get(PARAMS)
+            if not isinstance(members, list) or not all(type(one) is int for one in members):
+                raise Unsupported(
+                    f"{self.where}: param group {number} does not list its parameters by number\n{_WEIGHTS_ALONE}"
+                )
+            listed += map(str, members)
+        problems = Problems()
+        advice = "The file is damaged or forged: copy it again."
+        if len(set(listed)) < len(listed):
+            twice = next(one for one in listed if listed.count(one) > 1)
+            problems.add(LayoutMismatch, f"{self.where}: number {twice} is in param groups twice", advice)
+        for stranger in sorted({*self.states, *self.collected.scalars}.difference(listed)):
+            problems.add(
+                LayoutMismatch, f"{self.where}: has states of number {stranger}, which is in no param group", advice
+            )
+        problems.raise_if_any()
+
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self.opened.directory.path)
+
+    @property
+    def count(self) -> int:
+        """How many parameters it has."""
+        members = (fields[PARAMS] for fields in self.collected.fields.values())
+        return sum(len(listed) for listed in members if isinstance(listed, list))
+
+    def name(self, order: list[str], shapes: Mapping[str, Shape], notes: Report) -> None:
+        """Find out whose the numbers are.
+
+        Args:
+            order: The parameters that it may have, as the module has them.
+            shapes: Of these.
+            notes: Told how.
+
+        Raises:
+            Unsupported: They fit in no way, or in several, or a state has not a value for each element.
+            LayoutMismatch: There are more than the model has.
+        """
+        if self.count > len(order):
+            raise LayoutMismatch(
+                f"{self.where}: has {self.count} parameters, and the model beside it {len(order)}: they are of two runs\n{_WEIGHTS_ALONE}"
+            )
+        one = {number: next(iter(states.values())).shape for number, states in self.states.items()}
+        self.names = name_numbers(
+            self.collected, {name: shapes[name] for name in order}, one, self.opened.root / self.opened.file, notes
+        )
+        problems = Problems()
+        for number, states in self.states.items():
+            name = self.names[number]
+            for state, held in states.items():
+                if held.shape != shapes[name]:
+                    text = f"{self.where}: {name} has the shape {shapes[name]}, its {state} {held.shape}; only states with one value"
+                    problems.add(Unsupported, f"{text} per element can be converted", _WEIGHTS_ALONE)
+        problems.raise_if_any()
+
+    def groups(self, order: list[str], notes: Report) -> tuple[ParamGroup, ...]:
+        """The groups, with names."""
+        return self.collected.groups(self.opened.root, order, notes)
+
+    def of_names(self) -> dict[str, dict[str, StoredTensor]]:
+        """What lies in the file, by parameter and state."""
+        return {self.names[number]: states for number, states in self.states.items()}
+
+
+def trainable_order(config: Mapping[str, object], model: ModelSpec, frozen: Collection[str] = ()) -> list[str]:
+    """The parameters of a model that an optimizer may have, as its module has them: an adapter's where their modules are.
+
+    Args:
+        config: The model's description; may be empty.
+        model: It.
+        frozen: What cannot be among them: buffers.
+
+    Raises:
+        Unsupported: No table knows.
+    """
+    names = [spec.name for spec in model.params if spec.dtype in FLOATING and spec.name not in frozen]
+    adapted = {name: found for name in names if (found := in_memory(name)) is not None}
+    if not adapted:
+        return module_order(config, names)
+    bases = {name: _base_of(name) for name in names}
+    places = {name: at for at, name in enumerate(module_order(config, set(bases.values())))}
+    inside = {name: 0 if name not in adapted or adapted[name].kind == LORA_A else 1 for name in names}
+    return sorted(names, key=lambda name: (places[bases[name]], inside[name]))
+
+
+def _base_of(name: str) -> str:
+    """What the base calls the weight that a tensor of an adapter changes."""
+    found = in_memory(name)
+    if found is None:
+        return in_base(name) or name
+    last = name.rpartition(".")[2]
+    return f"{found.module}.{last if last == 'bias' else 'weight'}"

@@ -1,0 +1,250 @@
+"""Opening a checkpoint of transformers' Trainer, or accelerate's: its weights, with the optimizer and all else that lies beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, TensorName
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.rows import Tensor
+from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.families.crossing.packing import repacked
+from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
+from mcore_rlhf.families.module import ModuleState, scaler_of
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import named_step
+from mcore_rlhf.families.sidecar import STATE as SIDECAR
+from mcore_rlhf.families.sidecar import Sidecar
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.formats.base import Format
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.huggingface.config import packed_in
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath, absolute, cannot_open
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.stored import whole_entry
+
+from .files import COUNTERS, SCALER, STEP, HfRunState, RunFiles
+from .optimizer import OptimizerFile, trainable_order
+
+_MOST_STEPS = 10**15
+_CALLED = re.compile(r"checkpoint-(\d{1,18})")
+
+
+def read_run(path: ReadablePath, options: ReadOptions, files: RunFiles, weights: Format) -> Source:
+    """Open a checkpoint.
+
+    Args:
+        path: Its folder.
+        options: Whether with the optimizer, which stubs.
+        files: What its files are called.
+        weights: The format of its weights.
+
+    Raises:
+        CheckpointError: It is damaged, contradicts itself, or nobody knows whose states the optimizer has.
+    """
+    return _RunReader(path, options, files, weights.read(path, options)).source()
+
+
+def read_counters(path: ReadablePath, files: RunFiles) -> dict[str, object]:
+    """The Trainer's counters; empty where there are none.
+
+    Args:
+        path: The checkpoint's folder.
+        files: What its files are called.
+
+    Raises:
+        CheckpointError: They are no JSON, or say no step that a run has.
+    """
+    file = path / files.counters
+    if not files.counters or not file.is_file():
+        return {}
+    try:
+        found = reading.read_json(file)
+    except OSError as error:
+        raise cannot_open(error, file) from error
+    except ValueError as error:
+        raise Corrupt(f"{file}: is no JSON: {error}\nCopy the file again from where it came from.") from None
+    step = found.get(STEP) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise Unsupported(f"{file}: expected an object whose {STEP} is a number of steps, found {step!r:.60}")
+    return found
+
+
+@dataclass
+class _RunReader:
+    path: ReadablePath
+    options: ReadOptions
+    files: RunFiles
+    weights: Source
+    notes: Report = field(default_factory=Report)
+    unplaced: Unplaced = field(default_factory=Unplaced)
+    stored: list[StoredFile] = field(default_factory=list)
+
+    def source(self) -> Source:
+        self.notes = self.weights.notes.copy()
+        counters, scheduler = read_counters(self.path, self.files), self._tree(self.files.scheduler)
+        optimizer = self._optimizer()
+        weights = self.weights if optimizer is None else self._as_trained(optimizer)
+        order = None if optimizer is None else self._named(optimizer, weights)
+        groups = () if optimizer is None or order is None else optimizer.groups(order, self.notes)
+        iteration = self._iteration(counters, groups)
+        sidecar = self._sidecar(iteration)
+        source = (
+            weights if optimizer is None or order is None else self._joined(weights, optimizer, order, groups, sidecar)
+        )
+        state = self._training(iteration, counters, scheduler, groups, sidecar)
+        rng, family = self._rng(), ModuleState.needed(source)
+        shared = {item.name: getattr(family, item.name) for item in fields(ModuleState)} | {
+            "tag": f"global_step{iteration}"
+        }
+        scalars = {} if optimizer is None else optimizer.collected.scalars
+        return replace(
+            source, format=self.files.format, parallel=ParallelConfig(dp=max(1, len(rng))), state=state,
+            files=(*source.files, *self._counters_file(), *self.stored), notes=self.notes,
+            family=HfRunState(**shared, rng=rng, scalars=scalars), unplaced=(*source.unplaced, *self.unplaced.names),
+            origin={} if sidecar is None else sidecar.origin,
+        )  # fmt: skip
+
+    def _tree(self, file: str) -> object:
+        """What a small file has; None where there is none, or nobody wants the optimizer."""
+        if not self.options.optimizer or not (self.path / file).is_file():
+            return None
+        opened = read_pt(self.path, file, stubs=self.options.stubs)
+        self.stored.append(StoredFile.of_zip(file, opened.directory))
+        return opened.materialize(opened.tree)
+
+    def _optimizer(self) -> OptimizerFile | None:
+        if not self.options.optimizer or not (self.path / self.files.optimizer).is_file():
+            return None
+        second = self.files.optimizer.replace(".", "_1.")
+        if (self.path / second).is_file():
+            raise Unsupported(
+                f"{self.path / second}: a second optimizer; no file says which trains what\n--no-optimizer takes the weights alone."
+            )
+        found = OptimizerFile.open(self.path, self.files.optimizer, self.options.stubs)
+        self.stored.append(StoredFile.of_zip(self.files.optimizer, found.opened.directory))
+        self.unplaced.look(self.files.optimizer, found.opened.tree, of_torch(found.opened.tree))
+        return found
+
+    def _as_trained(self, optimizer: OptimizerFile) -> Source:
+        """The weights as the optimizer has them: transformers 5 packs experts in memory, and has as many parameters as it then has."""
+        config = self.weights.family.config
+        if not packed_in(config):
+            return self.weights
+        packed = repacked(self.weights, config, packs_experts=True)
+        trained = [spec for spec in self.weights.model.params if spec.trainable]
+        return self.weights if optimizer.count == len(trained) else packed
+
+    def _named(self, optimizer: OptimizerFile, weights: Source) -> list[str]:
+        """The parameters in the module's order, with the optimizer's numbers named."""
+        try:
+            order = trainable_order(weights.family.config, weights.model, weights.family.buffers)
+        except Unsupported as error:
+            first, _, rest = str(error).partition("\n")
+            raise Unsupported(
+                f"{optimizer.where}: the optimizer has numbers in the place of names, by the order of the model's parameters: {first}\n"
+                f"{rest}\n--no-optimizer takes the weights alone."
+            ) from None
+        optimizer.name(order, weights.model.shapes, self.notes)
+        return order
+
+    def _joined(
+        self, weights: Source, optimizer: OptimizerFile, order: list[str], groups: tuple[ParamGroup, ...], sidecar: Sidecar | None
+    ) -> Source:  # fmt: skip
+        """The weights with the optimizer's states; a trained fp32 parameter is its own master."""
+        trained, states = {name for group in groups for name in group.params}, optimizer.of_names()
+        dtypes = {} if sidecar is None else sidecar.dtypes
+        table, specs, role = Chunks(), [], weights.role
+        places = {name: at for at, name in enumerate(order)}
+        for spec in sorted(weights.model.params, key=lambda spec: places.get(spec.name, len(order))):
+            own = MASTER if spec.name in trained and spec.dtype == FLOAT32 else PARAM
+            table.add(TensorName(role, spec.name, own), weights.catalog.tensor(TensorName(role, spec.name, PARAM)))
+            for state, held in states.get(spec.name, {}).items():
+                table.add(name := TensorName(role, spec.name, state), Tensor.of(whole_entry(name, held)))
+            dtype = dtypes.get(spec.name, spec.dtype) if own == MASTER else spec.dtype
+            specs.append(replace(spec, dtype=dtype, trainable=spec.name in trained))
+        found = dict.fromkeys(name.state for name in table if name.state not in (PARAM, MASTER))
+        masters = (MASTER,) if any(name.state == MASTER for name in table) else ()
+        family = ModuleState.needed(weights)
+        known = (*order, *(name for name in family.order if name not in trained), *family.shared)
+        return replace(
+            weights, model=weights.model.having(specs), catalog=table, states=(*masters, *found), optimizer="torch",
+            family=replace(family, order=tuple(dict.fromkeys(known))),
+        )  # fmt: skip
+
+    def _iteration(self, counters: Mapping[str, object], groups: tuple[ParamGroup, ...]) -> int:
+        said, called, named = counters.get(STEP), _CALLED.fullmatch(absolute(self.path).name), named_step(self.path)
+        if isinstance(said, int):
+            if called is not None and int(called[1]) != said:
+                raise LayoutMismatch(
+                    f"{self.path / self.files.counters}: {STEP} is {said}, and the folder is called {self.path.name}\n"
+                    "Files of different steps are mixed, or the folder was renamed: give it the name of its step."
+                )
+            return said
+        steps = {int(float(group.fields["step"])) for group in groups if "step" in group.fields}  # type: ignore[arg-type]
+        found = named if named is not None else max(steps, default=0)
+        where = "the folder's name" if named is not None else "the optimizer's step"
+        self.notes.add(Fate.NOTE, f"iteration {found}: from {where}")
+        return found
+
+    def _sidecar(self, iteration: int) -> Sidecar | None:
+        """What we kept beside, unless a run went on since."""
+        try:
+            found = Sidecar.read(self.path, self.options.stubs)
+        except CheckpointError as error:
+            self.notes.add(Fate.LOST, f"what {SIDECAR} keeps: {error}")
+            return None
+        return found if found is not None and found.iteration == iteration else None
+
+    def _training(
+        self, iteration: int, counters: Mapping[str, object], scheduler: object, groups: tuple[ParamGroup, ...], sidecar: Sidecar | None
+    ) -> TrainingState:  # fmt: skip
+        state = TrainingState(iteration) if sidecar is None else sidecar.training
+        own = state_dict_of(scheduler, self.files.scheduler, self.notes)
+        if own is None and groups:
+            text = f"{self.files.scheduler} is not there, without which the trainer does not load its optimizer, and says nothing"
+            self.notes.add(Fate.NOTE, text)
+        other = {**state.other, **({COUNTERS: dict(counters)} if counters else {})}
+        return replace(
+            state, iteration=iteration, release=False, groups=groups, other=other,
+            scheduler=state.scheduler if state.scheduler is not None else None if own is None else dict(own),
+            grad_scaler=state.grad_scaler if state.grad_scaler is not None else self._scaler(iteration),
+        )  # fmt: skip
+
+    def _scaler(self, iteration: int) -> object | None:
+        """Torch's loss scaler as other formats under a module's names keep one."""
+        values = self._tree(SCALER)
+        if not isinstance(values, Mapping) or "scale" not in values:
+            return None
+        return scaler_of(
+            {
+                "dynamic_loss_scale": True, "cur_scale": values["scale"], "cur_iter": iteration,
+                "last_overflow_iter": iteration - int(values.get("_growth_tracker", 0)),
+                "scale_factor": values.get("growth_factor", 2.0), "scale_window": values.get("growth_interval", 2000),
+            }
+        )  # fmt: skip
+
+    def _rng(self) -> tuple[Mapping[str, object], ...]:
+        """Each rank's random states, by generator."""
+        ours = {theirs: here for here, theirs in self.files.generators.items()}
+        found = []
+        for file in self.files.rng_files(self.path):
+            opened = read_pt(self.path, file, stubs=self.options.stubs)
+            self.stored.append(StoredFile.of_zip(file, opened.directory))
+            tree = opened.materialize(opened.tree)
+            if not isinstance(tree, Mapping):
+                raise Unsupported(
+                    f"{self.path / file}: expected random states by generator, found a {type(tree).__name__}"
+                )
+            found.append({ours.get(str(key), str(key)): value for key, value in tree.items()})
+        return tuple(found)
+
+    def _counters_file(self) -> list[StoredFile]:
+        file = self.path / self.files.counters
+        return (
+            [StoredFile(self.files.counters, file.stat().st_size, ())] if self.files.counters and file.is_file() else []
+        )

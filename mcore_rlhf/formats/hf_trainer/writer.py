@@ -1,0 +1,273 @@
+"""Describing a new checkpoint of transformers' Trainer, or accelerate's: the weights' own format says how these lie, and beside them come
+the optimizer in numbers, the schedule, the counters and random states.
+
+Both load the optimizer by position: its groups are dealt as the trainer that goes on deals them, by name, and have every field that
+torch's optimizers ask for. What the files have no place for waits in :mod:`mcore_rlhf.families.sidecar`.
+Source: transformers 5.23.0, ``trainer.py`` (``create_optimizer``, ``get_decay_parameter_names``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.catalog import MASTER, Chunk, Record, TensorEntry, TensorName
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.families.crossing.description import known_description
+from mcore_rlhf.families.crossing.packing import repacked
+from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
+from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
+from mcore_rlhf.families.fsdp.state import EPOCH, random_states, scheduler_state
+from mcore_rlhf.families.inventory import inventory_of
+from mcore_rlhf.families.lora.names import OF_ADAPTER
+from mcore_rlhf.families.lora.parts import adapter_alone
+from mcore_rlhf.families.module import ModuleState, loose_values
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.sidecar import Sidecar
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
+from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.pt import Pt
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .dealing import dealt
+from .files import COUNTERS, SCALER, HfRunState, RunFiles, rng_item
+from .files import STEP as GLOBAL_STEP
+from .like import Like
+from .optimizer import GROUPS, PARAMS, STATE, trainable_order
+
+
+def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: Sequence[Format]) -> Target:
+    """Describe the checkpoint that holds what a source under a module's own names has.
+
+    Args:
+        source: An opened checkpoint, of a model, of an adapter, or of both.
+        options: What the user asked for.
+        files: What its files are called.
+        weights: The formats of a model's weights, and of an adapter's.
+
+    Raises:
+        CheckpointError: It cannot be done; all problems together.
+    """
+    module = ModuleState.needed(source, files.format)
+    adapted = any(OF_ADAPTER.fullmatch(spec.name) for spec in source.model.params)
+    if adapted:
+        source = adapter_alone(source, options.reference_config)
+        module = ModuleState.needed(source, files.format)
+    config = {} if adapted else known_description(source, options)
+    optimizer = source.optimizer is not None and not options.no_optimizer
+    if optimizer:
+        check_groups(source)
+    of_weights = _weights_of(source, config)
+    masters = optimizer and MASTER in source.states
+    base = weights[adapted].target(
+        of_weights, replace(options, masters=masters, no_optimizer=True, with_optimizer=False)
+    )
+    order = (
+        trainable_order(config, source.model, _still(source, module)) if optimizer or options.like is not None else []
+    )
+    like = Like.read(
+        None if options.like is None else Path(options.like).expanduser(), files, order, source.model.shapes
+    )
+    return _RunTarget(source, module, options, files, base, order, like, optimizer).target()
+
+
+def _still(source: Source, module: ModuleState) -> set[str]:
+    """What no optimizer has."""
+    return {*module.buffers, *(spec.name for spec in source.model.params if not spec.trainable)}
+
+
+def _weights_of(source: Source, config: Mapping[str, object]) -> Source:
+    """The model alone, with experts one by one, as they are on disk."""
+    alone = replace(
+        source, optimizer=None, states=tuple(s for s in source.states if s == MASTER), state=TrainingState(0), origin={}
+    )
+    if not config:
+        return alone
+    described = replace(alone, family=alone.family.described(lambda: config))
+    return repacked(described, config, packs_experts=False)
+
+
+@dataclass
+class _RunTarget:
+    source: Source
+    module: ModuleState
+    options: WriteOptions
+    files: RunFiles
+    base: Target
+    order: list[str]
+    like: Like
+    optimizer: bool
+    small: list[TargetFile] = field(default_factory=list)
+
+    def target(self) -> Target:
+        report = self.base.report
+        source = replace(self.source, state=replace(self.source.state, groups=self._dealt(report)))
+        if self.optimizer:
+            self._put(self.files.scheduler, self._schedule(source, report))
+        rng = self._random_states(report)
+        for rank, states in enumerate(rng):
+            self._put(self.files.rng_name(rank, len(rng)), self._spelled(states))
+        self._put_scaler()
+        texts, lost = self._sidecar().texts()
+        for what in lost:
+            report.add(Fate.LOST, f"{what}: no JSON can hold it")
+        texts |= self._counters(report)
+        parts = [TargetFile(self.files.optimizer, partial(self._layout, source.state.groups))] if self.optimizer else []
+        moments = self.source.catalog.of_states(self.source.states)
+        return replace(
+            self.base,
+            format=self.files.format,
+            parallel=ParallelConfig(dp=max(1, len(rng))),
+            source=self.base.source.joined(moments),
+            files=(*self.base.files, *parts, *self.small),
+            texts={**self.base.texts, **texts},
+            holds=self._holds(rng),
+            carried=self._beside(texts),
+        )
+
+    def _put(self, file: str, tree: object) -> None:
+        self.small.append(TargetFile(file, lambda: FileLayout(Chunks(), [], Pt.of(tree))))
+
+    def _dealt(self, report: Report) -> tuple[ParamGroup, ...]:
+        if not self.optimizer:
+            return ()
+        own = HfRunState.of(self.source) is not None
+        return dealt(self.source, self.order, self.like.groups, report, as_is=own)
+
+    def _layout(self, groups: Sequence[ParamGroup]) -> FileLayout:
+        """The optimizer's file: states by number, in the order of the groups."""
+        numbers = {name: number for number, name in enumerate(name for group in groups for name in group.params)}
+        entries: list[TensorEntry] = []
+        states: dict[int, dict[str, object]] = {}
+        scalars = self._scalars()
+        for name, number in numbers.items():
+            held: dict[str, object] = {}
+            for state in (state for state in self.source.states if state != MASTER):
+                entry = self.source.catalog.get(TensorName(self.source.role, name, state))
+                if entry is not None:
+                    record = Record(
+                        self.files.optimizer, f"data/{len(entries)}", entry.dtype, prod(entry.global_shape), 0
+                    )
+                    held[state] = StoredTensor.whole(record, entry.global_shape)
+                    entries.append(
+                        TensorEntry(
+                            entry.name, entry.global_shape, entry.dtype, (Chunk.whole(record, entry.global_shape),)
+                        )
+                    )
+            if held:
+                states[number] = {**scalars.get(name, {}), **held}
+        tree = {STATE: states, GROUPS: [_as_stored(group, numbers) for group in groups]}
+        return FileLayout(
+            Chunks.of(entries), [chunk.record for entry in entries for chunk in entry.chunks], Pt.of(tree)
+        )
+
+    def _scalars(self) -> Mapping[str, Mapping[str, object]]:
+        own = HfRunState.of(self.source)
+        if own is not None and own.scalars:
+            return own.scalars
+        return {name: own_scalars(group) for group in self.source.state.groups for name in group.params}
+
+    def _schedule(self, source: Source, report: Report) -> dict[str, object]:
+        """The run's own, where it is torch's; one that has made as many steps otherwise, from the learning rates of ``--like``."""
+        groups = len(source.state.groups)
+        if scheduled_groups(source.state.scheduler) not in (None, 0, groups):
+            fitting = with_fitting_schedule(source)
+            report.lines += [line for line in fitting.notes.lines if line not in report.lines]
+            source = replace(source, state=fitting.state)
+        made, times = scheduler_state(source, report), self.like.epochs_of_schedule()
+        known = source.state.scheduler is not None and EPOCH in source.state.scheduler
+        if not known and times > 1:
+            made[EPOCH] = source.state.iteration * times
+            made["_step_count"] = source.state.iteration * times + 1
+        return (
+            made if known else {**{key: value for key, value in self.like.scheduler.items() if key not in made}, **made}
+        )
+
+    def _random_states(self, report: Report) -> list[Mapping[str, object]]:
+        own, at = HfRunState.of(self.source), self.source.state.iteration
+        kept = [] if own is None else [*own.rng]
+        ranks = self.options.dp or self.like.ranks or len(kept) or 1
+        wanted = self.options.rng or ("keep" if len(kept) == ranks else "derive")
+        if wanted == "drop" or not self.optimizer:
+            if kept:
+                report.add(Fate.LOST, "rng: left out", Item(Kind.RNG))
+            return []
+        if wanted == "keep" and len(kept) == ranks:
+            return kept
+        text = f"rng: new states for {ranks} ranks, from iteration {at}"
+        report.add(Fate.DERIVED, text)
+        report.settle(Fate.DERIVED, text, Item(Kind.RNG))
+        made = (random_states(_seed(f"mcore_rlhf rng {at} rank {rank}")) for rank in range(ranks))
+        return [{key: value for key, value in states.items() if key != "cuda"} for states in made]
+
+    def _spelled(self, states: Mapping[str, object]) -> dict[str, object]:
+        """A rank's random states as these files have them."""
+        return {**self.files.fixed, **{self.files.generators.get(key, key): value for key, value in states.items()}}
+
+    def _put_scaler(self) -> None:
+        """Torch's loss scaler, where the run's adapts itself."""
+        scaler = self.source.state.grad_scaler
+        values: dict[str, Any] = loose_values(scaler)
+        if self.optimizer and scaler is not None and values.get("dynamic_loss_scale"):
+            growth, passed = (
+                float(values["scale_factor"]) or 2.0,
+                int(values["cur_iter"]) - int(values["last_overflow_iter"]),
+            )
+            made = {"scale": float(values["cur_scale"]), "growth_factor": growth, "backoff_factor": 1 / growth}
+            self._put(SCALER, {**made, "growth_interval": values["scale_window"], "_growth_tracker": max(0, passed)})
+
+    def _counters(self, report: Report) -> dict[str, str | bytes]:
+        """The Trainer's counters: the source's, those of ``--like``, or the step alone."""
+        if not self.files.counters:
+            return {}
+        state = self.source.state
+        own = state.other.get(COUNTERS)
+        known = isinstance(own, dict) and own.get(GLOBAL_STEP) == state.iteration
+        counters = dict(own) if known and isinstance(own, dict) else self.like.counters_at(state.iteration)
+        if not known:
+            whence = (
+                "as --like has them, at this step"
+                if self.like.counters
+                else f"{GLOBAL_STEP} alone; --like FOLDER gives the others"
+            )
+            report.add(Fate.DERIVED, f"{self.files.counters}: {whence}")
+        return {self.files.counters: json.dumps(counters, indent=2, sort_keys=True) + "\n"}
+
+    def _sidecar(self) -> Sidecar:
+        """Everything that the files have no place for; weights are the fp32 masters where there are any."""
+        state, specs = replace(self.source.state, groups=()), self.source.model.params
+        module = replace(self.module.base(), config={})
+        dtypes = {spec.name: spec.dtype for spec in specs} if self.optimizer else {}
+        return Sidecar.of(state, module, specs, self.source.origin, dtypes=dtypes)
+
+    def _holds(self, rng: Sequence[Mapping[str, object]]) -> Inventory:
+        """Everything that is carried; of random states those that were kept."""
+        held = {i: v for i, v in inventory_of(self.source).items() if i.kind not in (Kind.RNG, Kind.CONFIG)}
+        described = {item: value for item, value in self.base.holds.items() if item.kind is Kind.CONFIG}
+        return {**held, **described, **{rng_item(rank): states for rank, states in enumerate(rng)}}
+
+    def _beside(self, texts: Mapping[str, object]) -> dict[str, Any]:
+        """What goes along: as the weights' format has it, without what is written anew."""
+        written = {*texts, self.files.optimizer, *(file.path for file in self.small)}
+        return {name: path for name, path in self.base.carried.items() if name not in written}
+
+
+def _seed(text: str) -> bytes:
+    """What random states are made of. They begin with it, and it with a byte that no pickle begins with: what is written is looked into
+    for pickles, and of so many ranks' states one would look like one.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
+    return bytes((digest[0] & 0x5F | 0xA0, *digest[1:]))
+
+
+def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, object]:
+    fields = {key: value for key, value in group.fields.items() if key not in (*group.scalars, STEP)}
+    return {**fields, PARAMS: [numbers[name] for name in group.params]}
