@@ -68,7 +68,7 @@ class Like:
         epoch = self.counters.get("epoch")
         if isinstance(epoch, int | float) and isinstance(step, int) and step > 0:
             own["epoch"] = epoch * iteration / step
-        return {**own, STEP: iteration}
+        return {"stateful_callbacks": _CALLBACKS, **own, STEP: iteration}
 
     def epochs_of_schedule(self) -> int:
         """How often the scheduler counts in a step: accelerate's once for every process.
@@ -80,8 +80,19 @@ class Like:
         return at // taken if isinstance(at, int) and taken > 0 and at >= taken and at % taken == 0 else 1
 
 
+_CALLBACKS = {
+    "TrainerControl": {
+        "args": dict.fromkeys(
+            ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"), False
+        ),
+        "attributes": {},
+    }
+}
+"""What every run of the Trainer's has, which stops at its next save without it.
+
+Source: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``), ``trainer_callback.py`` (``TrainerControl.state``).
+"""
 _OF_STEP = (
     "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos", "num_input_tokens_seen",
-    "stateful_callbacks",
 )  # fmt: skip
 """Source: transformers 5.23.0, ``trainer_callback.py`` (``TrainerState``)."""

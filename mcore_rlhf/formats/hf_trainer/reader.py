@@ -208,7 +208,8 @@ class _RunReader:
         if own is None and groups:
             text = f"{self.files.scheduler} is not there, without which the trainer does not load its optimizer, and says nothing"
             self.notes.add(Fate.NOTE, text)
-        other = {**state.other, **({COUNTERS: dict(counters)} if counters else {})}
+        known = self.weights.state.other  # an adapter's configuration
+        other = {**known, **state.other, **({COUNTERS: dict(counters)} if counters else {})}
         return replace(
             state, iteration=iteration, release=False, groups=groups, other=other,
             scheduler=state.scheduler if state.scheduler is not None else None if own is None else dict(own),

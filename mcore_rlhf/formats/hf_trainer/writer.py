@@ -27,7 +27,7 @@ from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
 from mcore_rlhf.families.fsdp.state import EPOCH, random_states, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.lora.names import OF_ADAPTER
-from mcore_rlhf.families.lora.parts import adapter_alone
+from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
 from mcore_rlhf.families.module import ModuleState, loose_values
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import Sidecar
@@ -70,6 +70,8 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     base = weights[adapted].target(
         of_weights, replace(options, masters=masters, no_optimizer=True, with_optimizer=False)
     )
+    if optimizer and not adapted and of_weights.model.params != source.model.params:
+        base.report.add(Fate.NOTE, _EXPERTS)
     order = (
         trainable_order(config, source.model, _still(source, module)) if optimizer or options.like is not None else []
     )
@@ -79,6 +81,12 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     return _RunTarget(source, module, options, files, base, order, like, optimizer).target()
 
 
+_EXPERTS = (
+    "experts are one by one in model.safetensors, as transformers saves them; its Trainer passes over them when it resumes (5.23.0): make "
+    "the model with from_pretrained of this folder, then resume from it"
+)
+
+
 def _still(source: Source, module: ModuleState) -> set[str]:
     """What no optimizer has."""
     return {*module.buffers, *(spec.name for spec in source.model.params if not spec.trainable)}
@@ -86,9 +94,9 @@ def _still(source: Source, module: ModuleState) -> set[str]:
 
 def _weights_of(source: Source, config: Mapping[str, object]) -> Source:
     """The model alone, with experts one by one, as they are on disk."""
-    alone = replace(
-        source, optimizer=None, states=tuple(s for s in source.states if s == MASTER), state=TrainingState(0), origin={}
-    )
+    other = {key: value for key, value in source.state.other.items() if key == CARRIED}
+    masters = tuple(state for state in source.states if state == MASTER)
+    alone = replace(source, optimizer=None, states=masters, state=TrainingState(0, other=other), origin={})
     if not config:
         return alone
     described = replace(alone, family=alone.family.described(lambda: config))

@@ -1,0 +1,153 @@
+"""Short runs of transformers' own Trainer, and with accelerate's own ``save_state`` and ``load_state``, on the CPU: what each step saw."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+WORDS, STEPS, HALF = 48, 4, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+MOE = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
+Seen = list[tuple[float, ...]]
+"""Of each step: loss, learning rate, norm of the gradient as far as it is known."""
+
+
+def model(seed: int, kind: str = "qwen2", dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    """A tiny model with weights of its own; no vector in it is another's equal."""
+    torch.manual_seed(seed)
+    made = transformers.AutoConfig.for_model(kind, **{**SIZES, **config})
+    found = transformers.AutoModelForCausalLM.from_config(made).to(dtype)
+    for name, parameter in found.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter.data, mean=1.0 if "norm" in name else 0.0, std=0.05)
+    return found
+
+
+def adapted(seed: int) -> Any:
+    """The same base for every seed, with an adapter of its own."""
+    from peft import LoraConfig, get_peft_model
+
+    base = model(1, tie_word_embeddings=False)
+    torch.manual_seed(seed)
+    wanted = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft 0.21.2 calls what transformers 5.23.0 deprecates
+        found = get_peft_model(base, wanted)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    return found
+
+
+def _data() -> list[dict[str, list[int]]]:
+    words = torch.randint(0, WORDS, (16, 8), generator=torch.Generator().manual_seed(7))
+    return [{"input_ids": row.tolist(), "labels": row.tolist()} for row in words]
+
+
+def _batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """accelerate keeps for the whole process on what it runs."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    states: tuple[Any, ...] = (AcceleratorState, GradientState, PartialState)
+    before = os.environ.get("ACCELERATE_USE_CPU")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    for state in states:
+        state._reset_state()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        for state in states:
+            state._reset_state()
+        os.environ.pop("ACCELERATE_USE_CPU")
+        os.environ |= {} if before is None else {"ACCELERATE_USE_CPU": before}
+
+
+def train(trained: Any, folder: Path, resume: Path | None = None, **arguments: Any) -> Seen:
+    """Train with ``Trainer``; saved at half of the steps, and at the end.
+
+    Args:
+        trained: The model.
+        folder: ``output_dir``.
+        resume: The checkpoint from which it goes on.
+        arguments: Further ``TrainingArguments``.
+    """
+    seen: Seen = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            if "loss" in logs:
+                seen.append((logs["loss"], logs["learning_rate"], float(logs["grad_norm"])))
+
+    with on_cpu():
+        wanted = transformers.TrainingArguments(
+            **{
+                "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 2, "max_steps": STEPS, "save_steps": HALF,
+                "learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 1,
+                "logging_steps": 1, "report_to": [], "seed": 3, "data_seed": 3, "disable_tqdm": True, "dataloader_pin_memory": False,
+                **arguments,
+            }
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model=trained, args=wanted, train_dataset=_data(), data_collator=_batch, callbacks=[Watch()]
+        )
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return seen
+
+
+def accelerated(trained: Any, save: Path | None = None, resume: Path | None = None) -> Seen:
+    """Train with a loop of one's own around accelerate.
+
+    Args:
+        trained: The model.
+        save: Where ``save_state`` goes at half of the steps; None for nowhere.
+        resume: What ``load_state`` takes.
+    """
+    from accelerate import Accelerator
+
+    seen: Seen = []
+    with on_cpu():
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.AdamW(_groups(trained), lr=1e-2, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        trained, optimizer, schedule = accelerator.prepare(trained, optimizer, schedule)
+        if resume is not None:
+            accelerator.load_state(str(resume))
+        for step in range(0 if resume is None else HALF, STEPS):
+            loss = trained(**_batch(_data()[2 * step : 2 * step + 2])).loss
+            accelerator.backward(loss)
+            seen.append((loss.item(), *schedule.get_last_lr(), torch.rand(()).item()))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if save is not None and step + 1 == HALF:
+                accelerator.save_state(str(save))
+    return seen
+
+
+def _groups(trained: Any) -> list[dict[str, Any]]:
+    still = ("bias", "norm.weight")
+    named = list(trained.named_parameters())
+    return [
+        {"params": [p for n, p in named if not n.endswith(still)], "weight_decay": 0.01},
+        {"params": [p for n, p in named if n.endswith(still)], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,152 @@
+"""transformers' own Trainer, and accelerate, go on from what we write with the losses of a run that was never interrupted.
+
+Both load an optimizer by position and say nothing where a moment lies at another parameter: only a next loss that is equal to the last bit
+shows that all are in place. Which number is whose is also held against the real module.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mcore_rlhf.convert import ConvertOptions, Job, convert
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from tests.helpers.catalog_values import tensor_of
+from tests.trainers.hf_runs import HALF, MOE, Seen, accelerated, adapted, model, train
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "transformers"
+TRAINER, ACCELERATE, ADAPTER = (
+    GOLDENS / "trainer/checkpoint-2",
+    GOLDENS / "accelerate/step_2",
+    GOLDENS / "adapter/checkpoint-2",
+)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "untied": ("qwen2", {"tie_word_embeddings": False}),
+    "experts": ("qwen3_moe", MOE),
+}
+
+
+def seen_of(folder: Path) -> Seen:
+    """What the run saw that wrote a golden, from there on."""
+    whole = json.loads((folder.parents[0].with_suffix(".json")).read_text())
+    return [tuple(step) for step in whole[HALF:]]
+
+
+def to(source: Path, target: Path, name: str, **write: Any) -> Job:
+    return convert(source, target, ConvertOptions(to=name, fsync=False, workers=1, write=WriteOptions(**write)))
+
+
+def forget(root: Path) -> None:
+    """Leave nothing of what waits for the way back, as in a run that went on elsewhere."""
+    for path in root.rglob("mcore_rlhf/state.json"):
+        path.unlink()
+    (root / "mcore_rlhf.json").unlink()
+
+
+def test_the_goldens_go_on_as_they_did(tmp_path: Path) -> None:
+    """So the recipe is the one that wrote them, and what follows compares like with like."""
+    assert train(model(9, tie_word_embeddings=True), tmp_path / "a", TRAINER) == seen_of(TRAINER)
+    assert train(adapted(9), tmp_path / "b", ADAPTER) == seen_of(ADAPTER)
+    assert accelerated(model(9, tie_word_embeddings=False), resume=ACCELERATE) == seen_of(ACCELERATE)
+
+
+@pytest.mark.parametrize("golden", [TRAINER, ACCELERATE, ADAPTER], ids=lambda path: path.parents[0].name)
+def test_every_number_is_the_parameter_that_the_module_has_there(golden: Path) -> None:
+    made = adapted(1) if golden is ADAPTER else model(1, tie_word_embeddings=golden is TRAINER)
+    decayed = transformers.Trainer.get_decay_parameter_names(None, made)  # type: ignore[arg-type]  # asks nothing of it
+    named = [name for name, parameter in made.named_parameters() if parameter.requires_grad]
+    order = [n for n in named if n in decayed] + [n for n in named if n not in decayed]
+    stored = torch.load(next(golden.glob("optimizer.*")), weights_only=True)
+    source = open_checkpoint(golden, ReadOptions())
+    assert len(order) == len(stored["state"]) == sum(len(group["params"]) for group in stored["param_groups"])
+    for number, name in enumerate(order):
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(tensor_of(source, name, state), stored["state"][number][state]), name
+    assert [len(group.params) for group in source.state.groups] == [
+        len(group["params"]) for group in stored["param_groups"]
+    ]
+
+
+def test_trainer_passes_over_experts_of_its_own_checkpoint(tmp_path: Path) -> None:
+    """Why the model of the next test is made with ``from_pretrained``, and why the report says so: transformers 5.23.0 does not unpack."""
+    whole = train(model(1, "qwen3_moe", **MOE), tmp_path / "run")
+    saved = tmp_path / "run" / f"checkpoint-{HALF}"
+    assert train(model(9, "qwen3_moe", **MOE), tmp_path / "again", saved) != whole[HALF:]
+    job = to(saved, tmp_path / "same", "hf-trainer")
+    assert any("Trainer passes over them" in text for _, text in job.report.lines)
+
+
+@pytest.mark.parametrize("like", [False, True], ids=["alone", "like"])
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer_goes_on_after_megatron(name: str, like: bool, tmp_path: Path) -> None:
+    kind, config = MODELS[name]
+    whole = train(model(1, kind, **config), tmp_path / "run")
+    saved = tmp_path / "run" / f"checkpoint-{HALF}"
+    to(saved, tmp_path / "megatron", "megatron", tp=2, **({"ep": 2, "dp": 2} if config is MOE else {}))
+    if like:
+        forget(tmp_path / "megatron")
+    back = tmp_path / "back" / f"checkpoint-{HALF}"
+    given = {"like": str(saved), "reference_config": str(saved)} if like else {}
+    job = to(tmp_path / "megatron", back, "hf-trainer", **given)
+    began = transformers.AutoModelForCausalLM.from_pretrained(back) if config is MOE else model(9, kind, **config)
+    assert train(began, tmp_path / "again", back) == whole[HALF:]
+    text = "trainer_state.json: as --like has them, at this step"
+    assert (text in [line for _, line in job.report.lines]) == like
+    kept = json.loads((back / "trainer_state.json").read_text())
+    was = json.loads((saved / "trainer_state.json").read_text())
+    assert {key: kept[key] for key in ("global_step", "epoch", "max_steps", "num_train_epochs")} == {
+        key: was[key] for key in ("global_step", "epoch", "max_steps", "num_train_epochs")
+    }
+
+
+def test_trainer_goes_on_after_deepspeed_and_several_files(tmp_path: Path) -> None:
+    to(TRAINER, tmp_path / "zero", "deepspeed", dp=2, zero_stage=2)
+    back = tmp_path / f"checkpoint-{HALF}"
+    to(tmp_path / "zero", back, "hf-trainer", max_shard_size=4096)
+    assert len(list(back.glob("model-*-of-*.safetensors"))) > 3
+    assert train(model(9, tie_word_embeddings=True), tmp_path / "again", back) == seen_of(TRAINER)
+
+
+def test_a_model_in_bf16_is_its_own_master(tmp_path: Path) -> None:
+    whole = train(model(1, dtype=torch.bfloat16, tie_word_embeddings=True), tmp_path / "run")
+    saved, back = tmp_path / "run" / f"checkpoint-{HALF}", tmp_path / f"checkpoint-{HALF}"
+    assert open_checkpoint(saved, ReadOptions()).states == ("exp_avg", "exp_avg_sq")
+    to(saved, tmp_path / "dcp", "dcp")
+    to(tmp_path / "dcp", back, "hf-trainer")
+    assert train(model(9, dtype=torch.bfloat16, tie_word_embeddings=True), tmp_path / "again", back) == whole[HALF:]
+
+
+def test_an_adapter_goes_on_after_dcp(tmp_path: Path) -> None:
+    to(ADAPTER, tmp_path / "dcp", "dcp")
+    back = tmp_path / f"checkpoint-{HALF}"
+    to(tmp_path / "dcp", back, "hf-trainer")
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {path.name for path in back.iterdir()}
+    assert train(adapted(9), tmp_path / "again", back) == seen_of(ADAPTER)
+
+
+def test_accelerate_goes_on_after_megatron(tmp_path: Path) -> None:
+    """Random states too are those of the run: ``load_state`` gives them back."""
+    with_config = tmp_path / ACCELERATE.name
+    shutil.copytree(ACCELERATE, with_config)
+    model(1, tie_word_embeddings=False).config.save_pretrained(with_config)
+    to(with_config, tmp_path / "megatron", "megatron", tp=2)
+    to(tmp_path / "megatron", tmp_path / "back", "hf-accelerate", like=str(ACCELERATE))
+    found = accelerated(model(9, tie_word_embeddings=False), resume=tmp_path / "back")
+    assert [step[:3] for step in found] == [step[:3] for step in seen_of(ACCELERATE)]
+    to(ACCELERATE, tmp_path / "same", "hf-accelerate")
+    assert accelerated(model(9, tie_word_embeddings=False), resume=tmp_path / "same") == seen_of(ACCELERATE)
+
+
+def test_one_goes_on_with_what_the_other_saved(tmp_path: Path) -> None:
+    """The two have the same content under other names; of random states, too."""
+    to(ACCELERATE, tmp_path / "trainer", "hf-trainer")
+    to(tmp_path / "trainer", tmp_path / "back", "hf-accelerate")
+    assert accelerated(model(9, tie_word_embeddings=False), resume=tmp_path / "back") == seen_of(ACCELERATE)
