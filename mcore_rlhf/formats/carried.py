@@ -22,6 +22,7 @@ from mcore_rlhf.families.sidecar import STATE, FormerFamily, Sidecar, beside, si
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pieces import DESCRIBED
 
 from .base import Format, Target
 
@@ -58,7 +59,10 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         opened = {file.path for file in source.files} - {CONFIG}
         found = leftovers(source.root, opened, stubs)
         _note_optimizer(source, found)
-        return replace(source, carried=Carried(source.root, found, of_model=True))
+        inner = (
+            DESCRIBED if (source.root / DESCRIBED / CONFIG).is_file() and not (source.root / CONFIG).is_file() else ""
+        )
+        return replace(source, carried=Carried(source.root, found, of_model=True, inner=inner))
     tokenizer = (_TOKENIZER,) if known is not None and known.tokenizer_beside else ()
     folder = _folder_of(source, (FOLDER, _VERL, SPLIT_WEIGHTS, *tokenizer))
     if folder is not None:

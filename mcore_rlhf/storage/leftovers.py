@@ -53,18 +53,21 @@ class Carried:
         found: All of them, and those that stay behind.
         texts: What takes the place of some, by path.
         of_model: Whether the folder is a model's own, so that these are all files which no reader opened.
+        inner: A folder in it whose files go along as if they lay in the folder itself; empty for none.
     """
 
     folder: ReadablePath
     found: tuple[Leftover, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
     of_model: bool = False
+    inner: str = ""
 
     @property
     def files(self) -> dict[str, ReadablePath]:
         """Those that go along byte for byte, by path relative to the folder."""
         there = (item.path for item in self.found if item.reason is None)
-        return {path: self.folder / path for path in there if path not in self.texts}
+        named = {path.removeprefix(f"{self.inner}/") if self.inner else path: self.folder / path for path in there}
+        return {path: file for path, file in named.items() if path not in self.texts}
 
 
 _WEIGHTS = frozenset(

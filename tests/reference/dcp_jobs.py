@@ -186,3 +186,32 @@ def _llama_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
     loss.backward()
     optimizer.step()
     return float(loss.detach())
+
+
+def save_pieces(how: Wrapped, folder: str, files: Mapping[str, int] | None) -> Whole:
+    """Train, and save the weights by torch twice: as pieces of Hugging Face's files, and as a DCP folder beside them."""
+    import torch.distributed.checkpoint as dcp
+
+    trainer = build(how, dist.get_rank())
+    trainer.train(0, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = trainer.model.state_dict()
+        where = None if files is None else dict(files)
+        writer = dcp.HuggingFaceStorageWriter(f"{folder}/pieces", where, save_distributed=True)
+        dcp.save(dict(state), storage_writer=writer)
+        dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
+    return whole_of(trainer)
+
+
+def load_pieces(how: Wrapped, folder: str) -> Whole:
+    """Load pieces by torch into other weights."""
+    import torch.distributed.checkpoint as dcp
+
+    trainer = build(how, dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = trainer.model.state_dict()
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(folder))
+        trainer.model.load_state_dict(state)
+    return whole_of(trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,7 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.layouts.fsdp import cut
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.metadata import Path_
@@ -70,21 +71,6 @@ def _holds(source: Source, content: Content) -> Inventory:
     rest = dict(value_items(content.rest))
     held = {item: value for item, value in inventory_of(source).items() if item.kind is not Kind.RNG}
     return {**held, **{item: value for item, value in rest.items() if item.kind is Kind.RNG}}
-
-
-def cut(shape: Shape, parts: int) -> Iterator[Box]:
-    """Cut a tensor along its first dimension as FSDP does: ``ceil(rows / parts)`` rows each, the last fewer.
-
-    Ranks without rows store one empty part together, behind the last row.
-    Source: torch 2.13.0, ``torch.chunk``, which ``distributed/tensor/placement_types.py`` (``Shard``) follows; empty parts as FSDP2
-    wrote them.
-    """
-    rows, inner = -(-shape[0] // parts), shape[1:]
-    count = -(-shape[0] // rows) if rows else 0
-    for start in range(0, shape[0], rows or 1):
-        yield Box((start, *(0,) * len(inner)), (min(rows, shape[0] - start), *inner))
-    if count < parts:
-        yield Box((shape[0], *(0,) * len(inner)), (0, *inner))
 
 
 @dataclass(frozen=True, slots=True)

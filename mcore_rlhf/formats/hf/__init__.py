@@ -11,8 +11,9 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pieces import has_pieces
 
-from .series import find_series, has_parts, weights_folder
+from .series import find_series, weights_folder
 
 
 class HuggingFaceFormat(Format):
@@ -25,7 +26,9 @@ class HuggingFaceFormat(Format):
     model_folder = own_sidecar = True
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
-        """How transformers is told to load it."""
+        """How transformers is told to load it; torch, where it is pieces."""
+        if find_series(path) is None and has_pieces(path):
+            return f'dcp.load(state, storage_reader=HuggingFaceStorageReader("{path}"))'
         from .config import loading_line
 
         return loading_line(path)
@@ -33,7 +36,7 @@ class HuggingFaceFormat(Format):
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder has weights under Hugging Face's file names, or is a role's of verl with them."""
         folder = weights_folder(path)
-        return folder.is_dir() and (find_series(folder) is not None or has_parts(folder))
+        return folder.is_dir() and (find_series(folder) is not None or has_pieces(folder))
 
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a folder."""

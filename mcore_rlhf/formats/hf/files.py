@@ -11,12 +11,15 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import PurePosixPath
 
-from mcore_rlhf.core.catalog import Chunk, DType, Record, Shape, TensorEntry, TensorName
+from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, row_major
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.formats.base import FileLayout, TargetFile
+from mcore_rlhf.layouts.fsdp import cut
+from mcore_rlhf.storage.pieces import PLACES, PLACES_VERSION, SAVED_OFFSETS, piece_name
 from mcore_rlhf.storage.safetensors import Safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -89,22 +92,28 @@ class WrittenTensor:
         shape: Its shape as written: the first rows of a padded vocabulary.
         dtype: Its type as written.
         names: What it is called in the files: more than one name where tied parameters are written under each.
+        sharded: Whether FSDP cuts it: buffers stay whole.
     """
 
     source: TensorName
     shape: Shape
     dtype: DType
     names: tuple[str, ...]
+    sharded: bool = True
 
     @property
     def nbytes(self) -> int:
         """Bytes of its elements, once."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def placed(self, record: Record) -> TensorEntry:
-        """The tensor as the whole of a record."""
-        chunk = Chunk.whole(record, self.shape)
-        return TensorEntry(self.source, self.shape, self.dtype, (chunk,))
+    def placed(self, record: Record, part: Box | None = None) -> TensorEntry:
+        """The tensor, of which all or a part is the whole of a record."""
+        box = part or Box.whole(self.shape)
+        return TensorEntry(self.source, self.shape, self.dtype, (Chunk(box, record, 0, row_major(box.shape)),))
+
+    def boxes(self, ranks: int) -> list[Box]:
+        """The part that each rank has, the first ranks first; what is not cut is the first one's alone."""
+        return [*cut(self.shape, ranks)] if self.sharded and self.shape else [Box.whole(self.shape)]
 
 
 @dataclass(slots=True)
@@ -125,21 +134,45 @@ class Shard:
         """All names in it."""
         return [name for part in self.parts for name in part.names]
 
-    def layout(self) -> FileLayout:
-        """What it will hold as a safetensors file, where nothing is shared: a second name is a copy.
-
-        The widest elements come first, as in safetensors' own files: readers want each tensor at a multiple of its width.
-        """
-        named = [(name, part) for part in self.parts for name in part.names]
-        named.sort(key=lambda item: -item[1].dtype.itemsize)
-        records = [Record(self.file, name, part.dtype, prod(part.shape), 0) for name, part in named]
-        tensors = [StoredTensor.whole(record, part.shape) for record, (_, part) in zip(records, named, strict=True)]
-        entries = [part.placed(record) for record, (_, part) in zip(records, named, strict=True)]
-        return FileLayout(Chunks.of(entries), records, Safetensors(tensors, {"format": "pt"}))
-
     def target(self) -> TargetFile:
-        """The file as part of a target."""
-        return TargetFile(self.file, self.layout)
+        """The file as part of a target: all of its tensors, where nothing is shared: a second name is a copy."""
+        return TargetFile(
+            self.file, partial(_layout, self.file, [(part, Box.whole(part.shape)) for part in self.parts])
+        )
+
+    def pieces(self, ranks: int) -> list[TargetFile]:
+        """The same tensors as a file for each rank instead, without those of ranks that have nothing of them.
+
+        Which rank writes what: torch 2.13.0, ``distributed/checkpoint/default_planner.py`` (a tensor that is not cut is one rank's).
+        """
+        held: dict[int, list[_Part]] = {}
+        for part in self.parts:
+            for rank, box in enumerate(part.boxes(ranks), 1):
+                held.setdefault(rank, []).append((part, box))
+        named = ((piece_name(rank, self.file), held[rank]) for rank in sorted(held))
+        return [TargetFile(file, partial(_layout, file, parts, placed=True)) for file, parts in named]
+
+
+_Part = tuple[WrittenTensor, Box]
+
+
+def _layout(file: str, parts: Sequence[_Part], *, placed: bool = False) -> FileLayout:
+    """What a safetensors file will hold. The widest elements come first, as in safetensors' own files: readers want each tensor at a
+    multiple of its width.
+
+    Args:
+        file: Its path.
+        parts: Which part of which tensors.
+        placed: Whether the header says where the parts belong.
+    """
+    named = [(name, part, box) for part, box in parts for name in part.names]
+    named.sort(key=lambda item: -item[1].dtype.itemsize)
+    records = [Record(file, name, part.dtype, box.numel, 0) for name, part, box in named]
+    tensors = [StoredTensor.whole(record, box.shape) for record, (_, _, box) in zip(records, named, strict=True)]
+    entries = [part.placed(record, box) for record, (_, part, box) in zip(records, named, strict=True)]
+    places = {name: {SAVED_OFFSETS: list(box.offset)} for name, _, box in named}
+    about = {PLACES: json.dumps(places), PLACES_VERSION: "1.0"} if placed else {}
+    return FileLayout(Chunks.of(entries), records, Safetensors(tensors, {**about, "format": "pt"}))
 
 
 def shards_of(
@@ -149,6 +182,7 @@ def shards_of(
     ending: str = SAFETENSORS,
     *,
     copies: bool = True,
+    pieces: bool = False,
 ) -> list[Shard]:
     """Deal tensors to files, in order.
 
@@ -158,6 +192,7 @@ def shards_of(
         limit: Bytes of tensors per file; a tensor that is larger has a file of its own.
         ending: ``safetensors`` or ``bin``.
         copies: Whether every further name of a tensor takes its bytes again.
+        pieces: Whether ranks are to have pieces of them: then one file says that it is one, too.
     """
     shards: list[Shard] = []
     for part in parts:
@@ -167,7 +202,8 @@ def shards_of(
         shards[-1].parts.append(part)
         shards[-1].nbytes += nbytes
     for number, shard in enumerate(shards, 1):
-        shard.file = file_name(stem, ending, number, len(shards))
+        one = file_name(stem, ending, number, len(shards))
+        shard.file = _SHARD.format(stem=stem, number=1, count=1, ending=ending) if pieces and len(shards) == 1 else one
     return shards
 
 

@@ -20,11 +20,12 @@ from mcore_rlhf.models.huggingface.config import method_of
 from mcore_rlhf.models.huggingface.rotary_fields import is_frequencies
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pieces import DESCRIBED, has_pieces
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
 from .files import CONFIG, OPTIMIZER, SAFETENSORS
-from .series import PARTS_CONFIG, Scattered, Series, find_series, has_parts, read_parts, read_series, weights_folder
+from .series import Scattered, Series, find_series, read_parts, read_series, weights_folder
 
 
 def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
@@ -39,11 +40,11 @@ def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
     """
     path = weights_folder(path)
     found = find_series(path)
-    if found is None and not has_parts(path):
+    if found is None and not has_pieces(path):
         raise NotACheckpoint(
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
         )
-    notes, config = Report(), read_own_config(path) or read_own_config(path / PARTS_CONFIG)
+    notes, config = Report(), read_own_config(path) or read_own_config(path / DESCRIBED)
     if found is None:
         notes.add(
             Fate.NOTE,

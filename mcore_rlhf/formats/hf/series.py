@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from math import prod
-from operator import add
 from pathlib import PurePosixPath
 
-from mcore_rlhf.core.catalog import Box, Chunk, Record
+from mcore_rlhf.core.catalog import Chunk, Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.run_folders import SPLIT_WEIGHTS, is_split
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
+from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, read_pieces
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import BIN, MODEL_STEM, file_name, index_name, shard_count
@@ -59,18 +57,6 @@ def weights_folder(path: ReadablePath) -> ReadablePath:
     return path / SPLIT_WEIGHTS if is_split(path) and (path / SPLIT_WEIGHTS).is_dir() else path
 
 
-_OF_RANK = re.compile(r"shard-\d{5,}-.*\.safetensors")
-
-
-def has_parts(folder: ReadablePath) -> bool:
-    """Whether a folder has pieces of tensors, files of every rank, as torch's writer leaves them that puts nothing together.
-
-    Source: torch 2.13.0, ``distributed/checkpoint/_hf_utils.py`` (``SHARDED_FILE_NAME``), ``hf_storage.py`` (``HuggingFaceStorageWriter``
-    with ``save_distributed``).
-    """
-    return any(_OF_RANK.fullmatch(path.name) for path in folder.iterdir())
-
-
 @dataclass(frozen=True, slots=True)
 class Scattered(StoredTensor):
     """A tensor that ranks have piece by piece; as a stored one it stands for its first piece, with the whole's shape.
@@ -83,70 +69,24 @@ class Scattered(StoredTensor):
 
 
 def read_parts(root: ReadablePath) -> Series:
-    """Read the pieces of all ranks. No file says how large a tensor is: it reaches as far as its pieces do.
+    """Read the pieces of all ranks.
 
     Args:
         root: The folder.
 
     Raises:
-        CheckpointError: Files are damaged, or pieces are missing between others; all problems together.
+        CheckpointError: See :func:`~mcore_rlhf.storage.pieces.read_pieces`.
     """
-    series, problems, pieces = Series(), Problems(), dict[str, list[Chunk]]()
-    for file in sorted(path.name for path in root.iterdir() if _OF_RANK.fullmatch(path.name)):
-        try:
-            for name, chunk in _pieces_in(root, file, series):
-                pieces.setdefault(name, []).append(chunk)
-        except CheckpointError as error:
-            problems.add_error(error)
-    problems.raise_if_any()
-    for name, chunks in pieces.items():
-        kinds = {(chunk.record.dtype.name, len(chunk.box.shape)) for chunk in chunks}
-        if len(kinds) > 1:
-            text = ", ".join(f"{dtype} with {dimensions} dimensions" for dtype, dimensions in sorted(kinds))
-            problems.add(
-                Corrupt,
-                f"{root}: the pieces of {name} are not of one tensor: {text}",
-                "Copy all files again from one step.",
-            )
-            continue
-        shape = tuple(map(max, zip(*(map(add, c.box.offset, c.box.shape) for c in chunks), strict=True)))
-        if sum(prod(box.shape) for box in {chunk.box for chunk in chunks}) != prod(shape):
-            text = f"{root}: the pieces of {name} are not {list(shape)}, as far as they reach: those of some ranks are missing"
-            problems.add(
-                Incomplete, text, "Each node writes the files of its own ranks: bring those of all nodes together."
-            )
-        first = chunks[0]
-        series.tensors[name] = Scattered(first.record, first.start, shape, first.strides, tuple(chunks))
-    problems.raise_if_any()
+    series, found = Series(), read_pieces(root)
+    for file in found.files:
+        series.files.append(StoredFile(file.file, file.nbytes, file.records))
+        series.unplaced.look(file.file, file.metadata, {PLACES: None, PLACES_VERSION: None}, "metadata")
+    if (root / PIECES_INDEX).is_file():
+        series.files.append(StoredFile(PIECES_INDEX, (root / PIECES_INDEX).stat().st_size, ()))
+    for name, tensor in found.tensors.items():
+        first = tensor.pieces[0]
+        series.tensors[name] = Scattered(first.record, first.start, tensor.global_shape, first.strides, tensor.pieces)
     return series
-
-
-def _pieces_in(root: ReadablePath, file: str, series: Series) -> Iterator[tuple[str, Chunk]]:
-    """The pieces in one file, each with its place in the whole."""
-    from mcore_rlhf.storage.containers import open_tensors
-
-    opened = open_tensors(root, file, ())
-    series.files.append(StoredFile(file, opened.nbytes, opened.records))
-    series.unplaced.look(file, opened.metadata, {_PLACES: None, "DCP_VERSION": None}, "metadata")
-    try:
-        places = reading.parse_json(opened.metadata[_PLACES])
-        offsets = {name: tuple(places[name]["saved_offsets"]) for name in opened.tensors}
-    except (LookupError, TypeError, ValueError) as error:
-        raise Unsupported(
-            f"{root / file}: its header does not say in {_PLACES} where its pieces belong: {error!r}\n"
-            "Save the run with torch's HuggingFaceStorageWriter, or put the pieces together where it was written."
-        ) from None
-    for name, tensor in opened.tensors.items():
-        offset = offsets[name]
-        if len(offset) != len(tensor.shape) or not all(type(at) is int and at >= 0 for at in offset):
-            raise Corrupt(f"{root / file}: {_PLACES} places {name} of {len(tensor.shape)} dimensions at {offset!r:.80}")
-        yield name, Chunk(Box(offset, tensor.shape), tensor.record, tensor.start, tensor.strides)
-
-
-PARTS_CONFIG = ".hf_metadata"
-"""Where NeMo-RL has the model's description beside pieces. Source: nemo_automodel 0.4.0, ``components/checkpoint/checkpointing.py``."""
-_PLACES = "DCP_SHARDING_INFO"
-"""Where a file's header has, as JSON, for every tensor the ``saved_offsets`` of its piece. Source: torch 2.13.0, ``_hf_utils.py``."""
 
 
 def read_series(root: ReadablePath, stem: str, ending: str, stubs: tuple[str, ...] = ()) -> Series:

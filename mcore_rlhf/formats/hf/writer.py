@@ -142,7 +142,7 @@ class _FolderTarget:
         if not parts:
             raise Incomplete(f"{self.source.root}: has no weights, of which a Hugging Face folder is made")
         texts: dict[str, str | bytes] = {}
-        files = self._series(parts, MODEL_STEM[SAFETENSORS], texts)
+        files = self._pieces(parts) if self.options.pieces else self._series(parts, MODEL_STEM[SAFETENSORS], texts)
         beside = self._beside(parts, report)
         texts.update(self._generates())
         described = self._described(parts, report) if self.config else {}
@@ -175,6 +175,13 @@ class _FolderTarget:
         shards = shards_of(parts, stem, self.options.max_shard_size or DEFAULT_SHARD)
         texts.update(index_of(shards, stem))
         return [shard.target() for shard in shards]
+
+    def _pieces(self, parts: list[WrittenTensor]) -> list[TargetFile]:
+        """A file for each rank of each that all of them are put together to; torch's writer leaves no index of them."""
+        assert self.options.pieces is not None
+        limit = self.options.max_shard_size or DEFAULT_SHARD
+        shards = shards_of(parts, MODEL_STEM[SAFETENSORS], limit, pieces=True)
+        return [file for shard in shards for file in shard.pieces(self.options.pieces)]
 
     def _optimizer(self, texts: dict[str, str | bytes], report: Report) -> list[TargetFile]:
         files: list[TargetFile] = []
@@ -238,7 +245,11 @@ class _FolderTarget:
     def _generates(self) -> dict[str, bytes]:
         """How the model generates."""
         options, carried = self.options, self.source.carried
-        own = carried.folder if carried is not None and GENERATION_CONFIG in carried.files else None
+        own = (
+            carried.files[GENERATION_CONFIG].parent
+            if carried is not None and GENERATION_CONFIG in carried.files
+            else None
+        )
         found = generation_config(options.generation_config, (options.tokenizer, own), options.eos_token_ids)
         return {} if found is None else {GENERATION_CONFIG: found}
 
@@ -254,6 +265,12 @@ class _FolderTarget:
         if not self.config:
             report.add(
                 Fate.NOTE, f"{CONFIG}: not written, since nothing describes the model; --reference-config gives one"
+            )
+        if options.pieces:
+            text = "load them with torch's HuggingFaceStorageReader, or put them together with its consolidate_safetensors_files"
+            report.add(
+                Fate.NOTE,
+                f"weights are cut into pieces for {options.pieces} ranks, which from_pretrained does not load: {text}",
             )
         self._report_types(parts, report)
         padded = [s for s in source.model.params if self.weights.shape(s) != s.global_shape]
@@ -364,7 +381,9 @@ class Weights:
                 text = f"{spec.name}: --masters asks for its fp32 master, which is not in {self.source.root}"
                 problems.add(Incomplete, text, "Leave out --masters to take the weights themselves.")
             else:
-                found.append(WrittenTensor(name, self.shape(spec), self._dtype(spec, entry), self._names(spec)))
+                sharded = spec.name not in self.module.buffers and spec.dtype in FLOATING
+                dtype = self._dtype(spec, entry)
+                found.append(WrittenTensor(name, self.shape(spec), dtype, self._names(spec), sharded))
         problems.raise_if_any()
         return found
 

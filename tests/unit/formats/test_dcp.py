@@ -31,8 +31,8 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.dcp.keys import KeyLayout, Style, find_layout, flattened, guess_paths, joined, unflattened
 from mcore_rlhf.formats.dcp.reader import _DcpReader
 from mcore_rlhf.formats.dcp.state import DcpState
-from mcore_rlhf.formats.dcp.writer import cut
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.layouts.fsdp import cut
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
