@@ -22,7 +22,7 @@ from mcore_rlhf.families.sidecar import STATE, FormerFamily, Sidecar, beside, si
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pieces import DESCRIBED
+from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
 
 from .base import Format, Target
 
@@ -64,9 +64,10 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         )
         return replace(source, carried=Carried(source.root, found, of_model=True, inner=inner))
     tokenizer = (_TOKENIZER,) if known is not None and known.tokenizer_beside else ()
-    folder = _folder_of(source, (FOLDER, _VERL, SPLIT_WEIGHTS, *tokenizer))
+    folder = _folder_of(source, (FOLDER, _VERL, SPLIT_WEIGHTS, DESCRIBED, *tokenizer))
     if folder is not None:
-        carried: Carried | None = Carried(folder, leftovers(folder, (), stubs))
+        index = (PIECES_INDEX.rpartition("/")[2],) if folder.name == DESCRIBED else ()
+        carried: Carried | None = Carried(folder, leftovers(folder, index, stubs))
     else:
         carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
     family = source.family.described(lambda: (config_in(carried) if carried else {}) or FormerFamily.of(source).config)
@@ -119,8 +120,9 @@ def unopened(source: Source) -> tuple[Leftover, ...]:
     own, step = _step_folder(file.path for file in source.files), step_of(source)
     opened = {str(PurePosixPath(file.path).relative_to(step)) for file in source.files}
     taken = [FOLDER]
-    if source.carried is not None and source.carried.folder == source.root / step / _TOKENIZER:
-        taken.append(_TOKENIZER)
+    beside, folder = None if source.carried is None else source.carried.folder, source.root / step
+    if beside is not None and beside.name in (_TOKENIZER, DESCRIBED) and folder in beside.parents:
+        taken.append(beside.relative_to(folder).as_posix())
     if str(step) != (own or "."):
         opened.update(_TRACKERS)
         taken += _tags(source) - {own}

@@ -16,6 +16,7 @@ from ..core.catalog import Box, Chunk, DType, Shape
 from ..core.rows import Tensor
 from ..errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported
 from . import reading
+from .checksum import crc32
 from .dcp.checks import overlap
 from .paths import ReadablePath
 from .record_file import OpenedFile
@@ -29,6 +30,7 @@ Source: nemo_automodel 0.4.0, ``components/checkpoint/addons.py`` (``Consolidate
 """
 PIECES_INDEX = f"{DESCRIBED}/fqn_to_file_index_mapping.json"
 _OF_RANK = re.compile(r"shard-\d{5,}-.*\.safetensors")
+_WINDOW = 16 << 20
 _AGAIN = "Copy all files again from one step."
 
 
@@ -47,11 +49,13 @@ class PieceTensor:
     """A tensor that ranks have piece by piece.
 
     Args:
+        root: The checkpoint's folder.
         dtype: Element type.
         global_shape: Shape of the whole: no file says it, and it reaches as far as its pieces do.
         pieces: Where they lie; what several ranks have is there several times.
     """
 
+    root: ReadablePath
     dtype: DType
     global_shape: Shape
     pieces: tuple[Chunk, ...]
@@ -60,6 +64,22 @@ class PieceTensor:
     def cut(self) -> bool:
         """Whether several ranks have different parts of it."""
         return len({piece.box for piece in self.pieces}) > 1
+
+    def identity(self) -> object:
+        """Type, places and CRC of its pieces, of which all bytes are read: tensors with equal ones hold equal bytes.
+
+        Raises:
+            StorageError: They cannot be read.
+        """
+        found = set()
+        for piece in self.pieces:
+            record = piece.record
+            with reading.opened(self.root / record.file) as file:
+                crc, end = 0, record.byte_offset + record.nbytes
+                for at in range(record.byte_offset, end, _WINDOW):
+                    crc = crc32(file.read(at, min(_WINDOW, end - at)), crc)
+            found.add((piece.box, crc))
+        return self.dtype, frozenset(found)
 
     def as_tensor(self) -> Tensor:
         """The tensor as a table has it."""
@@ -100,14 +120,14 @@ def read_pieces(root: ReadablePath, inside: str = "") -> Pieces:
     problems.raise_if_any()
     for tensor, chunks in pieces.items():
         try:
-            found.tensors[tensor] = _joined(folder, tensor, chunks)
+            found.tensors[tensor] = _joined(root, folder, tensor, chunks)
         except CheckpointError as error:
             problems.add_error(error)
     problems.raise_if_any()
     return found
 
 
-def _joined(folder: ReadablePath, name: str, chunks: Sequence[Chunk]) -> PieceTensor:
+def _joined(root: ReadablePath, folder: ReadablePath, name: str, chunks: Sequence[Chunk]) -> PieceTensor:
     """The tensor that pieces are of."""
     kinds = {(chunk.record.dtype.name, len(chunk.box.shape)) for chunk in chunks}
     if len(kinds) > 1:
@@ -124,7 +144,7 @@ def _joined(folder: ReadablePath, name: str, chunks: Sequence[Chunk]) -> PieceTe
             f"{folder}: the pieces of {name} are not {list(shape)}, as far as they reach: those of some ranks are missing\n"
             "Each node writes the files of its own ranks: bring those of all nodes together."
         )
-    return PieceTensor(chunks[0].record.dtype, shape, tuple(chunks))
+    return PieceTensor(root, chunks[0].record.dtype, shape, tuple(chunks))
 
 
 def _pieces_in(root: ReadablePath, file: str, found: Pieces) -> Iterator[tuple[str, Chunk]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, UsageError
 from mcore_rlhf.families.run_folders import named_step
@@ -12,6 +13,7 @@ from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath, absolute
+from mcore_rlhf.storage.pieces import has_pieces
 
 RLINF_FOLDER = "dcp_checkpoint"
 FULL_WEIGHTS = "model_state_dict/full_weights.pt"
@@ -28,7 +30,7 @@ class Located:
 
     Args:
         root: The checkpoint's folder, to which all paths are relative.
-        folder: The DCP folder; None where only plain weights are there.
+        folder: The DCP folder, or one with pieces of the model; None where only plain weights are there.
         weights: RLinf's plain weights, relative to the root, or None.
         step: The step that folders' names say.
         shards: RLinf's rank files without offsets, relative to the root; empty where there are none.
@@ -65,14 +67,21 @@ def _shards(root: ReadablePath) -> tuple[str, ...]:
 def is_checkpoint(path: ReadablePath) -> bool:
     """Whether a folder is one checkpoint."""
     dcp = is_dcp(path) or is_dcp(path / RLINF_FOLDER) or _split(path) is not None
+    dcp = dcp or (has_pieces(path) and optimizer_beside(path) is not None)
     return dcp or is_verl(path) or weights_file(path) is not None or bool(_shards(path))
 
 
-_SPLIT = ((re.compile("weights"), "optimizer"), (re.compile(r"pytorch_model_fsdp_(\d{1,18})"), r"optimizer_\1"))
+_SPLIT = {
+    "weights": "optimizer",
+    "weights/model": "optimizer/optim",
+    r"pytorch_model_fsdp_(\d{1,18})": r"optimizer_\1",
+}
 """Trainers that save the optimizer in a folder of its own: what the model's is called, and the optimizer's beside it.
 
-Source: NeMo-RL ``nemo_rl/utils/native_checkpoint.py`` (``save_checkpoint``) at 00cb7b5, below ``step_N/policy``; accelerate
-1.15 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``), below a ``Trainer``'s ``checkpoint-N``.
+Source: NeMo-RL ``nemo_rl/utils/native_checkpoint.py`` (``save_checkpoint``) at 00cb7b5, below ``step_N/policy``; nemo_automodel 0.4.0
+``components/checkpoint/checkpointing.py`` (``save_model``, ``save_optimizer``), below the same in NeMo-RL's DTensor v2, where the model's
+are DCP files or, by default, safetensors in pieces; accelerate 1.15 ``utils/fsdp_utils.py`` (``save_fsdp_model``,
+``save_fsdp_optimizer``), below a ``Trainer``'s ``checkpoint-N``.
 """
 
 
@@ -82,16 +91,23 @@ NEMO_RL = "nemo-rl"
 
 
 def _split(path: ReadablePath) -> ReadablePath | None:
-    """The model's folder below one that has it and the optimizer's side by side."""
-    return next((path / name for name in ("weights", "pytorch_model_fsdp_0") if is_dcp(path / name)), None)
+    """The model's folder below one that has it and the optimizer's side by side; pieces are a folder of their own without one."""
+    for name in ("weights", "weights/model", "pytorch_model_fsdp_0"):
+        folder = path / name
+        if is_dcp(folder) or (has_pieces(folder) and optimizer_beside(folder) is not None):
+            return folder
+    return None
 
 
-def optimizer_beside(folder: ReadablePath) -> ReadablePath | None:
-    """The optimizer's DCP folder beside the model's, where it has one of its own."""
+def optimizer_beside(folder: ReadablePath) -> tuple[ReadablePath, ReadablePath] | None:
+    """The folder of both, and the optimizer's DCP folder in it, where it has one of its own."""
     path = absolute(folder)
-    for pattern, name in _SPLIT:
-        if (match := pattern.fullmatch(path.name)) and is_dcp(beside := path.parent / match.expand(name)):
-            return beside
+    for pattern, name in _SPLIT.items():
+        above = list(islice((path, *path.parents), pattern.count("/") + 2))
+        base = above[-1]
+        match = re.fullmatch(pattern, path.relative_to(base).as_posix())
+        if match and is_dcp(beside := base / match.expand(name)):
+            return base, beside
     return None
 
 
@@ -120,11 +136,11 @@ def locate(path: ReadablePath, step: int | None) -> Located:
         UsageError: There are several, and none was named.
     """
     if is_checkpoint(path):
-        folder = next((found for found in (path, path / RLINF_FOLDER, _split(path)) if found and is_dcp(found)), None)
+        held = (found for found in (path, path / RLINF_FOLDER, _split(path)) if found)
+        folder = next((found for found in held if is_dcp(found) or has_pieces(found)), None)
         if folder is not None and (beside := optimizer_beside(folder)) is not None:
-            return Located(
-                beside.parent, beside.with_name(_name(folder)), step=named_step(beside.parent), optimizer=beside
-            )
+            base, optimizer = beside
+            return Located(base, absolute(folder), step=named_step(base), optimizer=optimizer)
         ranks = folder is None and is_verl(path)
         return Located(path, folder, weights_file(path), named_step(path), () if folder else _shards(path), ranks)
     steps = _steps(path)
@@ -137,10 +153,6 @@ def locate(path: ReadablePath, step: int | None) -> Located:
     if chosen is None:
         raise NotACheckpoint(f"{path}: has no step {step}; there are {', '.join(map(str, steps))}")
     return Located(chosen, chosen, None, named_step(chosen))
-
-
-def _name(folder: ReadablePath) -> str:
-    return absolute(folder).name
 
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"

@@ -16,6 +16,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pieces import DESCRIBED
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
@@ -74,11 +75,17 @@ def num_layers(names: Iterable[str]) -> int:
     return max((1 + int(match[1]) for name in names if (match := _LAYER.search(name))), default=0)
 
 
-def model_config(root: ReadablePath) -> dict[str, object]:
-    """The model's ``config.json`` where the run put one: in the checkpoint, or in ``huggingface`` in it; else empty."""
-    for path in (root / "config.json", root / "huggingface" / "config.json"):
+def model_config(root: ReadablePath, weights: ReadablePath | None = None) -> dict[str, object]:
+    """The model's ``config.json`` where the run put one: in the checkpoint, in ``huggingface`` in it, or beside its pieces; else empty.
+
+    Args:
+        root: The checkpoint's folder.
+        weights: That of the weights, where it is another.
+    """
+    folders = (root, root / "huggingface", *(() if weights is None else (weights / DESCRIBED, weights)))
+    for folder in folders:
         try:
-            config = reading.read_json(path)
+            config = reading.read_json(folder / "config.json")
         except (OSError, ValueError):
             continue
         if isinstance(config, dict):

@@ -12,22 +12,28 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
 from mcore_rlhf.families.fsdp.state import RNG, iteration_of, scheduler_key, scheduler_of
+from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.huggingface.config import misfits
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage.dcp.folder import DcpFolder, load_tensor
+from mcore_rlhf.storage.dcp.folder import DcpFile, DcpFolder, DcpObject, DcpTensor, load_tensor
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, PieceTensor, read_pieces
+from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import RLINF_FOLDER, Located, locate
+from .folders import RLINF_FOLDER, Located, is_dcp, locate
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import model_config, num_layers, plain_source
 from .state import DcpState, note_rng
 from .tied import find_aliases
 from .verl import read_verl
+
+_PIECES_MISSING = "Those of some ranks are missing, or of another model: each node writes the files of its own ranks; bring those of all nodes together."
 
 
 def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
@@ -45,47 +51,91 @@ def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
         return read_verl(located, options)
     if located.folder is None:
         return plain_source(located, options)
-    opened = DcpFolder.open(located.folder, located.root, options.stubs)
-    paths = _paths(opened)
-    beside = None
-    if located.optimizer is not None and options.optimizer:
-        beside = DcpFolder.open(located.optimizer, located.root, options.stubs)
-        _join(opened, beside)
-        paths |= _paths(beside)
-    missing = [key for key in (*opened.tensors, *opened.objects) if key not in paths]
+    opened = _Opened.of(located, options)
+    missing = [key for key in (*opened.tensors, *opened.objects) if key not in opened.paths]
     if missing:
         raise Incomplete(f"{located.folder}: planner_data has no path for {missing[0]}")
     sidecar = Sidecar.read(located.folder, options.stubs)
-    layout = find_layout(list(paths.values()), [paths[key] for key in opened.tensors])
-    return _DcpReader(located, opened, paths, layout, options, sidecar, beside).source()
+    layout = find_layout(list(opened.paths.values()), [opened.paths[key] for key in opened.tensors])
+    return _DcpReader(located, opened, opened.paths, layout, options, sidecar).source()
 
 
-def _paths(opened: DcpFolder) -> dict[str, Path_]:
-    return dict(opened.planner_data) or guess_paths([*opened.tensors, *opened.objects])
+@dataclass(slots=True)
+class _Opened:
+    """The folders of a checkpoint as one: the model's, and the optimizer's where it has one of its own.
 
-
-def _join(opened: DcpFolder, beside: DcpFolder) -> None:
-    """Let a model's folder have what the optimizer's has, each tensor and object read from its own.
-
-    Raises:
-        Unsupported: Both have the same key.
+    Args:
+        folder: The model's.
+        tensors, objects: Of all, by key.
+        paths: Every key's path in the nest of dictionaries that was saved.
+        files: All files.
+        unplaced: Texts of files' headers, which nobody reads.
     """
-    twice = sorted({*opened.tensors, *opened.objects} & {*beside.tensors, *beside.objects})
-    if twice:
-        raise Unsupported(f"{beside.folder}: has {twice[0]}, which {opened.folder} has as well")
-    opened.tensors = {**opened.tensors, **beside.tensors}
-    opened.objects = {**opened.objects, **beside.objects}
+
+    folder: ReadablePath
+    tensors: dict[str, DcpTensor | PieceTensor]
+    objects: dict[str, DcpObject]
+    paths: dict[str, Path_]
+    files: tuple[DcpFile, ...]
+    unplaced: Unplaced = field(default_factory=Unplaced)
+
+    @classmethod
+    def of(cls, located: Located, options: ReadOptions) -> _Opened:
+        """Open what was found.
+
+        Raises:
+            CheckpointError: It is damaged, or two folders have the same key.
+        """
+        assert located.folder is not None
+        pieces = not is_dcp(located.folder)
+        found = cls._of_pieces(located) if pieces else cls._of_dcp(located.folder, located.root, options)
+        if located.optimizer is not None and options.optimizer:
+            found.join(cls._of_dcp(located.optimizer, located.root, options))
+        return found
+
+    @classmethod
+    def _of_dcp(cls, folder: ReadablePath, root: ReadablePath, options: ReadOptions) -> _Opened:
+        dcp = DcpFolder.open(folder, root, options.stubs)
+        paths = dict(dcp.planner_data) or guess_paths([*dcp.tensors, *dcp.objects])
+        return cls(folder, dict(dcp.tensors), dict(dcp.objects), paths, dcp.files())
+
+    @classmethod
+    def _of_pieces(cls, located: Located) -> _Opened:
+        """A folder of pieces, whose names are those of the model: none of them has a path."""
+        assert located.folder is not None
+        inside, unplaced = located.folder.relative_to(located.root).as_posix(), Unplaced()
+        found = read_pieces(located.root, inside)
+        for file in found.files:
+            unplaced.look(file.file, file.metadata, {PLACES: None, PLACES_VERSION: None}, "metadata")
+        files = [DcpFile(f.file, f.nbytes, f.records, rank) for rank, f in enumerate(found.files)]
+        if (index := located.folder / PIECES_INDEX).is_file():
+            files.append(DcpFile(f"{inside}/{PIECES_INDEX}", index.stat().st_size))
+        paths: dict[str, Path_] = {name: (name,) for name in found.tensors}
+        return cls(located.folder, dict(found.tensors), {}, paths, tuple(files), unplaced)
+
+    def join(self, beside: _Opened) -> None:
+        """Let it have what the optimizer's folder has, each tensor and object read from its own.
+
+        Raises:
+            Unsupported: Both have the same key.
+        """
+        twice = sorted({*self.tensors, *self.objects} & {*beside.tensors, *beside.objects})
+        if twice:
+            raise Unsupported(f"{beside.folder}: has {twice[0]}, which {self.folder} has as well")
+        self.tensors |= beside.tensors
+        self.objects |= beside.objects
+        self.paths |= beside.paths
+        self.files += beside.files
 
 
 @dataclass
 class _DcpReader:
     located: Located
-    opened: DcpFolder
+    opened: _Opened
     paths: Mapping[str, Path_]
     layout: KeyLayout
     options: ReadOptions
     sidecar: Sidecar | None
-    beside: DcpFolder | None = None
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
     model_keys: dict[str, str] = field(default_factory=dict)
@@ -96,11 +146,11 @@ class _DcpReader:
         there = self.opened.tensors.keys() | self.opened.objects.keys()
         keys = parsed(self.layout, {key: path for key, path in self.paths.items() if key in there})
         self._sort(keys)
-        if self.beside is not None:
-            self.notes.add(
-                Fate.NOTE, f"the optimizer is from {self.beside.folder.name}/, beside {self.opened.folder.name}/"
-            )
+        if self._with_optimizer and self.located.optimizer is not None:
+            of, weights = (path.relative_to(self.located.root) for path in (self.located.optimizer, self.opened.folder))
+            self.notes.add(Fate.NOTE, f"the optimizer is from {of}/, beside {weights}/")
         groups = self._groups()
+        self._check_pieces()
         aliases = self._aliases()
         model, entries = self._model(set(aliases))
         states = tuple(dict.fromkeys(s for of in entries.values() for s in of if s != PARAM))
@@ -121,15 +171,13 @@ class _DcpReader:
             notes=self.notes,
             family=family,
             origin={} if self.sidecar is None else self.sidecar.origin,
+            unplaced=self.opened.unplaced.names,
         )
 
     def _files(self) -> tuple[StoredFile, ...]:
-        beside = self.beside.files() if self.beside is not None else ()
         inner = self.opened.folder.relative_to(self.located.root).as_posix()
         sidecar = sidecar_files(self.located.root, "" if inner == "." else f"{inner}/")
-        stored = (
-            StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in (*self.opened.files(), *beside)
-        )
+        stored = (StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in self.opened.files)
         return (*stored, *sidecar)
 
     @property
@@ -147,7 +195,7 @@ class _DcpReader:
                     self._sort_optimizer(full, key)
             else:
                 path = key.path or (*self.layout.model[len(self.layout.rest) :], key.param)
-                self.rest[path] = load_tensor(tensor) if tensor is not None else self.opened.objects[full].load()
+                self.rest[path] = _loaded(tensor) if tensor is not None else self.opened.objects[full].load()
         if not self.model_keys:
             raise Unsupported(f"{self.opened.folder}: holds no tensors of a model")
 
@@ -156,7 +204,7 @@ class _DcpReader:
         if key.kind == "state" and tensor is not None and key.name != STEP and tensor.global_shape != ():
             self.state_keys.setdefault(key.param, {})[key.name] = full
             return
-        value = load_tensor(tensor) if tensor is not None else self.opened.objects[full].load()
+        value = _loaded(tensor) if tensor is not None else self.opened.objects[full].load()
         if key.kind == "state":
             self.collected.scalars.setdefault(key.param, {})[key.name] = value
         elif self.layout.style is Style.FLAT:
@@ -230,23 +278,26 @@ class _DcpReader:
 
     def _may_be_trained(self, key: str) -> bool:
         """FSDP cuts parameters and no buffers: where several ranks wrote, a whole floating-point tensor is a buffer."""
-        return self._is_floating(key) and (not self._any_cut or len(self.opened.tensors[key].meta.chunks) > 1)
+        return self._is_floating(key) and (not self._any_cut or self.opened.tensors[key].cut)
 
     @cached_property
     def _any_cut(self) -> bool:
-        return any(len(self.opened.tensors[key].meta.chunks) > 1 for key in self.model_keys.values())
+        return any(self.opened.tensors[key].cut for key in self.model_keys.values())
+
+    @cached_property
+    def _config(self) -> dict[str, object]:
+        return model_config(self.located.root, self.opened.folder)
 
     def _aliases(self) -> dict[str, str]:
         """Second names of tied weights, which an FSDP run stores under both."""
         if self.sidecar is not None:
             return dict(self.sidecar.shared)
         shapes = {name: self._shape(key) for name, key in self.model_keys.items()}
-        config = model_config(self.located.root)
         return find_aliases(
             shapes,
             set(self.state_keys),
-            config,
-            lambda name: _checksums(self.opened, self.model_keys[name]),
+            self._config,
+            lambda name: self.opened.tensors[self.model_keys[name]].identity(),
             self.notes,
         )
 
@@ -273,8 +324,27 @@ class _DcpReader:
             return self._is_floating(key)
         return name not in self.sidecar.frozen and name not in self.sidecar.buffers
 
+    def _check_pieces(self) -> None:
+        """Hold pieces, of which no file says how far they reach, against the model's description, where that is known.
+
+        Raises:
+            Incomplete: They are smaller.
+        """
+        tensors = {name: self.opened.tensors[key] for name, key in self.model_keys.items()}
+        if not any(isinstance(tensor, PieceTensor) for tensor in tensors.values()):
+            return
+        found = list(misfits(self._config, {name: tensor.global_shape for name, tensor in tensors.items()}))
+        if found:
+            more = f" ({len(found) - 1} more tensors)" if len(found) > 1 else ""
+            raise Incomplete(f"{self.opened.folder}: pieces and config.json: {found[0]}{more}\n{_PIECES_MISSING}")
+
     def _check_states(self, name: str, shape: Shape, states: Mapping[str, str]) -> None:
         for state, key in states.items():
+            if self._shape(key) != shape and isinstance(self.opened.tensors[self.model_keys[name]], PieceTensor):
+                raise Incomplete(
+                    f"{self.opened.folder}: the pieces of {name} reach to {list(shape)}, its {state} to {list(self._shape(key))}\n"
+                    f"{_PIECES_MISSING}"
+                )
             if self._shape(key) != shape:
                 raise Unsupported(
                     f"{self.opened.folder}: {name} has the shape {shape}, its {state} {self._shape(key)}; only states with one value "
@@ -282,7 +352,7 @@ class _DcpReader:
                 )
 
     def _ranks(self) -> int:
-        return max((file.rank for file in self.opened.files() if file.rank is not None), default=0) + 1
+        return max((file.rank for file in self.opened.files if file.rank is not None), default=0) + 1
 
     def _family(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> DcpState:
         rest = unflattened(self.rest)
@@ -304,7 +374,7 @@ class _DcpReader:
     def _guessed(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> ModuleState:
         trained = {name for group in groups for name in group.params}
         buffers = [n for n, key in self.model_keys.items() if n not in trained and not self._may_be_trained(key)]
-        return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=model_config(self.located.root))
+        return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=self._config)
 
     def _training(self, family: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
         if self.sidecar is None or RNG in self.sidecar.other:  # otherwise they were derived when the folder was written
@@ -317,7 +387,13 @@ class _DcpReader:
         return TrainingState(step, groups=groups, scheduler=scheduler, other=other)
 
 
-def _table(role: str, model: ModelSpec, folder: DcpFolder, keys: Mapping[str, Mapping[str, str]]) -> Chunks:
+def _loaded(tensor: DcpTensor | PieceTensor) -> SmallTensor:
+    """A small tensor, whole; pieces are of a model's, which none is."""
+    assert isinstance(tensor, DcpTensor)
+    return load_tensor(tensor)
+
+
+def _table(role: str, model: ModelSpec, folder: _Opened, keys: Mapping[str, Mapping[str, str]]) -> Chunks:
     """Where every tensor lies; the ends of its items are read when somebody asks.
 
     Args:
@@ -332,9 +408,3 @@ def _table(role: str, model: ModelSpec, folder: DcpFolder, keys: Mapping[str, Ma
         for state, key in keys[spec.name].items():
             found.add(TensorName(role, spec.name, state), folder.tensors[key].as_tensor())
     return found
-
-
-def _checksums(opened: DcpFolder, key: str) -> object:
-    """Type, cut and CRC of every part: equal ones hold equal bytes."""
-    tensor = opened.tensors[key]
-    return tensor.dtype, tuple((box, opened.checksum(tensor, box)) for box in tensor.boxes)

@@ -11,6 +11,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torchzip import Directory
 
 _TIED = "tie_word_embeddings"
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EMBEDDING = re.compile(r"(?:^|[._])(?:embed\w*|wte|word_embeddings)\.")
 
 
@@ -21,7 +22,8 @@ def find_aliases(
     identity: Callable[[str], object],
     notes: Report,
 ) -> dict[str, str]:
-    """Matrices that the optimizer does not know, and whose bytes are those of a trained one: an embedding and an output layer.
+    """Matrices that the optimizer does not know, and whose bytes are those of a trained one: an embedding and an output layer. One that is
+    not stored is another's name where the model's description says so.
 
     Args:
         shapes: Of the model's tensors, by name.
@@ -41,6 +43,8 @@ def find_aliases(
         if name in owning:
             owners.setdefault(shapes[name], []).append(name)
     found: dict[str, str] = {}
+    if _says_tied(config) and _EMBED in shapes and _HEAD not in shapes:
+        found[_HEAD] = _EMBED  # as NeMo-RL leaves it out, and Hugging Face
     for alias in [name for name in shapes if name not in owning and len(shapes[name]) == 2]:
         for owner in owners.get(shapes[alias], ()):
             if _EMBEDDING.search(f"{alias} {owner}") and identity(alias) == identity(owner):

@@ -120,6 +120,19 @@ class DcpTensor:
         """The parts that are stored, without the empty ones; nothing is read for it."""
         return tuple(boxes(self.meta))
 
+    @property
+    def cut(self) -> bool:
+        """Whether it is stored in several parts, empty ones included."""
+        return len(self.meta.chunks) > 1
+
+    def identity(self) -> object:
+        """Type, cut and CRC of every part: tensors with equal ones hold equal bytes.
+
+        Raises:
+            CheckpointError: An item is damaged.
+        """
+        return self.dtype, tuple((box, self.folder.checksum(self, box)) for box in self.boxes)
+
     def chunks(self) -> tuple[Chunk, ...]:
         """Where the parts lie: reads the two ends of each item, and no tensor data.
 

@@ -511,10 +511,9 @@ def test_an_object_among_the_weights_stays_there(tmp_path: Path) -> None:
 def test_tens_of_thousands_of_small_tensors_take_no_longer_each(parts: int) -> None:
     """Weights without an optimizer: what is a buffer is told of each, and of all only once."""
     reader = _DcpReader.__new__(_DcpReader)
-    chunks = tuple(((n, 0), (1, 1)) for n in range(parts))
-    meta = SimpleNamespace(chunks=chunks)
+    tensor = SimpleNamespace(dtype=FLOAT32, cut=parts > 1)
     names = [f"layers.{n}.weight" for n in range(20_000)]
-    reader.opened = SimpleNamespace(tensors={n: SimpleNamespace(dtype=FLOAT32, meta=meta) for n in names})  # type: ignore[assignment]
+    reader.opened = SimpleNamespace(tensors=dict.fromkeys(names, tensor))  # type: ignore[assignment]
     reader.model_keys = {name: name for name in names}
     began = time.perf_counter()
     assert all(reader._may_be_trained(name) for name in names)
