@@ -301,7 +301,10 @@ def _prove(job: ConversionJob, done: Job, target: ReadablePath, progress: Progre
         else None
     )
     if diff is not None:
-        _excuse(diff, {item.name for item in done.account.of_fate(Fate.LOST) if item.kind is Kind.MODEL})
+        lost = {item.name for item in done.account.of_fate(Fate.LOST) if item.kind is Kind.MODEL}
+        _excuse(diff, lost, "that are lost, as the report says,")
+        made = {"scheduler"} if done.source.state.scheduler is None else set[str]()
+        _excuse(diff, made, "that the target made up, since its trainer asks for them,")
     return {
         "verify": verdict,
         "diff": diff,
@@ -309,13 +312,13 @@ def _prove(job: ConversionJob, done: Job, target: ReadablePath, progress: Progre
     }
 
 
-def _excuse(diff: Facts, lost: Collection[str]) -> None:
-    """Values that were said to be lost before anything was written are no difference of what was written."""
-    excused = [found for found in diff["differences"] if found["name"] in lost]
+def _excuse(diff: Facts, names: Collection[str], which: str) -> None:
+    """Values of which something was said before anything was written are no difference of what was written."""
+    excused = [found for found in diff["differences"] if found["name"] in names]
     if excused:
         diff["differences"] = [found for found in diff["differences"] if found not in excused]
         diff["equal"] = not diff["differences"]
-        diff["notes"].append(f"{len(excused)} values that are lost, as the report says, were left out")
+        diff["notes"].append(f"{len(excused)} values {which} were left out")
 
 
 def compare_converted(a: Source, b: Source, progress: Progress, more: More | None = None) -> Facts:

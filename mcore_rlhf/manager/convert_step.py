@@ -17,11 +17,10 @@ from mcore_rlhf.execution.saved import SavedPlan, write_plan
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.folders import TRACKER
-from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
-from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
+from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from mcore_rlhf.trainers.known import trainer_named
@@ -32,6 +31,7 @@ from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
+from .runs import manifest_of
 from .subject import Subject
 
 
@@ -88,9 +88,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     """
     options = resolved(options)
     trainer = trainer_named(options.trainer)
-    if trainer is not None and trainer.alone:
-        source = source.only(f"{trainer.title} has one model in a step")
-    step = source if trainer is None or trainer.alone else as_step(source, trainer, options)
+    step = source if trainer is None else as_step(source, trainer, options)
     if step.alone:
         (lone,) = step.models
         return StepJob(step, {lone: prepare(step.folder, replace(options, read=step.options), by_parts=by_parts)})
@@ -198,18 +196,10 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     """
     trainer = trainer_named(options.trainer)
     assert trainer is not None
-    if trainer.alone:
-        lone = source.only(f"{trainer.title} has one model in a step")
-        ((role, folder),) = lone.models.items()
-        step = source.step or open_checkpoint(folder, replace(lone.options, optimizer=False)).state.iteration
-        done = convert(folder, root / trainer.folder_of(step), replace(options, read=lone.options), progress)
-        return StepJob(
-            lone, {role: done}, published=done.published, told=_told(trainer, root, step, done.published or root)
-        )
     step = as_step(source, trainer, options).step or 0
     folder = root if trainer.by_role else root / trainer.folder_of(step)
     refuse_overlap(source.folder, folder)
-    name = MANIFEST_NAME if trainer.by_role else steps.MANIFEST
+    name = manifest_of(trainer)
     with publication(
         folder, lambda there: (there / name).is_file(), manifest_name=name, **published_by(options)
     ) as into:
@@ -371,7 +361,7 @@ def conversion_of(job: StepJob, options: ConvertOptions) -> PlannedTarget:
     works, known, sums, parts = list[Work](), dict[str, Known](), dict[str, Sums](), list[dict[str, Any]]()
     lines, accounts = {"step": job.report.as_json()}, {"step": job.account.as_json()}
     for role, planned in job.jobs.items():
-        place = f"{job.places[role]}/".__add__
+        place = f"{job.places[role]}/".lstrip("/").__add__
         works.append(planned.work(options, role, place))
         known |= planned.known(place)
         sums |= planned.sums(place)

@@ -14,11 +14,17 @@ from mcore_rlhf.formats.registry import is_model
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
 from mcore_rlhf.trainers.table import HERE, Trainer
 
 from .run import steps
 from .run.steps import Step
+
+
+def manifest_of(trainer: Trainer) -> str:
+    """What our manifest is called in a trainer's step: in a model's own folder, or one that has several steps, what conversions leave."""
+    return MANIFEST_NAME if trainer.alone or trainer.by_role else steps.MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,11 @@ class TrainerStep:
     folder: ReadablePath
     places: Mapping[str, ReadablePath]
 
+    @property
+    def manifest(self) -> str:
+        """What our manifest is called in it."""
+        return manifest_of(self.trainer)
+
     def models(self) -> dict[str, ReadablePath]:
         """The folders of its models, by role; of what is in no format that is known, none."""
         if self.trainer.by_role:
@@ -51,8 +62,8 @@ class TrainerStep:
 
     def described(self) -> Step:
         """As it stands in the list of a root's steps."""
-        if not self.trainer.by_role and is_there(self.folder / steps.MANIFEST):
-            return steps.described(self.step, self.folder)
+        if not self.trainer.by_role and is_there(self.folder / self.manifest):
+            return steps.described(self.step, self.folder, self.manifest)
         missing = {name for place in self.places.values() for name in self.trainer.missing(place)}
         why = f"has no {', '.join(sorted(missing))}: {self.trainer.title} passes over it"
         return Step(
@@ -62,7 +73,7 @@ class TrainerStep:
             sum(steps.size_of(place) for place in self.places.values()),
             tuple(self.models()),
             steps.changed(next(iter(self.places.values()))),
-            why if missing else f"a step of {self.trainer.title}, which has no {steps.MANIFEST}",
+            why if missing else f"a step of {self.trainer.title}, which has no {self.manifest}",
         )
 
 

@@ -16,6 +16,7 @@ from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.formats.registry import format_at, is_model, models_in, require_folder
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
+from mcore_rlhf.storage.objects import MANIFESTS
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
 from mcore_rlhf.storage.patience import is_there, looked, patiently
 from mcore_rlhf.storage.unfinished import refuse_unfinished
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHOWN = 10
-_OURS = (steps.MANIFEST, steps.NOTE)
+_OURS = (*MANIFESTS, steps.NOTE)
 """Our own files in another trainer's step."""
 
 

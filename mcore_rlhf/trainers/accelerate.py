@@ -13,5 +13,6 @@ TRAINER = Trainer(
     steps=("checkpoint_{step}", "step_{step}", "checkpoint-{step}", "step-{step}"),
     marks=("random_states_*.pkl",),
     resumes="named",
+    formats=("hf-accelerate",),
     told='accelerator.load_state("{path}")',
 )

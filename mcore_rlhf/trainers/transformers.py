@@ -15,5 +15,6 @@ TRAINER = Trainer(
     needs=("trainer_state.json",),
     resumes="highest",
     counters=Counters("trainer_state.json", "global_step"),
+    formats=("hf-trainer",),
     told='trainer.train(resume_from_checkpoint="{path}")',
 )

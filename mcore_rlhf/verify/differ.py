@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -229,7 +229,7 @@ class Differ:
             of_a, of_b = ([group.fields for group in s.groups if group.expert == expert] for s in (a, b))
             if expert and not (of_a and of_b):
                 continue  # where experts are not dealt over ranks, they are in the others' groups
-            if not same(sorted(map(_identity, of_a), key=repr), sorted(map(_identity, of_b), key=repr)):
+            if not same(_distinct(of_a), _distinct(of_b)):
                 whose = "experts' " if expert else ""
                 self._differs(f"{whose}param_groups", f"the optimizer's {whose}param groups are not the same")
         for counter in _COUNTERS:
@@ -345,5 +345,7 @@ def _read(value: object, where: SourceBytes) -> object:
     return map_tensors(value, content)
 
 
-def _identity(fields: object) -> object:
-    return sorted(fields.items()) if isinstance(fields, dict) else fields
+def _distinct(groups: Iterable[Mapping[str, object]]) -> list[object]:
+    """What groups say, in one order: two that say the same are one, as trainers deal them."""
+    said = {repr(one): one for one in (sorted(fields.items()) for fields in groups)}
+    return [said[key] for key in sorted(said)]

@@ -26,11 +26,25 @@ from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import APART, NEMO_RL, RLINF_FOLDER
+from .folders import APART, NEMO_RL, OF_RLINF, RLINF_FOLDER
 from .keys import APART_KEYS, RLINF, KeyLayout, Style, flattened, joined
 from .state import DcpState
 
 _FSDP2 = "fsdp2"
+
+
+def for_run(source: Source, options: WriteOptions) -> Source:
+    """The source without the keys that it had in another trainer's DCP folder, where RLinf is to load it, which knows its own alone.
+
+    Args:
+        source: Any source of module names.
+        options: Whose run it is for.
+    """
+    own = DcpState.of(source)
+    layout = own.layout if own else _former_layout(source)
+    if options.run_of != OF_RLINF or layout is None or layout.rest == RLINF.rest:
+        return source
+    return replace(source, family=replace(ModuleState.needed(source, "dcp").base(), laid_out={}))
 
 
 def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, object]:

@@ -87,7 +87,8 @@ are DCP files or, by default, safetensors in pieces; accelerate 1.15 ``utils/fsd
 
 APART = ("weights", "optimizer")
 """The first of them, as a run of :data:`NEMO_RL` has them: the model's, and that of the optimizer with its schedulers."""
-NEMO_RL = "nemo-rl"
+NEMO_RL, OF_RLINF = "nemo-rl", "rlinf"
+"""Trainers for whose runs keys and folders are not those that a source had: see :attr:`.WriteOptions.run_of`."""
 
 
 def _split(path: ReadablePath) -> ReadablePath | None:

@@ -33,7 +33,10 @@ from .state import DcpState, note_rng
 from .tied import find_aliases
 from .verl import read_verl
 
-_PIECES_MISSING = "Those of some ranks are missing, or of another model: each node writes the files of its own ranks; bring those of all nodes together."
+_PIECES_MISSING = (
+    "Those of some ranks are missing, or of another model: "
+    "each node writes the files of its own ranks; bring those of all nodes together."
+)
 
 
 def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:

@@ -37,7 +37,7 @@ from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, 
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .content import Choices, Constant, Content, Part, Planned, choose, rest_of
+from .content import Choices, Constant, Content, Part, Planned, choose, for_run, rest_of
 from .folders import FULL_WEIGHTS
 from .keys import joined
 from .state import DcpState
@@ -53,7 +53,7 @@ def dcp_target(source: Source, options: WriteOptions) -> Target:
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    report = source.notes.for_target()
+    source, report = for_run(source, options), source.notes.for_target()
     choices = choose(source, options, report)
     module, own = ModuleState.needed(source, "dcp"), DcpState.of(source)
     if own:

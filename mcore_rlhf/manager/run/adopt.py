@@ -28,6 +28,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.links import require_inside
 from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, crc_of_file, provenance
+from mcore_rlhf.storage.objects import MANIFESTS
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
 from mcore_rlhf.storage.publish import replace_text, sync_tree
 from mcore_rlhf.storage.store import StorePath
@@ -38,11 +39,12 @@ from mcore_rlhf.verify.checkpoint import Depth, verify
 from ..runs import step_at
 from . import steps
 from .checks import FOLDERS, check_values, holds_values
-from .steps import MANIFEST, NOTE
+from .steps import NOTE
 
 if TYPE_CHECKING:
     from mcore_rlhf.storage.objects import ObjectStore
 
+_OURS = (*MANIFESTS, NOTE)
 Progress = Callable[[int], None]
 _Signature = dict[str, tuple[int, object]]
 """Length and time of change of every file (in a store, its tag), to notice a step that is still being written."""
@@ -82,10 +84,10 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
         StorageError: It cannot be read or written.
     """
     how, folder = how or Adoption(), checkpoint_path(folder)
-    step = _step_number(folder)
-    if steps.described(step, folder).state == "committed":
-        return steps.read_manifest(folder)
-    if (folder / MANIFEST).is_file() or (folder / MANIFEST).is_symlink():
+    step, name = _step_of(folder)
+    if steps.described(step, folder, name).state == "committed":
+        return steps.read_manifest(folder, name)
+    if (folder / name).is_file() or (folder / name).is_symlink():
         raise Corrupt(f"{folder}: has a manifest already, but {_why(folder)}\nOnly a step without one can be adopted.")
     before = _signature(folder)
     parts, looked_at = _verified_models(folder, step, how)
@@ -103,14 +105,14 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
         provenance=provenance(adopted=True),
         report={"metrics": {}, "verified": how.depth.value},
     )
-    _commit(folder, manifest)
+    _commit(folder, name, manifest)
     return manifest
 
 
-def _commit(folder: ReadablePath, manifest: Manifest) -> None:
+def _commit(folder: ReadablePath, name: str, manifest: Manifest) -> None:
     if isinstance(folder, StorePath):
         store = _store(folder)
-        if store.put_if(f"{folder.path}/{MANIFEST}", manifest.to_json().encode(), None) is None:
+        if store.put_if(f"{folder.path}/{name}", manifest.to_json().encode(), None) is None:
             raise Incomplete(f"{folder}: got a manifest while it was read\nLook at it: mcore-rlhf inspect {folder}")
         store.forget()
         return
@@ -119,7 +121,7 @@ def _commit(folder: ReadablePath, manifest: Manifest) -> None:
         sync_tree(folder)  # whoever wrote it need not have waited for the disk
     except OSError as error:
         raise cannot_open(error, folder) from error
-    replace_text(folder / MANIFEST, manifest.to_json())
+    replace_text(folder / name, manifest.to_json())
 
 
 def _store(folder: StorePath) -> ObjectStore:
@@ -137,7 +139,7 @@ def why_not(folder: ReadablePath, options: ReadOptions | None = None) -> str:
     """
     how = options or ReadOptions()
     try:
-        step = _step_number(folder)
+        step, _ = _step_of(folder)
         models = dict(_models(folder))
         for role, place in models.items():
             source = open_checkpoint(place, replace(how, role=role), partial=True)
@@ -155,19 +157,20 @@ def _is_in(file: ReadablePath, folders: Iterable[ReadablePath]) -> bool:
     return any(file.is_relative_to(folder) for folder in folders)
 
 
-def _step_number(folder: ReadablePath) -> int:
+def _step_of(folder: ReadablePath) -> tuple[int, str]:
+    """A step's number, and what its manifest is called."""
     if not folder.is_dir():
         raise NotACheckpoint(f"{folder}: there is no such folder")
     step = steps.step_of(folder)
     if step is not None:
-        return step
+        return step, steps.MANIFEST
     other = step_at(folder)
     if other is None:
         raise UsageError(
             f"{folder}: a step's folder is called global_step_N, or as its trainer calls it, with that trainer's files in it\n"
             "Give the folder that holds actor/ and data/; rename it first if need be."
         )
-    return other.step
+    return other.step, other.manifest
 
 
 def _why(folder: ReadablePath) -> str:
@@ -185,9 +188,7 @@ def _signature(folder: ReadablePath) -> _Signature:
     if isinstance(folder, StorePath):
         for item in sorted(_store(folder).objects(str(folder.path)), key=itemgetter("path")):
             found[PurePosixPath(item["path"]).relative_to(folder.path).as_posix()] = item["size"], item["e_tag"]
-        return {
-            name: seen for name, seen in found.items() if name not in (MANIFEST, NOTE) and not name.startswith(PREFIX)
-        }
+        return {name: seen for name, seen in found.items() if name not in _OURS and not name.startswith(PREFIX)}
     assert isinstance(folder, Path)
     try:
         for parent, folders, names in os.walk(folder, onerror=_raise):
@@ -196,7 +197,7 @@ def _signature(folder: ReadablePath) -> _Signature:
                 relative = path.relative_to(folder).as_posix()
                 require_inside(beneath(folder, relative))
                 stat = path.stat()
-                if name in names and relative not in (MANIFEST, NOTE) and ".tmp-" not in name:
+                if name in names and relative not in _OURS and ".tmp-" not in name:
                     found[relative] = (stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise cannot_open(error, Path(error.filename or folder)) from error

@@ -327,14 +327,14 @@ def is_of_newer_release(folder: ReadablePath) -> bool:
     return is_newer(folder / MANIFEST)
 
 
-def read_manifest(folder: ReadablePath) -> Manifest:
-    """The manifest of a step.
+def read_manifest(folder: ReadablePath, name: str = MANIFEST) -> Manifest:
+    """The manifest of a step, which another trainer's may have under another name.
 
     Raises:
         NotACheckpoint: The step has none.
         CheckpointError: It is damaged, or of a newer version.
     """
-    return Manifest.read(folder / MANIFEST)
+    return Manifest.read(folder / name)
 
 
 def size_of(folder: ReadablePath) -> int:
@@ -401,10 +401,10 @@ def _describe(number: int, path: ReadablePath) -> Step | None:
     return settled(path, lambda: described(number, path), lambda step: step.state != "committed")
 
 
-def described(number: int, path: ReadablePath) -> Step:
+def described(number: int, path: ReadablePath, manifest: str = MANIFEST) -> Step:
     """What a folder is, by whatever name: see :class:`Step`; whatever is wrong with it stands in its ``why``."""
     try:
-        return _hidden(number, path) if is_hidden(path) else _visible(number, path)
+        return _hidden(number, path) if is_hidden(path) else _visible(number, path, manifest)
     except Exception as error:  # whatever is wrong with one folder may not hide the others
         state: State = "unreadable" if says_nothing(error) else "damaged"
         nbytes = size_of(path) if isinstance(path, Path) else 0
@@ -424,12 +424,12 @@ def _hidden(number: int, path: ReadablePath) -> Step:
     return Step(number, path, "partial", size_of(path), _role_folders(path), changed(path), why)
 
 
-def _visible(number: int, path: ReadablePath) -> Step:
-    if not is_there(path / MANIFEST):
+def _visible(number: int, path: ReadablePath, name: str) -> Step:
+    if not is_there(path / name):
         return _without_manifest(number, path)
     nbytes, quarantined = size_of(path), reason_of(path)
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, name)
     except CheckpointError as error:
         if says_nothing(error):
             raise

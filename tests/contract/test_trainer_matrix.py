@@ -1,0 +1,127 @@
+"""From every trainer's run to every other's: what arrives is held against the source, and written on a page.
+
+``python -m pytest tests/contract/test_trainer_matrix.py`` fails where the page is not as the conversions are, and leaves the page that
+would be right beside it when ``WRITE_PAGES`` is set.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
+from mcore_rlhf.families.source import bytes_of
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import StepJob, convert_step
+from mcore_rlhf.manager.subject import Subject, find
+from mcore_rlhf.trainers.known import TRAINERS
+from mcore_rlhf.verify.differ import Differ
+
+PROJECT = Path(__file__).parents[2]
+PAGE = PROJECT / "docs" / "reference" / "trainer-matrix.md"
+GOLDENS = PROJECT / "tests" / "goldens"
+CONFIG = GOLDENS / "trainers" / "config.json"
+SOURCES = {
+    "verl (FSDP2)": GOLDENS / "verl" / "fsdp2_tied_ws2",
+    "RLinf (FSDP2)": GOLDENS / "trainers" / "rl_fsdp2" / "grpo" / "checkpoints",
+    "OpenRLHF (ZeRO-2)": GOLDENS / "trainers" / "or_z2",
+    "NeMo-RL (DTensor v1)": GOLDENS / "trainers" / "nm_v1",
+    "NeMo-RL (DTensor v2)": GOLDENS / "nemo_rl" / "v2_ws2",
+    "transformers' Trainer": GOLDENS / "transformers" / "trainer",
+    "accelerate": GOLDENS / "transformers" / "accelerate",
+    "accelerate (ZeRO-2)": GOLDENS / "trainers" / "ac_ds2",
+}
+TARGETS = [one.name for one in TRAINERS if one.formats]
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def run_of(name: str, folder: Path) -> Path:
+    """The run, below names that its trainer gives, where the golden is a part of one."""
+    source = SOURCES[name]
+    if name.startswith("verl"):
+        shutil.copytree(source, folder / "global_step_3" / "actor")
+        return folder
+    if name == "NeMo-RL (DTensor v2)":  # by the checkpointer behind it, which does not count steps
+        shutil.copytree(source, folder)
+        (folder / "step_3" / "training_info.json").write_text('{"total_steps": 3}')
+        return folder
+    return source
+
+
+def arrived(source: Subject, done: StepJob) -> str:
+    """What of a run is in another, bit for bit, and what is not."""
+    parts, names = [], []
+    for role, job in done.jobs.items():
+        assert done.published is not None
+        a = job.source
+        b = open_checkpoint(done.published / done.places[role], ReadOptions(role=role))
+        states = tuple(state for state in _STATES if state in a.states)
+        seen = job.seen or a
+        with bytes_of(seen) as bytes_a, bytes_of(b) as bytes_b:
+            found = Differ(seen, b, bytes_a, bytes_b, states=("param", *states)).compare()
+        assert found.equal, (role, found.differences[:3])
+        assert found.tensors >= 3 * len(states)
+        assert a.state.iteration == b.state.iteration
+        schedules = [one.state.scheduler or {} for one in (a, b)]
+        goes_on = "last_epoch" in schedules[0] and schedules[0]["last_epoch"] == schedules[1].get("last_epoch")
+        parts.append(("weights", *(["optimizer"] if states else []), *(["schedule"] if goes_on else [])))
+        names.append(role)
+    kept = set(parts[0]).intersection(*parts[1:])
+    told = [word for word in ("weights", "optimizer", "schedule") if word in kept]
+    if len(names) > 1:
+        told[0] = f"{told[0]} of {' and '.join(names)}"
+    moved = [name for name in (*done.carried, *done.texts) if name in {one.data for one in TRAINERS if one.data}]
+    return ", ".join([*told, *(["data"] if moved else [])])
+
+
+@lru_cache(maxsize=1)
+def rows(tmp: str) -> list[str]:
+    """The table."""
+    lines = ["| from ↓ to → | " + " | ".join(f"`{name}`" for name in TARGETS) + " |", "|---|" + "---|" * len(TARGETS)]
+    for number, name in enumerate(SOURCES):
+        cells = []
+        root = run_of(name, Path(tmp) / f"source{number}")
+        for to in TARGETS:
+            target = Path(tmp) / f"target{number}_{to}"
+            described = SOURCES[name].is_relative_to(
+                CONFIG.parent
+            )  # by this alone: these trainers leave no config.json
+            write = WriteOptions(reference_config=str(CONFIG) if described else None)
+            try:
+                source = find(root, ReadOptions())
+                cells.append(
+                    arrived(source, convert_step(source, target, ConvertOptions(to=to, fsync=False, write=write)))
+                )
+            except CheckpointError as error:
+                why = next(line for line in str(error).splitlines() if not line.endswith("problems:"))
+                cells.append(f"refused: {why.split(': ')[-1]}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def page(lines: list[str]) -> str:
+    """The page with a table in it."""
+    return HEAD + "\n".join(lines) + "\n"
+
+
+HEAD = """# From trainer to trainer
+
+Each cell was converted by a test, of a run that the trainer's own code wrote (`tests/goldens/ORIGIN.md`), opened again, and held against
+its source: what it names is there, tensors bit for bit, the iteration too. What a cell does not name is lost by name in the report: see
+[another trainer's run](../how-to/another-trainers-run.md). Whether a trainer then goes on with equal losses is tried by its own code in
+`tests/trainers`, where that can be run.
+
+"""
+
+
+@pytest.mark.timeout(600)
+def test_the_page_says_what_arrives(tmp_path: Path) -> None:
+    found = page(rows(str(tmp_path)))
+    if os.environ.get("WRITE_PAGES"):
+        PAGE.write_text(found, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == found, "WRITE_PAGES=1 writes the page as the conversions are"
