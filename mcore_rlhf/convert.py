@@ -176,13 +176,20 @@ class Job:
         return {place(name): content_of for name, content_of in self.target.sums.items()}
 
 
-def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = False) -> Job:
+def prepare(
+    source: ReadablePath,
+    options: ConvertOptions,
+    *,
+    by_parts: bool = False,
+    wanted_of: Callable[[Source], Mapping[str, object]] = lambda opened: {},
+) -> Job:
     """Open the source, describe the target and plan every copy; nothing is written.
 
     Args:
         source: What is converted.
         options: How.
         by_parts: Whether parts of it will be done by different processes.
+        wanted_of: What else the target's trainer asks for beside the tensors, made of the source; it has none of these itself.
 
     Raises:
         UsageError: Options that mean nothing for the target, or impossible values; all of them.
@@ -201,6 +208,8 @@ def prepare(source: ReadablePath, options: ConvertOptions, *, by_parts: bool = F
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
         raise opened.refused(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
     tally = Tally(opened.catalog)
+    more = {key: value for key, value in wanted_of(opened).items() if key not in opened.state.other}
+    opened = replace(opened, state=replace(opened.state, other={**opened.state.other, **more})) if more else opened
     passage = Passage(opened, wanted, options.write, options.read, open_checkpoint)
     seen = through(CONVERTED, passage)
     job = Job(passage.whole, wanted.target(seen, passage.write), seen=None if seen is passage.whole else seen)

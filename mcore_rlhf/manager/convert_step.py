@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mcore_rlhf.execution.saved import SavedPlan, write_plan
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.folders import TRACKER
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
@@ -26,7 +28,7 @@ from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap
 from mcore_rlhf.trainers.known import trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
-from .into_run import OF_TRAINER, add_counters, as_step, beside, resolved, track
+from .into_run import OF_TRAINER, Beside, add_counters, as_step, beside, resolved, track, values_of
 from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
@@ -94,10 +96,15 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         return StepJob(step, {lone: prepare(step.folder, replace(options, read=step.options), by_parts=by_parts)})
     if not step.models:
         raise Unsupported(f"{step.folder}: none of its models is in a format that can be converted")
+    left_out = [role for role in source.models if role and role not in step.models]
+    around = Beside() if trainer is None else beside(step, trainer, left_out)
     problems, jobs = _unfit_values(step), {}
     for role, folder in step.models.items():
+        asked = trainer if trainer is not None and role == next(iter(step.models)) else None
+        wanted_of = _nothing if asked is None else partial(values_of, around, asked)
         try:
-            jobs[role] = prepare(folder, replace(options, read=step.reading(role)), by_parts=by_parts)
+            reading = replace(options, read=step.reading(role))
+            jobs[role] = prepare(folder, reading, by_parts=by_parts, wanted_of=wanted_of)
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")
     problems.raise_if_any()
@@ -105,12 +112,15 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         job = StepJob(step, jobs, {name: name for name in step.others}, places={role: role for role in jobs})
         _note(job)
         return job
-    around = beside(step, trainer, [role for role in source.models if role and role not in step.models])
     add_counters(around, trainer, step.step or 0, next(iter(jobs.values())).source.state.args)
     places = {role: trainer.place_of(role) or "" for role in jobs}
     job = StepJob(step, jobs, around.files, around.texts, places, around.report)
     _settle(job)
     return job
+
+
+def _nothing(opened: Source) -> Mapping[str, object]:
+    return {}
 
 
 def _unfit_values(source: Subject) -> Problems:

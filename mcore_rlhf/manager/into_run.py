@@ -14,6 +14,7 @@ from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import ReadablePath
@@ -29,7 +30,7 @@ from .subject import Subject
 _LAYOUTS = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
 """Options that mean a Megatron layout."""
 _SAMPLES = "consumed_train_samples"
-_STATEFUL = "stateful"
+_STATEFUL, _DATA = "stateful", "data"
 OF_TRAINER = "trainer"
 """Whose a step is that was written for another trainer, in what its manifest reports."""
 
@@ -64,11 +65,13 @@ class Beside:
     Args:
         files: Files of the source that are taken over, by their names in the target.
         texts: New files.
+        data: The state of the loader, where the trainer keeps it among a model's values.
         report: What became of every file beside the source's models.
     """
 
     files: dict[str, str] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
+    data: object = None
     report: Report = field(default_factory=Report)
 
 
@@ -111,7 +114,7 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
     data = WHERE if before is None else before.data
     for name in source.others:
         item = Item(Kind.FILE, name)
-        if name == data and trainer.data:
+        if name == data and (trainer.data or _DATA in trainer.asks.values()):
             _add_data(found, source, name, trainer)
         elif before is trainer:
             found.files[name] = name
@@ -137,24 +140,58 @@ def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> No
     """The state of a ``StatefulDataLoader``, as it is or out of our own file; no trainer goes on from our own sampler's."""
     item = Item(Kind.FILE, name)
     try:
-        tree = read_pt(source.folder, name, stubs=source.options.stubs).tree
+        file = read_pt(source.folder, name, stubs=source.options.stubs)
+        tree = file.materialize(file.tree)
     except CheckpointError as error:
         found.report.add(Fate.LOST, f"{name}: {error}", item)
         return
-    if not (name == WHERE and isinstance(tree, Mapping) and {"version", "kind", "state"} <= tree.keys()):
+    own = name == WHERE and isinstance(tree, Mapping) and {"version", "kind", "state"} <= tree.keys()
+    if own and tree["kind"] != _STATEFUL:
+        found.report.add(
+            Fate.LOST, f"{name}: the position of a sampler of ours, from which {trainer.title} cannot go on", item
+        )
+    elif not trainer.data:
+        found.data = tree["state"] if own else tree
+        found.report.add(
+            Fate.KEPT, f"{name}, among the values of the first model: for the same data in the same order", item
+        )
+    elif not own:
         found.files[trainer.data] = name
         found.report.add(
             Fate.KEPT, f"{name}, byte for byte, as {trainer.data}: for the same data in the same order", item
         )
-    elif tree["kind"] == _STATEFUL:
+    else:
         found.texts[trainer.data] = saved(tree["state"], trainer.data)
         found.report.add(
             Fate.KEPT, f"the loader's state in {name}, as {trainer.data}: for the same data in the same order", item
         )
-    else:
+
+
+def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, object]:
+    """What the trainer asks for among its first model's values, where the source has none of its own.
+
+    Args:
+        found: What goes along.
+        trainer: Whose run it is.
+        opened: The first model.
+    """
+    known = {**_known(opened.state.iteration, opened.state.args), _DATA: found.data}
+    missing = [key for key in trainer.asks if key not in opened.state.other]
+    if missing:
         found.report.add(
-            Fate.LOST, f"{name}: the position of a sampler of ours, from which {trainer.title} cannot go on", item
+            Fate.DERIVED,
+            f"{', '.join(missing)}: made for {trainer.title}, which asks for them{_unsaid(opened.state.args)}",
         )
+    return {key: known[trainer.asks[key]] for key in missing}
+
+
+def _known(step: int, args: Mapping[str, object]) -> dict[str, object]:
+    samples = args.get(_SAMPLES)
+    return {"step": step, "samples": samples if isinstance(samples, int) else 0, "zero": 0}
+
+
+def _unsaid(args: Mapping[str, object]) -> str:
+    return "" if isinstance(args.get(_SAMPLES), int) else "; nothing says how many samples were consumed: 0"
 
 
 def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, object]) -> None:
@@ -169,11 +206,9 @@ def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, 
     wanted = trainer.counters
     if wanted is None or not wanted.fields or wanted.file in found.files:
         return
-    samples = args.get(_SAMPLES)
-    known = {"step": step, "samples": samples if isinstance(samples, int) else 0}
+    known = _known(step, args)
     found.texts[wanted.file] = json.dumps({name: known[what] for name, what in wanted.fields.items()}).encode()
-    unsaid = "" if isinstance(samples, int) else "; nothing says how many samples were consumed: 0"
-    found.report.add(Fate.DERIVED, f"{wanted.file}: step {step}{unsaid}")
+    found.report.add(Fate.DERIVED, f"{wanted.file}: step {step}{_unsaid(args)}")
 
 
 def track(root: ReadablePath, trainer: Trainer, step: int, *, fsync: bool) -> None:

@@ -60,6 +60,25 @@ class TrainerStep:
                 found[role] = place
         return found
 
+    def refuse_contradiction(self) -> None:
+        """What the step's counters say must be what its folder is called.
+
+        Raises:
+            LayoutMismatch: It is not.
+        """
+        counters = self.trainer.counters
+        if counters is None:
+            return
+        try:
+            said = reading.read_json(self.folder / counters.file).get(counters.step)
+        except (OSError, ValueError, AttributeError):
+            return  # who opens it, or checks it, says what is wrong with it
+        if type(said) is int and said != self.step:
+            raise LayoutMismatch(
+                f"{self.folder / counters.file}: {counters.step} is {said}, and the folder is {self.folder.name}\n"
+                "One of them is another step's: training would go on at the wrong one."
+            )
+
     def described(self) -> Step:
         """As it stands in the list of a root's steps."""
         if not self.trainer.by_role and is_there(self.folder / self.manifest):

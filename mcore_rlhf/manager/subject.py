@@ -377,6 +377,7 @@ def _chosen_of(run: TrainerRun, step: int | None, newest_intact: bool, progress:
 
 def _of_trainer(step: TrainerStep, options: ReadOptions) -> Subject | None:
     """A step of another trainer's; None where it is one model's own folder, or has no model where one should be."""
+    step.refuse_contradiction()
     models = {} if step.trainer.alone else step.models()
     if not models:
         return None

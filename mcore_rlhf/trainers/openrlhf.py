@@ -1,7 +1,8 @@
 """OpenRLHF: a folder for each role, ``_actor/global_stepN`` and ``_critic/global_stepN``, DeepSpeed's own, each with its ``latest``.
 
 Source: OpenRLHF 3c3be62, ``openrlhf/trainer/ray/ppo_actor.py``, ``ppo_critic.py``; ``openrlhf/utils/deepspeed/deepspeed.py``
-(``save_ckpt``: ``metric.json`` in the tag's folder, by which it deletes old ones).
+(``save_ckpt``: ``metric.json`` in the tag's folder, by which it deletes old ones); ``openrlhf/trainer/ppo_trainer.py``: the client state of
+the actor, without which a resume is a KeyError.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ TRAINER = Trainer(
     by_role=True,
     tracker="latest",
     tracked="global_step{step}",
+    asks={
+        "episode": "zero", "global_step": "step", "total_consumed_prompts": "samples", "data_loader_state_dict": "data",
+    },
     formats=("deepspeed",),
     told="--ckpt.path {root} --ckpt.load_enable",
-)
+)  # fmt: skip

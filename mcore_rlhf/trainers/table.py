@@ -53,6 +53,7 @@ class Trainer:
         tracked: What stands in the tracker.
         resumes: What it goes on from by itself.
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
+        asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
         counters: Which file says how far the run is; None where its formats' own do.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
@@ -72,6 +73,7 @@ class Trainer:
     tracked: str = "{step}"
     resumes: Resumed = "tracker"
     data: str = ""
+    asks: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None
     formats: tuple[str, ...] = ()
     told: str = ""

@@ -77,6 +77,24 @@ def test_the_position_in_the_data_goes_along_under_the_trainers_name(tmp_path: P
     assert (tmp_path / "rlinf" / "global_step_3" / "data" / "data.pt").read_bytes() == raw
 
 
+def test_what_openrlhf_asks_of_the_actors_client_state_is_there(tmp_path: Path) -> None:
+    done = into(RLINF, tmp_path / "openrlhf", "openrlhf")
+    said = open_checkpoint(tmp_path / "openrlhf" / "_actor", ReadOptions()).state.other
+    assert {name: said[name] for name in ("episode", "global_step", "total_consumed_prompts")} == {
+        "episode": 0, "global_step": 3, "total_consumed_prompts": 0,
+    }  # fmt: skip
+    states = torch.load(next((tmp_path / "openrlhf" / "_actor").glob("*/mp_rank_*")), weights_only=False)
+    before = torch.load(RLINF / "global_step_3" / "data" / "data.pt", weights_only=False)
+    assert states["data_loader_state_dict"].keys() == before.keys()
+    assert torch.equal(
+        states["data_loader_state_dict"]["_sampler_iter_state"]["sampler_iter_state"]["generator"],
+        before["_sampler_iter_state"]["sampler_iter_state"]["generator"],
+    )
+    assert done.account.lost == []
+    again = into(tmp_path / "openrlhf", tmp_path / "again", "openrlhf", dp=1)
+    assert again.lossless, "what is there already is not made again"
+
+
 def test_counters_that_a_trainer_wants_and_nobody_has_are_made(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(NEMO, source)

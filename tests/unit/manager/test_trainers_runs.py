@@ -151,6 +151,16 @@ def test_two_trainers_are_named_and_nothing_is_guessed(tmp_path: Path) -> None:
         find(mixed / "step_3", ReadOptions())
 
 
+def test_counters_of_another_step_are_a_contradiction(tmp_path: Path) -> None:
+    shutil.copytree(RUNS / NEMO / "step_3", tmp_path / "step_5")
+    with pytest.raises(LayoutMismatch, match=r"training_info\.json: total_steps is 3, and the folder is step_5"):
+        find(tmp_path, ReadOptions())
+    shutil.copytree(GOLDENS / "huggingface" / "llama_tied_bf16_sharded", tmp_path / "hf" / "checkpoint-7")
+    (tmp_path / "hf" / "checkpoint-7" / "trainer_state.json").write_text('{"global_step": 2}')
+    with pytest.raises(LayoutMismatch, match="global_step is 2, and the folder is checkpoint-7"):
+        find(tmp_path / "hf", ReadOptions())
+
+
 def test_a_folder_that_is_called_like_a_step_is_none(tmp_path: Path) -> None:
     for name in ("step_3", "checkpoint-2", "step-1", "global_step_4", "iter_0000002", "step_03", "step_٣"):
         (tmp_path / name / "policy").mkdir(parents=True)
