@@ -6,15 +6,17 @@ import re
 from collections.abc import Iterable, Mapping
 
 FORMATS: Mapping[str, str] = {
-    "huggingface": "hf", "hugging_face": "hf", "transformers": "hf", "safetensors": "hf", "hf_checkpoint": "hf",
+    "huggingface": "hf", "hugging_face": "hf", "safetensors": "hf", "hf_checkpoint": "hf",
     "fsdp": "dcp", "fsdp1": "dcp", "fsdp2": "dcp", "distcp": "dcp", "torch_dcp": "dcp", "distributed_checkpoint": "dcp",
     "torch_dist": "megatron-dist", "dist": "megatron-dist", "mcore": "megatron-dist", "megatron_core": "megatron-dist",
     "mcore_dist": "megatron-dist", "torch": "megatron", "legacy": "megatron", "megatron_lm": "megatron",
     "zero": "deepspeed", "zero0": "deepspeed", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "ds": "deepspeed",
     "ucp": "universal", "uni": "universal", "deepspeed_universal": "universal", "ds_universal": "universal",
     "lora": "peft", "adapter": "peft",
+    "trl": "transformers", "trainer": "transformers", "hf_trainer": "hf-trainer", "nemo": "nemo-rl", "nemorl": "nemo-rl",
+    "open_rlhf": "openrlhf", "titan": "torchtitan",
 }  # fmt: skip
-"""Formats, by what others call them."""
+"""Formats, and trainers whose runs are written, by what others call them."""
 
 FLAGS: Mapping[str, str] = {
     **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size", "tensor-model-parallel-size", "target-tensor-parallel-size",

@@ -34,6 +34,7 @@ from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
 from mcore_rlhf.suggestions import did_you_mean, hub_name
+from mcore_rlhf.trainers.known import TRAINERS
 
 from .base import Format
 from .carried import with_carried
@@ -74,8 +75,11 @@ def format_named(name: str) -> Format:
     for known in FORMATS:
         if known.name == name:
             return known
-    names = [one.name for one in FORMATS]
-    raise Unsupported(f"unknown format {name!r}{did_you_mean(name, names, FORMAT_WORDS)}\nKnown: {', '.join(names)}.")
+    names, runs = [one.name for one in FORMATS], [one.name for one in TRAINERS if one.formats]
+    raise Unsupported(
+        f"unknown format {name!r}{did_you_mean(name, [*names, *runs], FORMAT_WORDS)}\n"
+        f"Known: {', '.join(names)}. Trainers whose runs are written: {', '.join(runs)}."
+    )
 
 
 def wanted_format(options: ConvertOptions) -> Format:

@@ -36,7 +36,7 @@ from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
-from ..runs import step_at
+from ..runs import run_at, step_at
 from . import steps
 from .checks import FOLDERS, check_values, holds_values
 from .steps import NOTE
@@ -165,6 +165,16 @@ def _step_of(folder: ReadablePath) -> tuple[int, str]:
     if step is not None:
         return step, steps.MANIFEST
     other = step_at(folder)
+    run = run_at(folder) if other is None else None
+    if run is not None:
+        raise UsageError(
+            f"{folder}: is the root of a run of {run.trainer.title}, and a step is adopted"
+            + (
+                "\nThis trainer's steps have no folder of their own for a manifest; verify checks them as they are."
+                if run.trainer.by_role
+                else f"\nGive one of them: {', '.join(one.folder.name for one in run.found.values())}."
+            )
+        )
     if other is None:
         raise UsageError(
             f"{folder}: a step's folder is called global_step_N, or as its trainer calls it, with that trainer's files in it\n"
