@@ -44,9 +44,9 @@ def test_all_worlds_skip_a_step_that_is_damaged_for_one(pool: WorkerPool, tmp_pa
     assert [(result["step"], result["seed"]) for result in results] == [(1, [1])] * 3
 
 
-@pytest.mark.parametrize("victim", ["actor", "critic"])
+@pytest.mark.parametrize("victim", ["actor 0", "actor 1", "critic 0"])
 def test_what_fails_in_one_world_fails_in_all(pool: WorkerPool, tmp_path: Path, victim: str) -> None:
-    for failed, after in run(pool, world_jobs.one_world_fails, tmp_path, victim):
+    for failed, after in run(pool, world_jobs.one_rank_fails, tmp_path, victim):
         assert failed[0], "no rank may think that it was saved"
         assert after == ("", "")
     assert [step.step for step in steps.committed(tmp_path / "root")] == [1, 3]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_rlhf.manager.run.commit import Transaction
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from mcore_rlhf.manager.run.world import Worlds
 from tests.distributed.jobs import engine, failing_writes, options, outcome
@@ -69,12 +70,18 @@ def load_together(folder: Path) -> dict[str, Any]:
     }
 
 
-def one_world_fails(folder: Path, victim: str) -> list[tuple[str, str]]:
-    """The disk refuses what the last rank of one world writes. (Of the rank that coordinates, who joins late waits for the time-out.)"""
+def one_rank_fails(folder: Path, victim: str) -> list[tuple[str, str]]:
+    """The disk refuses what one rank writes, be it that which coordinates; the other world joins when all is over."""
     name = apart(folder)
-    fails = name == victim and dist.get_rank() == dist.get_world_size() - 1
-    live = engine(1)
+    fails = f"{name} {dist.get_rank()}" == victim
+    live, join = engine(1), Transaction.join
     told = []
+
+    def late(transaction: Transaction) -> None:
+        time.sleep(1.0 if transaction.id == "second" and not fails else 0.0)
+        join(transaction)
+
+    Transaction.join = late
     with manager(folder / "root", name, live) as saving:
         saving.save(1, transaction="first", blocking=True)
         live.reset(2)
@@ -83,6 +90,7 @@ def one_world_fails(folder: Path, victim: str) -> list[tuple[str, str]]:
             told.append(outcome(saving.wait))
         live.reset(3)
         told.append(outcome(lambda: saving.save(3, transaction="third", blocking=True)))
+    Transaction.join = join
     return told
 
 

@@ -37,7 +37,8 @@ _REMOVAL_S = 5.0
 
 PARTS = ".parts"
 
-_WORD = ".given-up-"
+WORD = ".given-up-"
+"""What a file in the root is called that tells worlds which have not joined of a save that was given up; the transaction follows."""
 
 __all__ = ["Committed", "RankPart", "Transaction", "new_transaction"]
 
@@ -279,7 +280,7 @@ class Transaction:
 
     @property
     def _word(self) -> Path:
-        return self.root / f"{_WORD}{self.id}"
+        return self.root / f"{WORD}{self.id}"
 
     def _ended(self) -> bool:
         """The coordinator has cleaned up, or published; the folder was there before, see :meth:`join`."""
@@ -297,8 +298,6 @@ class Transaction:
         Raises:
             StorageError: It cannot be made.
         """
-        for old in self.root.glob(f"{_WORD}*"):
-            remove(old)
         publication = LocalPublication(self.target, True, self.fsync, replaceable, MANIFEST, self.id)
         publication.__enter__()
         self._publication = publication
@@ -358,6 +357,9 @@ class Transaction:
         remove_beneath(self.folder, PARTS)
         path = self._publication.commit(manifest)
         self._publication = None
+        with suppress(OSError):  # every world has joined this one, and none waits for an earlier one any more
+            for old in self.root.glob(f"{WORD}*"):
+                remove(old)
         return Committed(path, manifest)
 
     def _check(self, manifest: Manifest) -> None:
@@ -372,16 +374,16 @@ class Transaction:
                 )
 
     def abort(self, word: str = "") -> None:
-        """Give up, on the coordinator: everything written is removed.
+        """Give up; on the coordinator, everything written is removed.
 
         Args:
-            word: What to leave behind for a world that has not even joined; it is removed by the next :meth:`open`.
+            word: What to leave behind for a world that has not even joined, unless somebody has; the next :meth:`commit` removes it.
         """
-        if self._publication is not None:
-            publication, self._publication = self._publication, None
-            with suppress(CheckpointError):
-                if word:
-                    replace_text(self._word, word, fsync=False)
+        with suppress(CheckpointError, OSError):
+            if word and not self._word.exists():
+                replace_text(self._word, word, fsync=False)
+        publication, self._publication = self._publication, None
+        if publication is not None:
             with suppress(CheckpointError):
                 publication.__exit__(None, None, None)
 

@@ -21,12 +21,13 @@ from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.patience import patiently
 from mcore_rlhf.storage.transactions import new_transaction
 
+from .commit import WORD
 from .world import World
 
 LOCK = ".mcore_rlhf.lock"
 _PROBE = ".probe-"
-_OURS = (f"{_PROBE}*", ".*.tmp-*")
-"""Small files that are there for a moment only: probes, and text that is about to be renamed."""
+_OURS = (f"{_PROBE}*", ".*.tmp-*", f"{WORD}*")
+"""Small files that are there for a moment only: probes, text that is about to be renamed, and words of saves that were given up."""
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 _PATIENCE_S = 10.0
 """A network file system may show a new file to other hosts only after a while."""

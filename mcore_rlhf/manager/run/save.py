@@ -83,7 +83,7 @@ class Saver:
             snapshot = self.world.on_all_ranks(f"saving step {step}", partial(self._snapshot, opened, blocking))
             accounted(snapshot, self.world)
         except BaseException as error:
-            opened.abort(str(error) if self.world.is_one_of_several else "")
+            opened.abort(_word_of(self.world, error))
             raise
         now = time.monotonic()
         stall, copying = now - started, now - copied_at
@@ -250,7 +250,7 @@ class Saver:
 
     def _see(self, opened: Transaction) -> None:
         """Wait until a slow file system shows the folder; from then on, a folder that is not there is one that was removed."""
-        if not self.world.is_one_of_several and not self.world.commits:
+        if self.world.has_who_commits and not self.world.commits:
             opened.join()
 
     def _snapshot(self, opened: Transaction, blocking: bool) -> Snapshot:
@@ -345,7 +345,7 @@ class SaveJob:
             error = self._cause(failure)
             if not isinstance(error, Stopped):
                 self.transaction.store.fail(f"rank {self.world.rank_name}", error)
-            self.transaction.abort(str(error) if self.world.is_one_of_several else "")
+            self.transaction.abort(_word_of(self.world, error))
             self.reporter.say("failed", self.transaction.step, str(error).partition("\n")[0])
             if error is failure:
                 raise
@@ -359,7 +359,7 @@ class SaveJob:
         return StorageError(f"{self.transaction.folder}: {failure}") if isinstance(failure, OSError) else failure
 
     def _run(self) -> None:
-        if self.world.is_one_of_several and not self.world.commits:
+        if not self.world.has_who_commits:
             self.transaction.join()
         writer = RankWriter(self.transaction.folder, self.world.rank, self.transaction.store, self.transaction.fsync)
         self._post_values()
@@ -445,6 +445,11 @@ class SaveJob:
             unforeseen = None if isinstance(error, CheckpointError) else error  # with its traceback
             rank, step = self.world.rank, self.transaction.step
             LOG.warning("rank=%d step=%d: after the commit: %s", rank, step, error, exc_info=unforeseen)
+
+
+def _word_of(world: World, error: BaseException) -> str:
+    """What other worlds are to read of a save that was given up. Any rank of the world that commits says it: one disk may not take it."""
+    return str(error) if world.is_one_of_several and world.has_who_commits else ""
 
 
 def _told(error: BaseException | None) -> tuple[bool, type[CheckpointError], str] | None:

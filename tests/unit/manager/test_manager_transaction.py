@@ -180,9 +180,21 @@ def test_the_coordinator_gives_up_before_another_world_has_joined(tmp_path: Path
     late_world = Transaction(tmp_path, 3, "0001", "critic-00000", 20.0, fsync=False)
     with pytest.raises(Stopped, match="given up by the coordinating rank: the disk is full"):
         late_world.join()
-    (again,) = opened(tmp_path, id="0002")
-    again.abort()
-    assert os.listdir(tmp_path) == [], "the word is removed by the next save"
+    opened(tmp_path, id="0002")[0].abort()
+    with pytest.raises(Stopped, match="the disk is full"):
+        late_world.join()
+    opened(tmp_path, id="0003")[0].commit(Manifest({}, step=3))
+    assert os.listdir(tmp_path) == ["global_step_3"], "the word is removed when every world has joined a later save"
+
+
+def test_another_rank_says_what_the_coordinator_cannot(tmp_path: Path) -> None:
+    first, second = opened(tmp_path, 3, "actor-00001")
+    first.abort()
+    with pytest.raises(Stopped) as stopped:
+        second.await_commit()
+    second.abort(str(stopped.value))
+    with pytest.raises(Stopped, match="its log says why"):
+        Transaction(tmp_path, 3, "0001", "critic-00000", 20.0, fsync=False).join()
 
 
 def test_a_late_rank_writes_while_its_step_is_removed(tmp_path: Path) -> None:
