@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from mcore_rlhf import __version__
 from mcore_rlhf.errors import StorageError
@@ -54,12 +53,11 @@ class Fingerprint:
         """All of it, in one word that a file's name can hold."""
         return digest(asdict(self).values())[:16]
 
-    def differs(self, other: Mapping[str, Any]) -> str:
-        """In what another one, as plain data, is not the same; empty where it is."""
-        words = {"source": "another source", "options": "other options", "release": "another release", "layouts": ""}
-        mine = asdict(self)
-        found = [words[name] for name in words if other.get(name) != mine[name] and words[name]]
-        return ", ".join(found) or ("" if other == mine else "another plan")
+    def differs(self, other: Fingerprint) -> str:
+        """In what another one is not the same; empty where it is."""
+        words = {"source": "another source", "options": "other options", "release": "another release"}
+        found = [word for name, word in words.items() if getattr(other, name) != getattr(self, name)]
+        return ", ".join(found) or ("" if other == self else "another plan")
 
 
 @dataclass(frozen=True, slots=True)

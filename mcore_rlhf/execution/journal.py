@@ -10,25 +10,22 @@ touched it. They were there before the note was, the manifest lists their CRC-32
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from mcore_rlhf.errors import StorageError
-from mcore_rlhf.storage import reading
+from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.notes import Notes
+from mcore_rlhf.storage.records import parsed
 from mcore_rlhf.verify.audit import Spans
 
 from .fingerprint import Fingerprint, digest
 
-_VERSION = 2
+_VERSION = 3
 _PLAN = "plan"
 
 
@@ -48,39 +45,28 @@ class Done:
     seen: Spans = field(default_factory=dict)
     compared: str = ""
 
-    def as_plain(self) -> dict[str, Any]:
-        """As data for JSON."""
-        found: dict[str, Any] = {} if self.entry is None else {"bytes": self.entry.nbytes, "crc32": self.entry.crc32}
-        more = {name: told for name in ("version", "compared") if (told := getattr(self, name))}
-        return {**found, **more, "seen": plain_spans(self.seen)}
 
-    @classmethod
-    def of_plain(cls, told: Mapping[str, Any]) -> Done:
-        """From :meth:`as_plain`.
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The first note: of which plan the others are.
 
-        Raises:
-            ValueError, KeyError, TypeError: It is something else.
-        """
-        entry = FileEntry(int(told["bytes"]), int(told["crc32"])) if "bytes" in told else None
-        return cls(entry, str(told.get("version", "")), spans_of(told["seen"]), str(told.get("compared", "")))
-
-
-def plain_spans(seen: Spans) -> list[list[Any]]:
-    """Spans as data for JSON: file, record, and start, stop and CRC-32 of each in turn."""
-    return [[file, key, *(number for span in spans for number in span)] for (file, key), spans in seen.items()]
-
-
-def spans_of(told: list[list[Any]]) -> Spans:
-    """From :func:`plain_spans`.
-
-    Raises:
-        ValueError, TypeError: It is something else.
+    Args:
+        journal: The version of such notes.
+        fingerprint: Of the plan.
+        durable: Whether what is noted is on the disk.
+        boot: The machine's start; see :func:`_boot`.
     """
-    found: Spans = {}
-    for file, key, *numbers in told:
-        columns = [iter(map(int, numbers))] * 3
-        found[str(file), str(key)] = list(zip(*columns, strict=True))
-    return found
+
+    journal: int
+    fingerprint: Fingerprint
+    durable: bool
+    boot: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    name: str
+    done: Done
 
 
 @dataclass(slots=True)
@@ -137,34 +123,26 @@ class Journal(Finished):
 
     def __post_init__(self) -> None:
         begun = False
-        for data in self.notes.read():
-            with suppress(ValueError, KeyError, TypeError):  # a note that cannot be read is none
-                told = reading.parse_json(data)
-                if "done" in told:
-                    self.done[str(told["name"])] = Done.of_plain(told["done"])
+        for name, data in self.notes.read():
+            with suppress(CheckpointError):  # a note that cannot be read is none
+                if name == _PLAN:
+                    durable = parsed(Begun, data, _PLAN, sparse=True).durable
+                    begun, self.notes.durable = True, self.notes.durable or durable
                 else:
-                    begun, self.notes.durable = True, self.notes.durable or bool(told["durable"])
+                    note = parsed(_Note, data, name, sparse=True)
+                    self.done[note.name] = note.done
         self.durable = self.notes.durable
         kept = self.publication.keep({name: (one.nbytes, self.done[name].version) for name, one in self.files.items()})
         self.done = {name: done for name, done in self.done.items() if done.entry is None or name in kept}
         if not begun:
-            told = {
-                "journal": _VERSION,
-                "fingerprint": asdict(self.fingerprint),
-                "durable": self.durable,
-                "boot": _boot(),
-            }
-            self._note(_PLAN, told)
+            self.notes.say(_PLAN, Begun(_VERSION, self.fingerprint, self.durable, _boot()))
 
     def add(self, name: str, done: Done) -> None:
         """See :meth:`Finished.add`."""
         if done.entry is not None:
             done = replace(done, version=self.publication.version(name))
         self.done[name] = done
-        self._note(digest([name])[:16], {"name": name, "done": done.as_plain()})
-
-    def _note(self, name: str, told: Mapping[str, Any]) -> None:
-        self.notes.put(name, json.dumps(told, separators=(",", ":")).encode())
+        self.notes.say(digest([name])[:16], _Note(name, done))
 
 
 def open_journal(fingerprint: Fingerprint, publication: Publication) -> Journal | None:
@@ -195,17 +173,17 @@ def why_not(notes: Notes, fingerprint: Fingerprint) -> str:
         fingerprint: Of the plan.
     """
     try:
-        header = reading.parse_json(notes.get(_PLAN) or b"{}")
+        begun = notes.said(Begun, _PLAN)
     except StorageError as error:
         return str(error)
-    except ValueError:
-        header = {}
-    if header.get("journal") != _VERSION or not isinstance(header.get("fingerprint"), dict):
+    except CheckpointError:
+        begun = None
+    if begun is None or begun.journal != _VERSION:
         return "its journal cannot be read"
-    differs = fingerprint.differs(header["fingerprint"])
+    differs = fingerprint.differs(begun.fingerprint)
     if differs:
         return f"it is of {differs}"
-    if not header.get("durable") and (header.get("boot") != _boot() or not _boot()):
+    if not begun.durable and (begun.boot != _boot() or not _boot()):
         return "it was written with --no-fsync before this machine started"
     return ""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_rlhf.core.catalog import row_major
@@ -24,6 +24,7 @@ from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.parts import LEDGER, Parts, part_of, parts_of, parts_there
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.publish import LocalPublication
+from mcore_rlhf.storage.records import record_of, told
 from mcore_rlhf.storage.transactions import JOINED
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.verify.audit import Pair
@@ -189,8 +190,8 @@ def _done(
     ):
         assert journal is not None  # a part has one
         files = written(conversion, publication, options, progress, journal, nbytes, mine)
-        told = {name: replace(done, entry=None).as_plain() for name, done in journal.done.items()}
-        report = {"part": list(part), "fingerprint": asdict(_asked(conversion)), "done": told}
+        noted = {name: told(replace(done, entry=None), sparse=True) for name, done in journal.done.items()}
+        report = {"part": list(part), "fingerprint": told(_asked(conversion)), "done": noted}
         publication.commit(Manifest(files, provenance=provenance(), report=report))
         return files
 
@@ -270,9 +271,10 @@ def _found(publication: LocalPublication | StorePublication, fingerprint: Finger
 def _why_foreign(parts: Parts, fingerprint: Fingerprint) -> str:
     if parts.plan == fingerprint.key:
         return "this plan, from before the target was published"
-    for data in parts.notes.read(_LEDGERS):
+    for _, data in parts.notes.read(_LEDGERS):
         try:
-            return fingerprint.differs(Manifest.from_json(data, str(parts)).report["fingerprint"])
+            found = Manifest.from_json(data, str(parts)).report["fingerprint"]
+            return fingerprint.differs(record_of(Fingerprint, found, str(parts)))
         except (CheckpointError, KeyError):
             continue
     return "another plan"
@@ -306,8 +308,8 @@ def _finished(ledgers: Iterable[Manifest]) -> Finished:
     """What parts did, as if it stood in one journal."""
     done: dict[str, Done] = {}
     for ledger in ledgers:
-        for name, told in ledger.report["done"].items():
-            done[name] = replace(Done.of_plain(told), entry=ledger.files.get(name))
+        for name, noted in ledger.report["done"].items():
+            done[name] = replace(record_of(Done, noted, name, sparse=True), entry=ledger.files.get(name))
     return Finished(done)
 
 
@@ -354,6 +356,6 @@ def _ledger(parts: Parts, part: PartNumber, fingerprint: Fingerprint) -> Manifes
         found = Manifest.from_json(text, where)
     except CheckpointError as error:
         raise type(error)(f"{error}\nRemove it, and do part {part} again.") from error
-    if found.report.get("part") != list(part) or found.report.get("fingerprint") != asdict(fingerprint):
+    if found.report.get("part") != list(part) or found.report.get("fingerprint") != told(fingerprint):
         raise Corrupt(f"{where}: is not that of part {part} of this plan\nRemove it, and do the part again.")
     return found

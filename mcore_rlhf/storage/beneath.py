@@ -230,6 +230,22 @@ def write_new(path: Path, data: bytes, *, fsync: bool = False) -> None:
         os.close(fd)
 
 
+def write_over(path: Path, data: bytes, *, fsync: bool = False) -> None:
+    """Write a small file anew, whatever was there: aside, then renamed over it, so that nobody ever sees half of it.
+
+    Raises:
+        OSError: It cannot be written; what was there before is still there.
+    """
+    aside = path.with_name(f".{path.name}.tmp-{os.urandom(8).hex()}")
+    try:
+        write_new(aside, data, fsync=fsync)
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
 def open_new(path: Path) -> BinaryIO:
     """A file that is not there yet, to be written; see :func:`write_new`."""
     return os.fdopen(os.open(path, _NEW, 0o666), "wb")

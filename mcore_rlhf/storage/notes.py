@@ -1,4 +1,4 @@
-"""Small notes of those who work on one thing: for one another, or for whoever comes after a kill.
+"""Small notes of those who work on one thing, be they ranks, hosts or parts: for one another, or for whoever comes after a kill.
 
 They lie in a folder, under a prefix of a store, or as lines of one file where there are thousands of them and one process adds them.
 """
@@ -13,11 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, TypeVar
 
 from . import reading
-from .beneath import open_to_lock, remove, write_new
+from .beneath import open_to_lock, remove, write_new, write_over
 from .checksum import crc32
 from .paths import cannot_open, storage_error
+from .records import parsed, text_of
+
+T = TypeVar("T")
 
 _MAX_NBYTES = 4 << 30
 _SYNC_S = 0.2
@@ -61,17 +65,23 @@ class Notes(ABC):
     def list(self, pattern: str = "*") -> Iterator[str]:
         """The names that match, as a shell matches them."""
 
-    def read(self, pattern: str = "*") -> Iterator[bytes]:
-        """What the notes of such names say."""
-        return (data for name in self.list(pattern) if (data := self.get(name)) is not None)
+    def read(self, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
+        """The notes of such names, and what they say."""
+        return ((name, data) for name in self.list(pattern) if (data := self.get(name)) is not None)
 
-    def remove(self, pattern: str) -> None:
-        """Remove the notes of such names, where notes can be removed.
+    def say(self, name: str, record: Any) -> None:
+        """Leave a typed note; see :mod:`.records` and :meth:`put`. A field that says nothing is left out."""
+        self.put(name, text_of(record, sparse=True))
+
+    def said(self, kind: type[T], name: str) -> T | None:
+        """What a typed note says; None where there is none.
 
         Raises:
-            StorageError: They cannot be removed.
+            CheckpointError: It is of another type.
+            StorageError: It cannot be read.
         """
-        raise NotImplementedError
+        data = self.get(name)
+        return None if data is None else parsed(kind, data, f"{self}/{name}", sparse=True)
 
     def close(self) -> None:  # noqa: B027
         """Let go what is open."""
@@ -94,9 +104,7 @@ class FolderNotes(Notes):
         """See :meth:`Notes.put`."""
         path = self.root / name
         try:
-            if not once:
-                remove(path)
-            write_new(path, data)
+            (write_new if once else write_over)(path, data)
         except FileExistsError:
             return False
         except OSError as error:
@@ -114,10 +122,20 @@ class FolderNotes(Notes):
 
     def list(self, pattern: str = "*") -> Iterator[str]:
         """See :meth:`Notes.list`."""
-        return (path.relative_to(self.root).as_posix() for path in sorted(self.root.glob(pattern)) if path.is_file())
+        try:
+            found = sorted(path for path in self.root.glob(pattern) if path.is_file())
+        except FileNotFoundError:  # it is being removed
+            found = []
+        except OSError as error:
+            raise storage_error(error, self.root, "list") from error
+        return (path.relative_to(self.root).as_posix() for path in found)
 
     def remove(self, pattern: str) -> None:
-        """See :meth:`Notes.remove`."""
+        """Remove the notes of such names.
+
+        Raises:
+            StorageError: They cannot be removed.
+        """
         for name in self.list(pattern):
             try:
                 remove(self.root / name)
@@ -187,9 +205,9 @@ class FileNotes(Notes):
         """See :meth:`Notes.list`."""
         return (name for name in self._read() if fnmatchcase(name, pattern))
 
-    def read(self, pattern: str = "*") -> Iterator[bytes]:
+    def read(self, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
         """See :meth:`Notes.read`; reads the file once."""
-        return (data for name, data in self._read().items() if fnmatchcase(name, pattern))
+        return ((name, data) for name, data in self._read().items() if fnmatchcase(name, pattern))
 
     def _read(self) -> dict[str, bytes]:
         try:

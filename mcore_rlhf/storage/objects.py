@@ -346,13 +346,20 @@ class StoreNotes(Notes):
         names = (item["path"][len(self.root) + 1 :] for item in self.store.objects(self.root))
         return (name for name in names if fnmatchcase(name, pattern))
 
-    def read(self, pattern: str = "*") -> Iterator[bytes]:
+    def read(self, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
         """See :meth:`Notes.read`; by a few connections."""
+        names = list(self.list(pattern))
         with ThreadPoolExecutor(self.store.settings.connections) as pool:
-            yield from (data for data in pool.map(self.get, self.list(pattern)) if data is not None)
+            yield from (
+                (name, data) for name, data in zip(names, pool.map(self.get, names), strict=True) if data is not None
+            )
 
     def remove(self, pattern: str) -> None:
-        """See :meth:`Notes.remove`."""
+        """Remove the notes of such names.
+
+        Raises:
+            StorageError: They cannot be removed.
+        """
         self.store.remove([f"{self.root}/{name}" for name in self.list(pattern)])
 
 

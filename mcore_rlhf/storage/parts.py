@@ -60,7 +60,7 @@ class Parts(ABC):
 
     @property
     @abstractmethod
-    def notes(self) -> Notes:
+    def notes(self) -> FolderNotes | StoreNotes:
         """Their ledgers, and who joins them."""
 
     @property

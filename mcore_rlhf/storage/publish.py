@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import StorageError, Unreadable
-from .beneath import make_folder, new_folder, remove_beneath, write_new
+from .beneath import make_folder, new_folder, remove_beneath, write_new, write_over
 from .destination import WENT_ON, LocalFolder, Publication
 from .manifest import Manifest
 from .notes import FileNotes, Notes
@@ -266,16 +266,11 @@ def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:
     Raises:
         StorageError: The file system refused; what was there before is still there.
     """
-    aside = path.with_name(f".{path.name}.tmp-{new_transaction()}")
     try:
-        write_new(aside, text.encode("utf-8"))
-        if fsync:
-            _sync(aside, os.O_RDONLY)
-        os.replace(aside, path)
+        write_over(path, text.encode("utf-8"), fsync=fsync)
         if fsync:
             sync_folder(path.parent)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise storage_error(error, path, "write") from error
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Generic, TypeVar
 
 from ...errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
-from .json_values import read_fields, shorten, write_fields
+from ...storage.records import read_fields, shorten, write_fields
 
 T = TypeVar("T")
 C = TypeVar("C")

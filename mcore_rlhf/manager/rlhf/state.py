@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ...errors import Corrupt, Incomplete, Problems, UsageError
+from ...storage.records import shorten
 from .controls import KL_CONTROLLERS, SCHEDULES, Kinds, KLController, Schedule
-from .json_values import cloned, dumps, loads, refill, shorten
+from .json_values import cloned, dumps, loads, refill
 from .pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
 from .state_json import COUNTERS, Document, Files, read, tensor_stems, up_to_date, write
 

@@ -14,21 +14,9 @@ import torch
 
 from ...errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported, UsageError
 from ...installation import to_upgrade
+from ...storage.records import convert, members, read_fields, shorten, under, write_fields
 from .controls import KL_CONTROLLERS, SCHEDULES, Kinds
-from .json_values import (
-    convert,
-    decode,
-    forms,
-    join,
-    members,
-    pick,
-    read_fields,
-    references,
-    shorten,
-    split,
-    under,
-    write_fields,
-)
+from .json_values import decode, forms, join, pick, references, split
 from .pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
 
 T = TypeVar("T")

@@ -2,33 +2,33 @@
 
 Not bound to a ``torch.distributed`` world: parts find each other by root, step and transaction id. A part is done when its
 ``part-*.json`` is there; the coordinator waits for all that it expects, writes the manifest and renames. Ranks talk through
-small files in the step's hidden folder: no collectives and no sockets, so that it does not disturb training, and that actor,
+notes in the step's hidden folder: no collectives and no sockets, so that it does not disturb training, and that actor,
 critic and rollout workers may live in separate worlds. All that is needed is the file system that they share anyway.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError, Unreadable
-from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.beneath import move, new_folder, remove, remove_beneath, write_new
+from mcore_rlhf.storage.beneath import new_folder, remove_beneath
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
-from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.publish import LocalPublication, replace_text
+from mcore_rlhf.storage.notes import FolderNotes, Notes
+from mcore_rlhf.storage.publish import LocalPublication
+from mcore_rlhf.storage.records import parsed
 from mcore_rlhf.storage.transactions import Places, new_transaction
 from mcore_rlhf.storage.waiting import waiting_for
 
 from .steps import MANIFEST, step_folder
+
+T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _FAILED = "failed-"
@@ -48,43 +48,27 @@ class Stopped(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class FolderStore:
-    """Named messages in a folder, as ``torch.distributed.FileStore`` has them; each is written once, as a whole.
+class Messages:
+    """What ranks say to each other: notes of which each is written once, and waited for.
 
     Args:
-        folder: Where; all ranks see it.
+        notes: Where; all ranks see them.
         timeout: Seconds to wait for a message.
         gone: Whether the whole transaction has ended, so that waiting is in vain.
     """
 
-    folder: Path
+    notes: Notes
     timeout: float
     gone: Callable[[], bool] = field(default=lambda: False)
 
-    def set(self, name: str, data: bytes) -> None:
-        """Write a message.
-
-        Raises:
-            StorageError: The file system refused.
-        """
-        path, aside = self.folder / name, self.folder / f".{name}.{os.getpid()}-{new_transaction()}"
-        try:
-            write_new(aside, data)
-            move(aside, path)
-        except OSError as error:
-            raise storage_error(error, path, "write") from error
-
-    def set_json(self, name: str, content: object) -> None:
-        """Write a message of plain values."""
-        self.set(name, json.dumps(content).encode())
-
     def fail(self, who: str, error: BaseException) -> None:
         """Tell everybody that there will be no commit; never raises."""
+        name = f"{_FAILED}{who}"
         try:
-            self.set(_FAILED + who, f"{type(error).__name__}: {error}".encode())
+            self.notes.put(name, f"{type(error).__name__}: {error}".encode())
         except CheckpointError:
-            with suppress(OSError):  # a full disk mostly has room for an empty file; else the others time out
-                write_new(self.folder / f"{_FAILED}{who}", b"")
+            with suppress(CheckpointError):  # a full disk mostly has room for an empty file; else the others time out
+                self.notes.put(name, b"", once=True)
 
     def get(self, name: str, sender: str) -> bytes:
         """Wait for a message.
@@ -97,20 +81,12 @@ class FolderStore:
             Stopped: A rank failed.
             Incomplete: It did not come in time.
         """
-        with waiting_for(
-            f"{sender}, whose part of {self.folder.parent.name} has not come; after {self.timeout:g} s it is given up"
-        ):
+        with waiting_for(f"{sender}, whose part has not come to {self.notes}; after {self.timeout:g} s it is given up"):
             return self._awaited(name, sender)
 
     def _awaited(self, name: str, sender: str) -> bytes:
         end, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
-        while True:
-            try:
-                return reading.read_bytes(self.folder / name)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise StorageError(f"{self.folder / name}: cannot be read: {error}") from error
+        while (data := self.notes.get(name)) is None:
             self.check()
             if time.monotonic() > end:
                 raise Incomplete(
@@ -119,11 +95,11 @@ class FolderStore:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+        return data
 
-    def get_json(self, name: str, sender: str) -> dict[str, object]:
-        """Wait for a message of plain values."""
-        content: dict[str, object] = json.loads(self.get(name, sender))
-        return content
+    def hear(self, kind: type[T], name: str, sender: str) -> T:
+        """Wait for a typed message; see :meth:`get` and :meth:`~mcore_rlhf.storage.notes.Notes.said`."""
+        return parsed(kind, self.get(name, sender), f"{self.notes}/{name}", sparse=True)
 
     def check(self) -> None:
         """Stop waiting when somebody has failed.
@@ -131,26 +107,22 @@ class FolderStore:
         Raises:
             Stopped: Somebody has, or the transaction has ended.
         """
-        failed = self._failed()
-        if failed is not None:
-            who, text = failed.name.removeprefix(_FAILED), _read(failed) or "its log says why"
-            raise Stopped(f"{who} could not save: {text}")
+        found: list[tuple[str, bytes]] = []
+        with suppress(CheckpointError):  # they are being removed
+            found = list(self.notes.read(f"{_FAILED}*"))
+        for name, text in found:
+            raise Stopped(
+                f"{name.removeprefix(_FAILED)} could not save: {text.decode(errors='replace') or 'its log says why'}"
+            )
         if self.gone():
             raise Stopped("the save was given up by the coordinating rank; its log says why")
 
-    def _failed(self) -> Path | None:
-        try:
-            names = sorted(os.listdir(self.folder))
-        except OSError:  # it is being removed
-            return None
-        return next((self.folder / name for name in names if name.startswith(_FAILED)), None)
 
-
-def why_it_vanished(store: FolderStore, error: BaseException) -> Stopped | None:
+def why_it_vanished(messages: Messages, error: BaseException) -> Stopped | None:
     """What a rank met whose files vanished while it wrote them: mostly that rank 0 is removing a step that was given up.
 
     Args:
-        store: The step's.
+        messages: The step's.
         error: What the rank met.
     """
     cause = error if isinstance(error, OSError) else error.__cause__
@@ -160,18 +132,11 @@ def why_it_vanished(store: FolderStore, error: BaseException) -> Stopped | None:
     end = time.monotonic() + _REMOVAL_S
     while time.monotonic() < end:
         try:
-            store.check()
+            messages.check()
         except Stopped as stopped:
             return stopped
         time.sleep(_LONGEST_PAUSE)
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError as error:
-        return f"({error})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,19 +158,6 @@ class RankPart:
     contributed: Mapping[str, int] = field(default_factory=dict)
     taken: Mapping[str, int] = field(default_factory=dict)
     host: str = ""
-
-    def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        files = {path: [entry.nbytes, entry.crc32] for path, entry in self.files.items()}
-        named = {name: dict(getattr(self, name)) for name in ("live", "contributed", "taken")}
-        return {"files": files, "roles": [dict(role) for role in self.roles], "host": self.host, **named}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> RankPart:
-        """:meth:`as_json` read the other way."""
-        files = {path: FileEntry(*entry) for path, entry in content["files"].items()}
-        named = {name: content[name] for name in ("live", "contributed", "taken", "host")}
-        return cls(files, tuple(content["roles"]), **named)
 
 
 def refuse_untaken(parts: Iterable[RankPart]) -> None:
@@ -274,13 +226,13 @@ class Transaction:
         return Places(self.target, self.id)
 
     @property
-    def store(self) -> FolderStore:
-        """Where ranks leave messages until the commit."""
-        return FolderStore(self.folder / PARTS, self.timeout, self._ended)
+    def messages(self) -> Messages:
+        """What ranks say to each other until the commit."""
+        return Messages(FolderNotes(self.folder / PARTS), self.timeout, self._ended)
 
     @property
-    def _word(self) -> Path:
-        return self.root / f"{WORD}{self.id}"
+    def _words(self) -> FolderNotes:
+        return FolderNotes(self.root)
 
     def _ended(self) -> bool:
         """The coordinator has cleaned up, or published; the folder was there before, see :meth:`join`."""
@@ -323,8 +275,8 @@ class Transaction:
     def _begun(self) -> None:
         end = time.monotonic() + self.timeout
         while not (self.folder / PARTS).is_dir():
-            if self._word.exists():
-                raise Stopped(f"the save was given up by the coordinating rank: {reading.read_text(self._word)}")
+            if (word := self._words.get(f"{WORD}{self.id}")) is not None:
+                raise Stopped(f"the save was given up by the coordinating rank: {word.decode(errors='replace')}")
             if time.monotonic() > end:
                 raise Incomplete(
                     f"{self.folder}: the coordinating rank did not start the save within {self.timeout:g} s"
@@ -333,7 +285,7 @@ class Transaction:
 
     def deliver(self, part: RankPart) -> None:
         """Say that this rank has written, and synced, everything."""
-        self.store.set_json(f"part-{self.part}.json", part.as_json())
+        self.messages.notes.say(f"part-{self.part}.json", part)
 
     def parts(self, expected: Iterable[str]) -> dict[str, RankPart]:
         """Wait for the parts of others.
@@ -341,7 +293,7 @@ class Transaction:
         Raises:
             CheckpointError: One of them failed, or did not come.
         """
-        return {name: RankPart.from_json(self.store.get_json(f"part-{name}.json", f"rank {name}")) for name in expected}
+        return {name: self.messages.hear(RankPart, f"part-{name}.json", f"rank {name}") for name in expected}
 
     def commit(self, manifest: Manifest) -> Committed:
         """Publish.
@@ -357,9 +309,8 @@ class Transaction:
         remove_beneath(self.folder, PARTS)
         path = self._publication.commit(manifest)
         self._publication = None
-        with suppress(OSError):  # every world has joined this one, and none waits for an earlier one any more
-            for old in self.root.glob(f"{WORD}*"):
-                remove(old)
+        with suppress(CheckpointError):  # every world has joined this one, and none waits for an earlier one any more
+            self._words.remove(f"{WORD}*")
         return Committed(path, manifest)
 
     def _check(self, manifest: Manifest) -> None:
@@ -379,9 +330,9 @@ class Transaction:
         Args:
             word: What to leave behind for a world that has not even joined, unless somebody has; the next :meth:`commit` removes it.
         """
-        with suppress(CheckpointError, OSError):
-            if word and not self._word.exists():
-                replace_text(self._word, word, fsync=False)
+        with suppress(CheckpointError):
+            if word and self._words.get(f"{WORD}{self.id}") is None:
+                self._words.put(f"{WORD}{self.id}", word.encode())
         publication, self._publication = self._publication, None
         if publication is not None:
             with suppress(CheckpointError):
@@ -397,7 +348,7 @@ class Transaction:
         end = time.monotonic() + patience
         while not self._is_published():
             try:
-                self.store.check()
+                self.messages.check()
             except Stopped:
                 if self._is_published():  # the folder was renamed between the two looks
                     return

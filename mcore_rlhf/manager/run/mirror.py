@@ -13,12 +13,11 @@ wait.
 from __future__ import annotations
 
 import atexit
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, StorageError
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import human
 from mcore_rlhf.storage.publish import replace_text
+from mcore_rlhf.storage.records import text_of
 
 from . import retention, steps
 from .mirror_hosts import Ended, Helpers, Job, missing, publication_of, send, shares
@@ -367,6 +367,6 @@ class Mirroring:
                 return
             self._status = changed
             try:
-                replace_text(self._root / STATUS, json.dumps(asdict(changed), indent=1) + "\n")
+                replace_text(self._root / STATUS, text_of(changed, indent=1).decode() + "\n")
             except CheckpointError as error:
                 _log.warning("%s: cannot be written: %s", self._root / STATUS, error)

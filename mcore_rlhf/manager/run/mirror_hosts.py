@@ -1,6 +1,6 @@
 """Hosts that send a step together: each the files that its ranks wrote; rank 0 what nobody else has sent, and the manifest.
 
-One process of every host helps, on a thread of its own. Behind training, ranks talk through files in the root that they share:
+One process of every host helps, on a thread of its own. Behind training, ranks talk through notes in the root that they share:
 
 * ``.mirror/asked.json``    by rank 0: which step, who helps, and, once nothing waits any more, up to which step all is there
 * ``.mirror/00008.json``    by the helper that is rank 8: that it lives, that its share is there, or why it gave up
@@ -12,22 +12,20 @@ process is gone, is passed over: the root is shared, and rank 0 sends what is mi
 from __future__ import annotations
 
 import atexit
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, log_of
-from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
+from mcore_rlhf.storage.notes import FolderNotes, Notes
 from mcore_rlhf.storage.paths import beneath
-from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.transactions import new_transaction
 
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
     from .options import Mirror
 
+T = TypeVar("T")
 _log = log_of("mcore_rlhf.manager")
 
 TALK = ".mirror"
@@ -205,11 +204,11 @@ class Helpers:
     """
 
     def __init__(self, root: Path, host: str, ranks: Mapping[int, str]) -> None:
-        self._folder, self._ranks = root / TALK, ranks
+        self._notes, self._ranks = FolderNotes(root / TALK), ranks
         self.hosts = [host, *ranks.values()]
         self._asked = Asked()
         with suppress(OSError):
-            remove(self._folder)  # what an earlier run said
+            remove(self._notes.root)  # what an earlier run said
 
     def ask(self, step: int, transaction: str) -> None:
         """Ask them to send their share of a step."""
@@ -272,12 +271,12 @@ class Helpers:
         return told if same else None
 
     def _read(self, rank: int) -> Told | None:
-        return _read(Told, self._folder / f"{rank:05d}.json")  # type: ignore[no-any-return]
+        return _read(Told, self._notes, f"{rank:05d}.json")
 
     def _say(self, asked: Asked) -> None:
         self._asked = asked
         if self._ranks:
-            _write(self._folder / _ASKED, asked)
+            _write(self._notes, _ASKED, asked)
 
 
 @dataclass(slots=True)
@@ -362,22 +361,22 @@ class Helper:
             self._say(state="done")
 
     def _asked(self) -> Asked:
-        return _read(Asked, self.root / TALK / _ASKED) or Asked()
+        return _read(Asked, FolderNotes(self.root / TALK), _ASKED) or Asked()
 
     def _say(self, **changes: Any) -> None:
         self._told = replace(self._told, beat=self._told.beat + 1, **changes)
-        _write(self.root / TALK / f"{self.rank:05d}.json", self._told)
+        _write(FolderNotes(self.root / TALK), f"{self.rank:05d}.json", self._told)
 
 
-def _read(kind: type[Any], path: Path) -> Any:
+def _read(kind: type[T], notes: Notes, name: str) -> T | None:
     """A message; None where there is none that can be read."""
-    with suppress(OSError, ValueError, TypeError):
-        return kind(**reading.read_json(path))
+    with suppress(CheckpointError):
+        return notes.said(kind, name)
     return None
 
 
-def _write(path: Path, message: Asked | Told) -> None:
+def _write(notes: FolderNotes, name: str, message: Asked | Told) -> None:
     """Say something; where the root takes nothing now, it is as if this process were not there."""
     with suppress(OSError, CheckpointError):
-        make_folder(path.parent)
-        replace_text(path, json.dumps(asdict(message)), fsync=False)
+        make_folder(notes.root)
+        notes.say(name, message)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from mcore_rlhf.storage import reading
+from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.storage.notes import FolderNotes
 
 from .steps import Step, is_hidden
 
@@ -54,13 +54,8 @@ class MirrorStatus:
     def read(cls, root: Path) -> MirrorStatus | None:
         """That of a root; None where there is none. One that cannot be read says nothing."""
         try:
-            stored: dict[str, Any] = reading.read_json(root / STATUS)
-            boundary = Boundary(**stored["boundary"]) if stored["boundary"] else None
-            mirrored = {int(step): str(transaction) for step, transaction in stored["mirrored"].items()}
-            return cls(**{**stored, "mirrored": mirrored, "boundary": boundary})
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return FolderNotes(root).said(cls, STATUS)
+        except CheckpointError as error:
             return cls(problem=f"{STATUS} cannot be read: {type(error).__name__}")
 
     def of(self, step: Step) -> str:

@@ -344,7 +344,7 @@ class SaveJob:
         except BaseException as failure:
             error = self._cause(failure)
             if not isinstance(error, Stopped):
-                self.transaction.store.fail(f"rank {self.world.rank_name}", error)
+                self.transaction.messages.fail(f"rank {self.world.rank_name}", error)
             self.transaction.abort(_word_of(self.world, error))
             self.reporter.say("failed", self.transaction.step, str(error).partition("\n")[0])
             if error is failure:
@@ -353,7 +353,7 @@ class SaveJob:
 
     def _cause(self, failure: BaseException) -> BaseException:
         """What other ranks are to hear: a file that vanished because another rank has given up is not the cause."""
-        stopped = why_it_vanished(self.transaction.store, failure)
+        stopped = why_it_vanished(self.transaction.messages, failure)
         if stopped is not None:
             return stopped
         return StorageError(f"{self.transaction.folder}: {failure}") if isinstance(failure, OSError) else failure
@@ -361,7 +361,7 @@ class SaveJob:
     def _run(self) -> None:
         if not self.world.has_who_commits:
             self.transaction.join()
-        writer = RankWriter(self.transaction.folder, self.world.rank, self.transaction.store, self.transaction.fsync)
+        writer = RankWriter(self.transaction.folder, self.world.rank, self.transaction.messages, self.transaction.fsync)
         self._post_values()
         writer.write(self.snapshot.files)
         for name, text in self.snapshot.texts.items():
@@ -373,7 +373,7 @@ class SaveJob:
             self.transaction.await_commit()
 
     def _post_values(self) -> None:
-        self.transaction.store.set(f"values-{self.world.rank_name}.pt", dumps(self._own_values()))
+        self.transaction.messages.notes.put(f"values-{self.world.rank_name}.pt", dumps(self._own_values()))
 
     def _own_values(self) -> dict[str, object]:
         """Small things of every rank that end up in one file."""
@@ -429,7 +429,7 @@ class SaveJob:
     def _values(self, name: str) -> dict[str, object]:
         if name == self.world.rank_name:
             return self._own_values()
-        values = loads(self.transaction.store.get(f"values-{name}.pt", f"rank {name}"))
+        values = loads(self.transaction.messages.get(f"values-{name}.pt", f"rank {name}"))
         assert isinstance(values, dict)
         return values
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,15 +25,14 @@ from mcore_rlhf.storage.paths import pwrite_all, storage_error
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
 
-from .commit import FolderStore
+from .commit import Messages
 from .snapshot import StepFile, as_bytes
 
 WINDOW_BYTES = 1 << 20
 """One window is summed and written while it is in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenPiece:
+class WrittenPiece(NamedTuple):
     """Bytes of a record that one rank has written.
 
     Args:
@@ -55,14 +55,14 @@ class RankWriter:
     Args:
         folder: The step's hidden folder.
         rank: This rank.
-        store: Through which ranks talk.
+        messages: Through which ranks talk.
         fsync: Whether to wait until files are on the disk.
         advance: Hears of bytes just written.
     """
 
     folder: Path
     rank: int
-    store: FolderStore
+    messages: Messages
     fsync: bool = True
     advance: Callable[[int], None] = lambda nbytes: None
     written: dict[str, FileEntry] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class RankWriter:
         if len(live.writers) > 1:
             labels = list(live.labels) or writer.open_records
             offsets = {label: writer.offset(live.labels.get(label, label)) for label in labels}
-            self.store.set_json(f"layout-{_short(file.path)}", offsets)
+            self.messages.notes.say(f"layout-{_short(file.path)}", offsets)
         return writer
 
     def _fill(self, file: LiveFile, writer: RecordFile) -> list[WrittenPiece]:
@@ -139,7 +139,7 @@ class RankWriter:
 
     def _contribute(self, file: StepFile) -> None:
         """Write this rank's pieces into a file that another rank has laid out."""
-        offsets = self.store.get_json(f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
+        offsets = self.messages.hear(dict[str, int], f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
         path = self.folder / file.path
         try:
             with Beneath(self.folder) as folder:
@@ -149,7 +149,7 @@ class RankWriter:
         try:
 
             def put(label: str, byte_offset: int, data: memoryview) -> None:
-                pwrite_all(fd, data, int(offsets[label]) + byte_offset)  # type: ignore[call-overload]
+                pwrite_all(fd, data, offsets[label] + byte_offset)
 
             pieces = [self._put(segment, put) for segment in file.live.segments]
             if self.fsync:
@@ -159,8 +159,7 @@ class RankWriter:
         finally:
             os.close(fd)
         self.contributed[file.path] = sum(piece.nbytes for piece in pieces)
-        written = [[piece.label, piece.byte_offset, piece.nbytes, piece.crc32] for piece in pieces]
-        self.store.set_json(f"pieces-{_short(file.path)}-{self.rank}", {"pieces": written})
+        self.messages.notes.say(f"pieces-{_short(file.path)}-{self.rank}", pieces)
 
     def _put(self, segment: Segment, put: Callable[[str, int, memoryview], None]) -> WrittenPiece:
         total, at = 0, 0
@@ -174,9 +173,7 @@ class RankWriter:
 
     def _finish(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> None:
         for rank in file.live.writers[1:]:
-            written = self.store.get_json(f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")["pieces"]
-            assert isinstance(written, list)
-            theirs = [WrittenPiece(*piece) for piece in written]
+            theirs = self.messages.hear(list[WrittenPiece], f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")
             pieces += theirs
             taken = self.taken_from_others.get(file.path, 0)
             self.taken_from_others[file.path] = taken + sum(piece.nbytes for piece in theirs)

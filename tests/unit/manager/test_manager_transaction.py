@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError
-from mcore_rlhf.manager.run import commit, steps
-from mcore_rlhf.manager.run.commit import FolderStore, RankPart, Stopped, Transaction
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.commit import Messages, RankPart, Stopped, Transaction
 from mcore_rlhf.storage import publish
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
+from mcore_rlhf.storage.notes import FolderNotes
 
 
 @pytest.fixture(autouse=True)
@@ -32,29 +33,32 @@ def late(action: Callable[[], object], seconds: float = 0.05) -> None:
 def refusing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """No file can be given any content, as on a full disk; empty ones can be made."""
 
-    def write_new(path: Path, data: bytes) -> None:
-        path.touch()
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(commit, "write_new", write_new)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+def messages(folder: Path, timeout: float = 5.0, gone: Callable[[], bool] = lambda: False) -> Messages:
+    return Messages(FolderNotes(folder), timeout, gone)
 
 
 # ---- the store
 
 
 def test_messages(tmp_path: Path) -> None:
-    box = FolderStore(tmp_path, 5.0)
-    late(lambda: box.set("late", b"\0\xff"))
+    box = messages(tmp_path)
+    late(lambda: box.notes.put("late", b"\0\xff"))
     assert box.get("late", "rank 1") == b"\0\xff"
     assert box.get("late", "rank 1") == b"\0\xff", "a message stays, for others to take"
-    box.set_json("values", {"a": [1, None, "x"]})
-    assert box.get_json("values", "rank 1") == {"a": [1, None, "x"]}
+    box.notes.say("values", {"a": [1, 2]})
+    assert box.hear(dict[str, tuple[int, ...]], "values", "rank 1") == {"a": (1, 2)}
 
 
 def test_a_message_that_does_not_come(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(Incomplete) as failure:
-        FolderStore(tmp_path, 0.1).get("part-3", "rank 3")
+        messages(tmp_path, 0.1).get("part-3", "rank 3")
     assert 0.1 <= time.monotonic() - started < 30
     assert str(failure.value).startswith("rank 3 did not deliver its part (part-3) within 0.1 s\n")
     assert "look at its log" in str(failure.value)
@@ -63,44 +67,44 @@ def test_a_message_that_does_not_come(tmp_path: Path) -> None:
 def test_a_message_is_never_seen_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there under its name only when it is whole, also if its writer dies."""
     seen: list[list[str]] = []
-    real = os.rename
+    real = os.replace
 
     def rename(source: Path, target: Path) -> None:
         seen.append(os.listdir(tmp_path))
         real(source, target)
 
-    monkeypatch.setattr(os, "rename", rename)
-    FolderStore(tmp_path, 1.0).set("layout", b"x" * 1000)
+    monkeypatch.setattr(os, "replace", rename)
+    messages(tmp_path).notes.put("layout", b"x" * 1000)
     assert all("layout" not in names for names in seen)
     assert (tmp_path / "layout").read_bytes() == b"x" * 1000
 
 
 def test_somebody_fails_while_others_wait(tmp_path: Path) -> None:
-    box = FolderStore(tmp_path, 5.0)
+    box = messages(tmp_path)
     late(lambda: box.fail("rank 00002", StorageError("disk on fire")))
     with pytest.raises(Stopped, match="rank 00002 could not save: StorageError: disk on fire"):
         box.get("part-2", "rank 2")
 
 
 def test_on_a_full_disk_the_others_still_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    box = FolderStore(tmp_path, 5.0)
+    box = messages(tmp_path)
     refusing(monkeypatch, errno.ENOSPC)
     with pytest.raises(StorageError, match="No space left"):
-        box.set("part-1", b"x")
+        box.notes.put("part-1", b"x")
     box.fail("rank 00001", StorageError("No space left"))
     with pytest.raises(Stopped, match="rank 00001 could not save: its log says why"):
         box.check()
 
 
 def test_telling_of_a_failure_never_fails(tmp_path: Path) -> None:
-    FolderStore(tmp_path / "gone", 1.0).fail("rank 00001", StorageError("x"))
+    messages(tmp_path / "gone").fail("rank 00001", StorageError("x"))
 
 
 def test_the_whole_transaction_ends_while_others_wait(tmp_path: Path) -> None:
     ended = threading.Event()
     late(ended.set)
     with pytest.raises(Stopped, match="given up by the coordinating rank"):
-        FolderStore(tmp_path, 5.0, ended.is_set).get("part-2", "rank 2")
+        messages(tmp_path, 5.0, ended.is_set).get("part-2", "rank 2")
 
 
 # ---- the transaction
@@ -241,7 +245,7 @@ def test_a_commit_that_fails_puts_the_old_step_back(
     old.commit(Manifest(put(old, "a.bin", b"old"), step=3))
     (new,) = opened(tmp_path, id="0002")
     files = put(new, "a.bin", b"new")
-    real = os.rename
+    real = os.replace
 
     def rename(source: Path, target: Path) -> None:
         if Path(target) == new.target and ".partial-" in str(source):
@@ -268,7 +272,7 @@ def test_a_rename_that_is_reported_as_failed_and_was_done(tmp_path: Path, monkey
     """A retry of a network file system: the manifest on the disk decides, not the error."""
     (new,) = opened(tmp_path)
     files = put(new, "a.bin", b"new")
-    real = os.rename
+    real = os.replace
 
     def rename(source: Path, target: Path) -> None:
         real(source, target)

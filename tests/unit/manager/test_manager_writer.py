@@ -17,9 +17,10 @@ from mcore_rlhf.core.catalog import Record, dtype_of
 from mcore_rlhf.engines.base import LiveFile, Segment
 from mcore_rlhf.errors import CheckpointError, CoverageError, Incomplete, StorageError
 from mcore_rlhf.manager.run import write as writers
-from mcore_rlhf.manager.run.commit import FolderStore, Stopped
+from mcore_rlhf.manager.run.commit import Messages, Stopped
 from mcore_rlhf.manager.run.snapshot import StepFile
 from mcore_rlhf.manager.run.write import RankWriter, WrittenPiece, _record_crc, _with_zeros
+from mcore_rlhf.storage.notes import FolderNotes
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -77,7 +78,9 @@ def shared_file(rank: int, size: int, whole: torch.Tensor, gap: int = 0) -> Step
 def written(folder: Path, files: list[StepFile]) -> tuple[list[RankWriter], list[BaseException]]:
     """All ranks write at once."""
     (folder / ".parts").mkdir(parents=True)
-    ranks = [RankWriter(folder, rank, FolderStore(folder / ".parts", 5.0), False) for rank in range(len(files))]
+    ranks = [
+        RankWriter(folder, rank, Messages(FolderNotes(folder / ".parts"), 5.0), False) for rank in range(len(files))
+    ]
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -85,7 +88,7 @@ def written(folder: Path, files: list[StepFile]) -> tuple[list[RankWriter], list
             ranks[rank].write([files[rank]])
         except CheckpointError as error:
             if not isinstance(error, Stopped):
-                FolderStore(folder / ".parts", 5.0).fail(f"rank {rank}", error)
+                Messages(FolderNotes(folder / ".parts"), 5.0).fail(f"rank {rank}", error)
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(files))]
@@ -129,7 +132,7 @@ def test_ranks_that_overlap(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_contributes(tmp_path: Path) -> None:
     (tmp_path / ".parts").mkdir()
-    alone = RankWriter(tmp_path, 0, FolderStore(tmp_path / ".parts", 0.1), False)
+    alone = RankWriter(tmp_path, 0, Messages(FolderNotes(tmp_path / ".parts"), 0.1), False)
     with pytest.raises(Incomplete, match="rank 1 did not deliver its part") as failure:
         alone.write([shared_file(0, 2, torch.zeros(NUMEL))])
     assert "within 0.1 s" in str(failure.value)
@@ -139,7 +142,7 @@ def test_a_rank_that_never_contributes(tmp_path: Path) -> None:
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
     """A rank that is late must not leave files of a step that was given up."""
     gone = tmp_path / "gone"
-    late = RankWriter(gone, 0, FolderStore(gone / ".parts", 0.1), False)
+    late = RankWriter(gone, 0, Messages(FolderNotes(gone / ".parts"), 0.1), False)
     with pytest.raises(StorageError):
         late.save_text("critic/latest.txt", "1")
     with pytest.raises(StorageError):
@@ -148,7 +151,7 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
 
 
 def test_small_files(tmp_path: Path) -> None:
-    one = RankWriter(tmp_path, 0, FolderStore(tmp_path / ".parts", 0.1), True)
+    one = RankWriter(tmp_path, 0, Messages(FolderNotes(tmp_path / ".parts"), 0.1), True)
     one.save_text("a/b/c.txt", "grüße\n")
     one.save_pt("rng/x.pt", {"t": torch.arange(5), "s": "x"})
     for name, entry in one.written.items():
@@ -170,7 +173,7 @@ def test_everything_is_synced_before_it_is_reported(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "fsync", fsync)
     (tmp_path / ".parts").mkdir()
-    one = RankWriter(tmp_path, 0, FolderStore(tmp_path / ".parts", 0.1), True)
+    one = RankWriter(tmp_path, 0, Messages(FolderNotes(tmp_path / ".parts"), 0.1), True)
     one.write([shared_file(0, 1, torch.zeros(NUMEL))])
     one.save_text("t.txt", "x")
     assert synced == ["v.pt", "t.txt"]

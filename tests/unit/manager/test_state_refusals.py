@@ -89,7 +89,7 @@ BAD_JSON = {
     "number for a record": (_set("best", to=3), Corrupt, "best: expected an object, found 3"),
     "bad samples": (
         _set("in_flight", 0, "samples", to=[0, "1"]), Corrupt,
-        r"in_flight/0/samples: expected a list of whole numbers, found \[0, '1'\]",
+        "in_flight/0/samples/1: expected a whole number, found '1'",
     ),
     "bad prompt id": (
         _set("in_flight", 0, "prompt_id", to=None), Corrupt, "prompt_id: expected a whole number or a string, found None",

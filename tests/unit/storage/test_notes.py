@@ -24,7 +24,7 @@ def test_what_is_put_is_there_and_what_is_put_once_stays(notes: Notes) -> None:
     notes.close()
     assert notes.get("a") == b"2 and more"
     assert sorted(notes.list("*")) == ["a", "b"]
-    assert list(notes.read("b*")) == [b"4"]
+    assert list(notes.read("b*")) == [("b", b"4")]
 
 
 def test_a_torn_line_and_all_behind_it_are_not_written(tmp_path: Path) -> None:
