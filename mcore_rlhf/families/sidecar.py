@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.core.catalog import DType, dtype_of
-from mcore_rlhf.errors import Corrupt, Unsupported
+from mcore_rlhf.core.catalog import DType
+from mcore_rlhf.errors import Corrupt, Incomplete, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
+from mcore_rlhf.storage.records import record_of, told
 
 from .module import ModuleState
 from .source import ParamGroup, Source, StoredFile, TrainingState
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 FOLDER = "mcore_rlhf"
 STATE, ARRAYS = f"{FOLDER}/state.json", f"{FOLDER}/state.safetensors"
 _FORMAT, _VERSION = "mcore_rlhf.state", 1
-_GROUP = ("fields", "expert", "params", "scalars")
 _TRAINING = ("iteration", "release", "args", "groups", "scheduler", "grad_scaler", "other")
 _MODULE = ("tag", "order", "buffers", "shared", "per_rank", "keys", "pipeline", "config", "without_frozen")
 
@@ -115,9 +115,8 @@ class Sidecar:
         from mcore_rlhf.storage.exact_json import Encoder
 
         arrays: dict[str, LongArray] = {}
-        encoder, values = Encoder(arrays=arrays), {item.name: getattr(self, item.name) for item in fields(self)}
-        plain = {name: _plain(value) for name, value in values.items() if not _is_nothing(value)}
-        content = encoder.encode({"format": _FORMAT, "version": _VERSION, **plain}, "")
+        encoder = Encoder(arrays=arrays)
+        content = encoder.encode({"format": _FORMAT, "version": _VERSION, **told(self, sparse=True)}, "")
         texts: dict[str, str | bytes] = {folder + STATE: json.dumps(content, indent=1, allow_nan=False) + "\n"}
         if arrays:
             texts[folder + ARRAYS] = _safetensors(arrays)
@@ -159,9 +158,11 @@ class Sidecar:
             with reading.opened(beneath(folder, ARRAYS)) as data:
                 return data.read(stored.byte_offset, stored.nbytes)
 
-        found = decode(content, str(path), stubs, array)
-        assert isinstance(found, dict)  # it was one, and has no mark of anything else
-        return _checked(found, str(path))
+        own = {name: value for name, value in content.items() if name not in ("format", "version")}
+        try:
+            return record_of(cls, decode(own, f"{path}: ", stubs, array), f"{path}: ", sparse=True)
+        except (Corrupt, Incomplete) as error:
+            raise type(error)(f"{error}\nCopy the file again, or convert again.") from None
 
 
 def sidecar_files(root: ReadablePath, folder: str = "") -> list[StoredFile]:
@@ -203,22 +204,6 @@ def _check_version(content: object, path: ReadablePath) -> None:
         )
 
 
-def _is_nothing(value: object) -> bool:
-    return value is None or (isinstance(value, str | int | tuple | Mapping) and not value)
-
-
-def _plain(value: object) -> object:
-    """A field as it is encoded: names and groups as lists, mappings as dictionaries, types by name."""
-    if isinstance(value, tuple):
-        return [
-            {key: _plain(getattr(item, key)) for key in _GROUP} if isinstance(item, ParamGroup) else _plain(item)
-            for item in value
-        ]
-    if isinstance(value, Mapping) and all(type(item) is DType for item in value.values()):
-        return {name: str(dtype) for name, dtype in value.items()}
-    return dict(value) if isinstance(value, Mapping) else value
-
-
 def _safetensors(arrays: Mapping[str, LongArray]) -> bytes:
     """A file of small arrays, in memory."""
     header: dict[str, object] = {}
@@ -229,44 +214,6 @@ def _safetensors(arrays: Mapping[str, LongArray]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join((len(text).to_bytes(8, "little"), text, *(array.data for array in arrays.values())))
-
-
-def _checked(found: Mapping[str, Any], where: str) -> Sidecar:
-    """The fields, each of the type that it should have."""
-    values: dict[str, Any] = {}
-    try:
-        for name, kind in _TYPES.items():
-            value = found.get(name)
-            if value is None:
-                continue
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} is {value!r:.60}")
-            values[name] = tuple(value) if kind is list else value
-        values["groups"] = tuple(_group(group) for group in values.get("groups", ()))
-        for name in ("states", "order", "buffers", "frozen"):
-            if not all(isinstance(item, str) for item in values.get(name, ())):
-                raise TypeError(f"{name} should hold names")
-        if not all(isinstance(name, str) for pair in values.get("shared", {}).items() for name in pair):
-            raise TypeError("shared should map names to names")
-        values["dtypes"] = {name: dtype_of(dtype) for name, dtype in values.get("dtypes", {}).items()}
-        return Sidecar(**values)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"{where}: is not what it should be: {error}\nCopy the file again, or convert again.") from None
-
-
-def _group(group: Mapping[str, Any]) -> ParamGroup:
-    values, expert, params, scalars = (group[key] for key in _GROUP)
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in (*params, *scalars)):
-        raise TypeError("a param group has no fields, or params that are no names")
-    return ParamGroup(values, bool(expert), tuple(params), tuple(scalars))
-
-
-_TYPES: dict[str, Any] = {
-    "optimizer": str, "states": list, "iteration": int, "release": bool, "args": dict, "groups": list, "scheduler": dict,
-    "grad_scaler": object, "other": dict, "tag": str, "order": list, "buffers": list, "shared": dict, "per_rank": list,
-    "values": dict, "keys": dict, "pipeline": bool, "config": dict, "without_frozen": bool, "frozen": list, "dtypes": dict,
-    "origin": dict, "base": dict,
-}  # fmt: skip
 
 
 ORIGIN = "mcore_rlhf_origin"

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..core.catalog import DType, dtype_of
 from ..errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported
 from ..installation import to_upgrade
 from .reading import parse_json
@@ -26,7 +27,14 @@ Place = Any
 Check = Callable[[Any, Place, Problems], Any]
 """Gives a value as its annotation wants it, and notes what is wrong."""
 
+_TEXTS: dict[object, Callable[[str], object]] = {DType: dtype_of}
+"""What is text in JSON, and how it is read."""
+
+Natural = Annotated[int, 0]
+"""A whole number from 0."""
+
 _NAMES: dict[object, str] = {
+    Natural: "a whole number from 0",
     int: "a whole number",
     float: "a number",
     str: "a string",
@@ -57,9 +65,14 @@ def told(value: Any, *, sparse: bool = False) -> Any:
         value: A record, or a nest of what one is made of.
         sparse: Whether fields that say nothing, as they do by default, are left out.
     """
+    if type(value) in _TEXTS:
+        return str(value)
     if is_dataclass(value):
-        kept = ((item, getattr(value, item.name)) for item in fields(value))
-        return {item.name: told(one, sparse=sparse) for item, one in kept if one or not sparse or one != _silence(item)}
+        bare = _bare_fields(type(value))  # type: ignore[arg-type]  # a class can be hashed
+        kept = (
+            (item.name, getattr(value, item.name)) for item in fields(value) if not (sparse and _is_silent(item, value))
+        )
+        return {name: _bare(one) if name in bare else told(one, sparse=sparse) for name, one in kept}
     if isinstance(value, Mapping):
         pairs = [(key, told(one, sparse=sparse)) for key, one in value.items()]
         plain = all(isinstance(key, str | int) for key in value)
@@ -73,6 +86,29 @@ def _silence(item: Field[Any]) -> Any:
     """What a field says by default where that is nothing: it is false, or empty. A version that a field has by default is no such."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     return MISSING if default else default
+
+
+def _is_silent(item: Field[Any], record: Any) -> bool:
+    one = getattr(record, item.name)
+    return (
+        isinstance(one, str | int | float | list | tuple | Mapping | None) and not one and bool(one == _silence(item))
+    )
+
+
+@cache
+def _bare_fields(cls: type) -> set[str]:
+    """Fields that may hold anything: whoever keeps such a record can keep what they hold, as it is."""
+    return {name for name, hint in get_type_hints(cls).items() if _is_bare(hint)}
+
+
+def _is_bare(hint: Any) -> bool:
+    return hint in (Any, object) or any(map(_is_bare, get_args(hint)))
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_bare(one) for one in value]
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def text_of(value: Any, *, sparse: bool = False, indent: int | None = None) -> bytes:
@@ -117,8 +153,6 @@ def members(
     place: Place,
     problems: Problems,
     kind: type[CheckpointError] = Corrupt,
-    *,
-    advice: str = "",
     optional: Collection[str] = (),
 ) -> Mapping[str, Any] | None:
     """The members of a JSON object; unknown and missing ones are noted by name.
@@ -129,7 +163,6 @@ def members(
         place: Where it stands, for messages.
         problems: Where everything that is wrong is noted.
         kind: The error for content that is no object.
-        advice: What to do where members are missing.
         optional: Those that may be.
 
     Returns:
@@ -145,8 +178,10 @@ def members(
         newer = f"A newer release may have written it: {to_upgrade()}"
         problems.add(Unsupported, f"{here}: unknown fields: {', '.join(unknown)}", newer)
     if missing:
-        problems.add(Incomplete, f"{here}: missing fields: {', '.join(missing)}", advice)
-    return None if here else content
+        problems.add(
+            Incomplete, f"{here}: missing fields: {', '.join(missing)}", "Use an older step: this one is not whole."
+        )
+    return None if unknown or missing else content
 
 
 @cache
@@ -161,12 +196,20 @@ def check_of(hint: Any, sparse: bool = False) -> Check:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if hint in (Any, object):
         return lambda value, place, problems: value
+    if hint in _NAMES:
+        return _plain(hint)
+    if hint in _TEXTS:
+        return _text(hint)
     if origin in (Union, types.UnionType):
         return _one_of(hint, inner, sparse)
     if is_dataclass(hint):
         return _record(hint, sparse)
     if origin is Literal or (isinstance(hint, type) and issubclass(hint, Enum)):
         return _listed(hint, inner)
+    if inner and issubclass(origin, Mapping) and _is_bare(inner[1]) and not get_args(inner[1]):
+        return lambda value, place, problems: (
+            value if isinstance(value, Mapping) else _wrong(value, _NAMES[dict], place, problems)
+        )
     if inner and issubclass(origin, Mapping):
         of_key = _number if inner[0] is int else check_of(inner[0])
         foreign = (
@@ -187,7 +230,7 @@ def convert(value: object, hint: object, place: Place, problems: Problems) -> An
 
 def write_fields(record: object, place: Place, problems: Problems) -> dict[str, object]:
     """The fields of a record as plain values; one that is not what its annotation says is noted."""
-    hints = get_type_hints(type(record))
+    hints = get_type_hints(type(record), include_extras=True)
     values = {item.name: getattr(record, item.name) for item in fields(record)}  # type: ignore[arg-type]  # every caller's is one
     found = {name: convert(value, hints[name], (place, name), problems) for name, value in values.items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
@@ -211,8 +254,22 @@ def _plain(hint: Any) -> Check:
     return check
 
 
+def _text(hint: Any) -> Check:
+    def check(value: Any, place: Place, problems: Problems) -> Any:
+        if type(value) is not str:
+            return _wrong(value, _NAMES[str], place, problems)
+        try:
+            return _TEXTS[hint](value)
+        except ValueError as error:
+            return problems.add(Corrupt, f"{under(place)}: {error}")
+
+    return check
+
+
 def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     kind = type(value)
+    if hint is Natural:
+        return kind is int and value >= 0, value
     if hint is float and kind is int:
         try:
             return True, float(value)
@@ -294,7 +351,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _sequence(hint: Any, origin: Any, inner: Sequence[Any], sparse: bool) -> Check:
-    of_fields = list(get_type_hints(origin).values()) if hasattr(origin, "_fields") else []
+    of_fields = list(get_type_hints(origin, include_extras=True).values()) if hasattr(origin, "_fields") else []
     some = origin is not tuple or inner[-1:] == (Ellipsis,)
     checks = [check_of(one, sparse) for one in of_fields or inner if one is not Ellipsis]
     made = list if origin is list else origin._make if of_fields else tuple
@@ -315,7 +372,7 @@ def _sequence(hint: Any, origin: Any, inner: Sequence[Any], sparse: bool) -> Che
 
 def _record(cls: Any, sparse: bool) -> Check:
     known = fields(cls)
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     checks = {item.name: check_of(hints[item.name], sparse) for item in known}
     can_miss = [item.name for item in known if sparse and _silence(item) is not MISSING]
 

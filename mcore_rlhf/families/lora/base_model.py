@@ -8,7 +8,7 @@ thousand of each tensor tell two models apart, though not a single flipped bit, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -17,9 +17,10 @@ from mcore_rlhf.core.catalog import MASTER, PARAM, DType, Shape, TensorEntry, Te
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import gather
 from mcore_rlhf.core.execute import SourceBytes
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.records import record_of, told
 
 from ..sidecar import STATE, Sidecar
 
@@ -46,28 +47,6 @@ class ModelFingerprint:
     elements: int
     dtypes: tuple[str, ...]
     sha256: str
-
-    def as_json(self) -> dict[str, object]:
-        """As plain values."""
-        return {"tensors": self.tensors, "elements": self.elements, "dtypes": list(self.dtypes), "sha256": self.sha256}
-
-    @classmethod
-    def parse(cls, values: object, where: str) -> ModelFingerprint:
-        """Understand :meth:`as_json`.
-
-        Raises:
-            Unsupported: It is something else.
-        """
-        said = values if isinstance(values, Mapping) else {}
-        tensors, elements, dtypes, digest = (said.get(name) for name in ("tensors", "elements", "dtypes", "sha256"))
-        if not (
-            isinstance(tensors, int)
-            and isinstance(elements, int)
-            and isinstance(dtypes, list)
-            and isinstance(digest, str)
-        ):
-            raise Unsupported(f"{where}: {values!r:.80} is no fingerprint of a model")
-        return cls(tensors, elements, tuple(map(str, dtypes)), digest)
 
     def __str__(self) -> str:
         return f"{self.tensors} tensors, {self.elements:,} elements of {', '.join(self.dtypes)}, SHA-256 {self.sha256[:16]}…"
@@ -146,24 +125,6 @@ class BaseModel:
     path: str = ""
     fingerprint: ModelFingerprint | None = None
 
-    def as_json(self) -> dict[str, object]:
-        """As plain values."""
-        found = {} if self.fingerprint is None else {"fingerprint": self.fingerprint.as_json()}
-        return {"path": self.path, **found}
-
-    @classmethod
-    def parse(cls, values: object, where: str) -> BaseModel:
-        """Understand :meth:`as_json`.
-
-        Raises:
-            Unsupported: It is something else.
-        """
-        if not isinstance(values, Mapping) or not isinstance(values.get("path", ""), str):
-            raise Unsupported(f"{where}: does not describe a base model: {values!r:.80}")
-        found = values.get("fingerprint")
-        fingerprint = None if found is None else ModelFingerprint.parse(found, where)
-        return cls(str(values.get("path", "")), fingerprint)
-
     def check(self, found: ModelFingerprint, where: str) -> None:
         """Whether a model is this one.
 
@@ -196,7 +157,9 @@ class SavedAdapter:
 
     def texts(self) -> dict[str, str | bytes]:
         """The files by path."""
-        texts, _ = Sidecar(iteration=self.iteration, base={} if self.base is None else self.base.as_json()).texts()
+        texts, _ = Sidecar(
+            iteration=self.iteration, base={} if self.base is None else told(self.base, sparse=True)
+        ).texts()
         return texts
 
     @classmethod
@@ -210,4 +173,5 @@ class SavedAdapter:
         found = Sidecar.read(folder)
         if found is None:
             return None
-        return cls(found.iteration, BaseModel.parse(found.base, str(folder / STATE)) if found.base else None)
+        base = record_of(BaseModel, found.base, f"{folder / STATE}: base", sparse=True) if found.base else None
+        return cls(found.iteration, base)

@@ -15,6 +15,7 @@ from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Computed, Names, Source, bytes_of
 from mcore_rlhf.storage.paths import ReadablePath, absolute
+from mcore_rlhf.storage.records import record_of
 
 from .base_model import BaseModel, ModelFingerprint, fingerprint, sampled
 from .bridge import with_peft_names
@@ -87,7 +88,7 @@ def _moved(source: Source, root: ReadablePath, old: ReadablePath) -> Source:
 def _check_base(adapter: Source, base: Source) -> None:
     """The base must be the one that the adapter was trained on, where the adapter says which."""
     said = carried(adapter).get("base")
-    known = None if said is None else BaseModel.parse(said, str(adapter.root))
+    known = None if said is None else record_of(BaseModel, said, f"{adapter.root}: base", sparse=True)
     if known is None or known.fingerprint is None:
         adapter.notes.add(
             Fate.NOTE, f"{base.root}: the adapter has no fingerprint of its base, so that this was not checked"

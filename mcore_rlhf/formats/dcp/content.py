@@ -74,7 +74,7 @@ def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, objec
 def _former_layout(source: Source) -> KeyLayout | None:
     """How the keys of the DCP folder were made that a source of another format once was; RLinf's are those of any new folder."""
     module = ModuleState.of(source)
-    found = None if module is None else KeyLayout.from_json(module.laid_out)
+    found = None if module is None else KeyLayout.noted(module.laid_out)
     return None if found is None or found.rest == RLINF.rest else found
 
 

@@ -22,14 +22,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
+from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.fsdp.groups import PARAMS
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.dcp.metadata import Path_
+from mcore_rlhf.storage.records import record_of
 from mcore_rlhf.storage.torch_values import is_tensor
 
 STATE, GROUPS = "state", "param_groups"
@@ -61,21 +64,13 @@ class KeyLayout:
     style: Style = Style.NESTED
     top: bool = False
 
-    def as_json(self) -> dict[str, object]:
-        """What :meth:`from_json` makes the same layout of."""
-        optimizer = None if self.optimizer is None else list(self.optimizer)
-        return {"model": list(self.model), "optimizer": optimizer, "style": self.style.value, "top": self.top}
-
     @classmethod
-    def from_json(cls, value: Mapping[str, object]) -> KeyLayout | None:
-        """The layout that was noted; None where it is none."""
-        model, optimizer, style = value.get("model"), value.get("optimizer"), value.get("style")
-        known = {one.value: one for one in Style}
-        paths = [path for path in (model, optimizer) if path is not None]
-        if model is None or str(style) not in known or not all(_is_path(path) for path in paths):
-            return None
-        of = None if optimizer is None else tuple(cast(list[str], optimizer))
-        return cls(tuple(cast(list[str], model)), of, known[str(style)], value.get("top") is True)
+    def noted(cls, values: Mapping[str, object]) -> KeyLayout | None:
+        """The layout that was noted as a record, with whatever else; None where it is none."""
+        own = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        with suppress(CheckpointError):
+            return record_of(cls, own, "", sparse=True)
+        return None
 
     @property
     def rest(self) -> Path_:
@@ -110,10 +105,6 @@ class KeyLayout:
         if path[:-1] == self.model and isinstance(path[-1], str):
             return Key("model", param=path[-1])
         return Key("rest", path=path[len(self.rest) :] if path[: len(self.rest)] == self.rest else path)
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, list) and all(type(part) in (str, int) for part in value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from mcore_rlhf.storage.dcp.folder import DcpFile, DcpFolder, DcpObject, DcpTens
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, PieceTensor, read_pieces
+from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .folders import RLINF_FOLDER, Located, is_dcp, locate
@@ -364,7 +365,7 @@ class _DcpReader:
         own = self.sidecar.module if self.sidecar is not None else self._guessed(groups, aliases)
         lost = tuple(text for fate, text in self.notes.lines if fate is Fate.LOST)
         weights = self.located.weights is not None
-        laid_out = {**self.layout.as_json(), "scheduler": scheduler_key(rest)}
+        laid_out = {**told(self.layout), "scheduler": scheduler_key(rest)}
         if self.layout.style is Style.FLAT:  # its keys do not say how many groups there are, and its scheduler does
             laid_out["groups"] = scheduled_groups(scheduler_of(rest)[0])
         shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)} | {"laid_out": laid_out}

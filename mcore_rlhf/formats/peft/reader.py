@@ -33,6 +33,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 _LAYER = re.compile(r"\.layers\.(\d{1,18})\.")
@@ -117,7 +118,7 @@ def _check(path: ReadablePath, named: Mapping[str, AdapterTensor], stored: Mappi
 def _state(config: AdapterConfig, origin: SavedAdapter) -> TrainingState:
     carried: dict[str, object] = {"config": json.loads(json.dumps(config.values))}
     if origin.base is not None:
-        carried["base"] = origin.base.as_json()
+        carried["base"] = told(origin.base, sparse=True)
     return TrainingState(origin.iteration, release=origin.iteration == 0, other={CARRIED: carried})
 
 

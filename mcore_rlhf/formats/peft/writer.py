@@ -22,6 +22,7 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.records import record_of
 from mcore_rlhf.storage.safetensors import Safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -90,7 +91,7 @@ class _AdapterTarget:
 
     def _base(self) -> BaseModel | None:
         found = carried(self.source).get("base")
-        base = None if found is None else BaseModel.parse(found, str(self.source.root))
+        base = None if found is None else record_of(BaseModel, found, f"{self.source.root}: base", sparse=True)
         if self.options.base_model is not None:
             return replace(base or BaseModel(), path=self.options.base_model)
         return base

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -15,6 +15,7 @@ import numpy as np
 from ...errors import Corrupt, Incomplete, LayoutMismatch, Problems, StorageError, Unsupported, UsageError
 from ...installation import to_upgrade
 from ...storage.paths import storage_error
+from ...storage.records import members, record_of, told
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -60,22 +61,6 @@ class Fingerprint:
     length: int
     sha256: str
     method: Literal["items", "sampled", "file"]
-
-    def to_dict(self) -> dict[str, int | str]:
-        """As plain values, for ``data/data.pt``."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: object) -> Fingerprint:
-        """What :meth:`to_dict` made.
-
-        Raises:
-            ValueError: It has not exactly these fields, of these types.
-        """
-        kinds = {"length": int, "sha256": str, "method": str}
-        if not isinstance(saved, Mapping) or {name: type(value) for name, value in saved.items()} != kinds:
-            raise ValueError(f"expected {', '.join(kinds)}; found {saved!r}")
-        return cls(**saved)
 
     def __str__(self) -> str:
         unit = "bytes" if self.method == "file" else "items"
@@ -188,8 +173,7 @@ def pack(kind: str, state: Mapping[str, Any], dataset: Fingerprint | None) -> Da
         state: The loader's own.
         dataset: Fingerprint of the dataset, where it is known.
     """
-    mark = dataset.to_dict() if dataset is not None else None
-    return {"version": VERSION, "kind": kind, "state": dict(state), "fingerprint": mark}
+    return {"version": VERSION, "kind": kind, "state": dict(state), "fingerprint": told(dataset)}
 
 
 def unpack(saved: object, kind: str) -> tuple[dict[str, Any], Fingerprint | None]:
@@ -206,7 +190,9 @@ def unpack(saved: object, kind: str) -> tuple[dict[str, Any], Fingerprint | None
     if not isinstance(saved, Mapping):
         raise Corrupt(f"{WHERE}: expected a dictionary with {', '.join(_FIELDS)}, found {type(saved).__name__}")
     _check_version(saved.get("version"))
-    check_fields(saved, _FIELDS, WHERE).raise_if_any()
+    problems = Problems()
+    members(saved, _FIELDS, WHERE, problems)
+    problems.raise_if_any()
     if saved["kind"] != kind:
         raise LayoutMismatch(
             f"{WHERE}: kind: expected {kind!r}, found {saved['kind']!r}\n"
@@ -215,16 +201,8 @@ def unpack(saved: object, kind: str) -> tuple[dict[str, Any], Fingerprint | None
         )
     if not isinstance(saved["state"], Mapping):
         raise Corrupt(f"{WHERE}: state: expected a dictionary, found {type(saved['state']).__name__}")
-    return dict(saved["state"]), _fingerprint(saved["fingerprint"])
-
-
-def _fingerprint(saved: object) -> Fingerprint | None:
-    if saved is None:
-        return None
-    try:
-        return Fingerprint.from_dict(saved)
-    except ValueError as error:
-        raise Corrupt(f"{WHERE}: fingerprint: {error}") from None
+    mark = saved["fingerprint"]
+    return dict(saved["state"]), None if mark is None else record_of(Fingerprint, mark, f"{WHERE}: fingerprint")
 
 
 def _check_version(version: object) -> None:
@@ -238,17 +216,3 @@ def _check_version(version: object) -> None:
             f"{WHERE}: version {version!r} of the data state; this release reads up to {VERSION}\n"
             f"Upgrade: {to_upgrade()}"
         )
-
-
-def check_fields(found: Mapping[Any, Any], expected: Collection[str], where: str) -> Problems:
-    """The fields that are missing, and those that nobody here knows."""
-    problems = Problems()
-    unknown = sorted(str(name) for name in found if name not in expected)
-    missing = [name for name in expected if name not in found]
-    if unknown:
-        advice = f"A newer release may have written it: {to_upgrade()}"
-        problems.add(Unsupported, f"{where}: unknown fields: {', '.join(unknown)}", advice)
-    if missing:
-        advice = "Use an older step: this one's data state is not whole."
-        problems.add(Incomplete, f"{where}: missing fields: {', '.join(missing)}", advice)
-    return problems

@@ -6,18 +6,18 @@ Tensors are described there, and kept in files of their own. Dataclasses are rec
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from ...errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
+from ...errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported, UsageError
+from ...storage import exact_json
+from ...storage.exact_json import Encoder, Marked
 from ...storage.records import shorten, under
 
-_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _KEPT = "numbers, strings, booleans, None, lists, tuples, dicts"
 
 
@@ -44,10 +44,13 @@ def dumps(tree: object, place: str) -> str:
     Raises:
         UsageError: Something in it cannot be kept; every such place is named.
     """
-    problems = Problems()
+    encoder = Encoder(kinds=_KINDS)
     try:
-        encoded = encode(tree, place, problems)
-        problems.raise_if_any()
+        encoded = encoder.encode(_plain(tree), place)
+        if encoder.lost:
+            raise UsageError(
+                "\n".join([*(f"{what}: cannot be kept in JSON" for what in encoder.lost), f"It keeps {_KEPT}."])
+            )
         return json.dumps(encoded, indent=1, allow_nan=False) + "\n"
     except RecursionError:
         raise UsageError(f"{place}the values are nested too deeply, or contain themselves.") from None
@@ -69,95 +72,42 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def encode(value: object, place: str, problems: Problems) -> object:
-    """The tree that stands for ``value`` in JSON; what cannot be kept is noted in ``problems``."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": _name(value)}
-    if isinstance(value, TensorRef):
-        return {"$tensor": [value.key, value.form]}
-    if isinstance(value, dict):
-        return _encode_dict(value, place, problems)
-    if isinstance(value, (list, tuple)):
-        items = [encode(item, under(place, index), problems) for index, item in enumerate(value)]
-        return {"$tuple": items} if isinstance(value, tuple) else items
-    problems.add(UsageError, f"{place}: a {type(value).__qualname__} cannot be kept in JSON", f"It keeps {_KEPT}.")
-    return None
-
-
-def _name(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
-def _encode_dict(value: dict[object, object], place: str, problems: Problems) -> object:
-    if all(isinstance(key, str) for key in value) and not _is_marked(value):
-        return {key: encode(item, under(place, key), problems) for key, item in value.items()}
-    return {
-        "$items": [
-            [encode(key, under(place, f"key {key!r}"), problems), encode(item, under(place, key), problems)]
-            for key, item in value.items()
-        ]
-    }
-
-
-def _is_marked(value: dict[object, object]) -> bool:
-    return len(value) == 1 and str(next(iter(value))).startswith("$")
-
-
 def decode(tree: object, place: str, problems: Problems) -> object:
-    """What a tree of JSON stands for; the inverse of :func:`encode`."""
-    if isinstance(tree, list):
-        return [decode(item, under(place, index), problems) for index, item in enumerate(tree)]
-    if not isinstance(tree, dict):
-        return tree
-    if not _is_marked(tree):
-        return {key: decode(item, under(place, key), problems) for key, item in tree.items()}
-    ((mark, content),) = tree.items()
-    if mark not in _MARKS:
-        problems.add(Unsupported, f"{place}: the mark {mark} is not known; known are {', '.join(_MARKS)}")
-        return None
+    """What a tree of JSON stands for; what it cannot stand for is noted."""
     try:
-        return _MARKS[mark](content, place, problems)
-    except (TypeError, ValueError, KeyError):
-        problems.add(Corrupt, f"{place}: {mark} is followed by {shorten(content)}")
+        return exact_json.decode(tree, place, kinds=_KINDS)
+    except CheckpointError as error:
+        problems.add_error(error)
         return None
 
 
-def _float(content: object, _place: str, _problems: Problems) -> float:
-    return _FLOATS[str(content)]
+_KINDS = (
+    exact_json.FLOAT,
+    exact_json.TUPLE,
+    Marked(
+        "$tensor",
+        lambda value: type(value) is TensorRef,
+        lambda ref: [ref.key, ref.form],
+        lambda parts: TensorRef(*map(str, exact_json.as_list(parts))),
+    ),
+    replace(next(kind for kind in exact_json.KINDS if kind.tag == "$dict"), tag="$items"),
+)
 
 
-def _tuple(content: object, place: str, problems: Problems) -> tuple[object, ...]:
-    return tuple(_list(decode(_list(content), place, problems)))
-
-
-def _tensor(content: object, _place: str, _problems: Problems) -> TensorRef:
-    key, form = _list(content)
-    return TensorRef(str(key), str(form))
-
-
-def _items(content: object, place: str, problems: Problems) -> dict[object, object]:
-    decoded = _list(decode(_list(content), place, problems))
-    return {key: value for key, value in map(_list, decoded)}  # noqa: C416  # checks that they are pairs
-
-
-def _list(content: object) -> list[object]:
-    if not isinstance(content, list):
-        raise TypeError("not a list")
-    return content
-
-
-_MARKS: dict[str, Callable[[object, str, Problems], object]] = {
-    "$float": _float,
-    "$tuple": _tuple,
-    "$tensor": _tensor,
-    "$items": _items,
-}
+def _plain(tree: object) -> object:
+    """A tree in which a number of numpy's, an enumeration's, or another that is one of Python's as well, is Python's."""
+    if isinstance(tree, np.generic):
+        tree = tree.item()
+    if isinstance(tree, dict):
+        return {_plain(key): _plain(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        items = [_plain(item) for item in tree]
+        return tuple(items) if isinstance(tree, tuple) else items
+    if isinstance(tree, str):
+        return str.__str__(tree)  # an enumeration's own would be its name
+    if isinstance(tree, bool) or not isinstance(tree, int | float):
+        return tree
+    return int(tree) if isinstance(tree, int) else float(tree)
 
 
 def form(tensor: torch.Tensor) -> str:

@@ -19,17 +19,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ...errors import Corrupt, LayoutMismatch, Problems, UsageError, log_of
-from .data_state import WHERE, DataState, Fingerprint, Indexable, check_fields, fingerprint, pack, unpack
+from ...storage.records import Natural, record_of, told
+from .data_state import WHERE, DataState, Fingerprint, Indexable, fingerprint, pack, unpack
 from .prompts import ORDER_VERSION, LastBatch, Prompt, PromptOrder, check_settings, epoch_length
 
 if TYPE_CHECKING:
     from ...engines.stateful import Undo
 
 _SETTINGS = ("order", "seed", "group_size", "shuffle", "num_prompts", "epoch_length")
-
-_FIELDS = (*_SETTINGS, "next", "consumed", "in_flight")
-
-_IN_FLIGHT = ("epoch", "position", "prompt_id", "pending")
 
 _KEEP = "Resume with the settings that the run was started with, or start the data anew by not loading this file."
 
@@ -41,6 +38,57 @@ _DATASET_ADVICE = (
     "Resume with the dataset that the run was started with, or let the data begin again at epoch 0 of the new one: "
     "on_dataset_change='restart'."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class NextPlace:
+    """Where the order goes on.
+
+    Args:
+        epoch, position: The first place that was never handed out.
+    """
+
+    epoch: Natural
+    position: Natural
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPrompt:
+    """A prompt that was handed out, and not wholly acknowledged.
+
+    Args:
+        epoch, position: Its place.
+        prompt_id: Which prompt stands there.
+        pending: Its samples that training has not consumed.
+    """
+
+    epoch: Natural
+    position: Natural
+    prompt_id: Natural
+    pending: tuple[Natural, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """What is saved: a record that a person can read. Its size depends on what is in flight, not on what was consumed.
+
+    Args:
+        order: The version of the order.
+        seed, group_size, shuffle, num_prompts, epoch_length: See :class:`~.prompts.PromptOrder`.
+        next: Where it goes on.
+        consumed: How many prompts training has consumed.
+        in_flight: See :class:`PendingPrompt`.
+    """
+
+    order: int
+    seed: int
+    group_size: int
+    shuffle: bool
+    num_prompts: int
+    epoch_length: int
+    next: NextPlace
+    consumed: int
+    in_flight: tuple[PendingPrompt, ...]
 
 
 @dataclass(slots=True)
@@ -119,101 +167,63 @@ def _check_samples(prompt: Prompt, samples: tuple[int, ...], pending: tuple[int,
             raise UsageError(f"acknowledge: sample {sample} of {prompt} was acknowledged already")
 
 
-def to_state(order: PromptOrder, progress: SamplerProgress) -> dict[str, Any]:
-    """As plain values that a person can read. Its size depends on what is in flight, not on what was consumed."""
-    epoch, position = order.place(progress.yielded)
-    return {
+def to_state(order: PromptOrder, progress: SamplerProgress) -> SamplerState:
+    """What is to be saved."""
+    in_flight = tuple(_entry(order, slot, pending) for slot, pending in sorted(progress.in_flight.items()))
+    return SamplerState(
         **_settings(order),
-        "next": {"epoch": epoch, "position": position},
-        "consumed": progress.consumed,
-        "in_flight": [_entry(order, slot, pending) for slot, pending in sorted(progress.in_flight.items())],
-    }
+        next=NextPlace(*order.place(progress.yielded)),
+        consumed=progress.consumed,
+        in_flight=in_flight,
+    )
 
 
 def _settings(order: PromptOrder) -> dict[str, Any]:
     return {"order": ORDER_VERSION, **{name: getattr(order, name) for name in _SETTINGS if name != "order"}}
 
 
-def _entry(order: PromptOrder, slot: int, pending: tuple[int, ...]) -> dict[str, Any]:
-    epoch, position = order.place(slot)
-    return {"epoch": epoch, "position": position, "prompt_id": order.prompt_id(slot), "pending": list(pending)}
+def _entry(order: PromptOrder, slot: int, pending: tuple[int, ...]) -> PendingPrompt:
+    return PendingPrompt(*order.place(slot), order.prompt_id(slot), pending)
 
 
-def check_form(state: Mapping[str, Any]) -> None:
-    """Refuse a state whose fields are not those of this version, or not numbers where numbers belong.
-
-    Raises:
-        CheckpointError: All such fields are named.
-    """
-    problems = check_fields(state, _FIELDS, f"{WHERE}: state")
-    for name in ("order", "seed", "group_size", "num_prompts", "epoch_length", "consumed"):
-        if name in state and type(state[name]) is not int:
-            problems.add(Corrupt, f"{WHERE}: state.{name}: expected a whole number, found {state[name]!r}")
-    if "next" in state and not _is_place(state["next"]):
-        problems.add(Corrupt, f"{WHERE}: state.next: expected an epoch and a position, found {state['next']!r}")
-    entries = state.get("in_flight", [])
-    wrong = [] if not isinstance(entries, list) else [entry for entry in entries if not _is_entry(entry)]
-    if not isinstance(entries, list) or wrong:
-        problems.add(
-            Corrupt, f"{WHERE}: state.in_flight: expected a list of prompts, found {(wrong or [entries])[0]!r}"
-        )
-    problems.raise_if_any()
-
-
-def _is_place(value: object) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {"epoch", "position"} and _whole(*value.values())
-
-
-def _is_entry(value: object) -> bool:
-    if not isinstance(value, Mapping) or value.keys() != set(_IN_FLIGHT) or not isinstance(value["pending"], list):
-        return False
-    return _whole(*(value[name] for name in _IN_FLIGHT if name != "pending"), *value["pending"])
-
-
-def _whole(*values: object) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
-
-
-def check_settings_match(state: Mapping[str, Any], order: PromptOrder, problems: Problems) -> None:
+def check_settings_match(state: SamplerState, order: PromptOrder, problems: Problems) -> None:
     """Note every setting that changed and that decides which prompt stands where; the dataset's size is not one."""
     now = _settings(order)
-    same_dataset = state["num_prompts"] == order.num_prompts
+    same_dataset = state.num_prompts == order.num_prompts
     for name in _SETTINGS:
         if name == "num_prompts" or (name == "epoch_length" and not same_dataset):
             continue
-        if state[name] != now[name]:
+        if getattr(state, name) != now[name]:
             what = f"{name} (of batch_size and last_batch)" if name == "epoch_length" else name
             problems.add(
                 LayoutMismatch,
-                f"{WHERE}: {what}: expected {now[name]!r}, as this run has, found {state[name]!r}",
+                f"{WHERE}: {what}: expected {now[name]!r}, as this run has, found {getattr(state, name)!r}",
                 _KEEP,
             )
 
 
-def read_progress(state: Mapping[str, Any], order: PromptOrder, epochs: int | None) -> SamplerProgress:
+def read_progress(state: SamplerState, order: PromptOrder, epochs: int | None) -> SamplerProgress:
     """The progress that a state of the same settings and dataset describes.
 
     Args:
-        state: Has passed :func:`check_form` and :func:`check_settings_match`.
+        state: Has passed :func:`check_settings_match`.
         order: The sampler's.
         epochs: How many epochs the run has now; None without end.
 
     Raises:
         CheckpointError: Its numbers contradict each other, or go beyond the run's epochs; all of them are named.
     """
-    next_place, length = state["next"], order.epoch_length
-    progress = SamplerProgress(order.slot(next_place["epoch"], next_place["position"]))
+    next_place, length = state.next, order.epoch_length
+    progress = SamplerProgress(order.slot(next_place.epoch, next_place.position))
     problems = Problems()
-    if next_place["position"] >= length:
-        problems.add(
-            Corrupt, f"{WHERE}: state.next: expected a position below {length}, found {next_place['position']}"
-        )
-    for entry in state["in_flight"]:
+    if next_place.position >= length:
+        problems.add(Corrupt, f"{WHERE}: state.next: expected a position below {length}, found {next_place.position}")
+    for entry in state.in_flight:
         for text in _contradictions(entry, order, progress):
             problems.add(Corrupt, f"{WHERE}: state.in_flight: {text}")
-        progress.in_flight[order.slot(entry["epoch"], entry["position"])] = tuple(sorted(entry["pending"]))
-    if progress.consumed != state["consumed"]:
-        text = f"expected {progress.consumed} (handed out − in flight), found {state['consumed']}"
+        progress.in_flight[order.slot(entry.epoch, entry.position)] = tuple(sorted(entry.pending))
+    if progress.consumed != state.consumed:
+        text = f"expected {progress.consumed} (handed out − in flight), found {state.consumed}"
         problems.add(Corrupt, f"{WHERE}: state.consumed: {text}")
     if epochs is not None and progress.yielded > epochs * length:
         text = f"the run has {epochs} now, but prompts of epoch {(progress.yielded - 1) // length} have been handed out"
@@ -223,13 +233,13 @@ def read_progress(state: Mapping[str, Any], order: PromptOrder, epochs: int | No
     return progress
 
 
-def _contradictions(entry: Mapping[str, Any], order: PromptOrder, progress: SamplerProgress) -> Iterator[str]:
-    slot, pending = order.slot(entry["epoch"], entry["position"]), entry["pending"]
-    name = f"epoch {entry['epoch']}, position {entry['position']}"
-    if entry["position"] >= order.epoch_length or slot >= progress.yielded:
+def _contradictions(entry: PendingPrompt, order: PromptOrder, progress: SamplerProgress) -> Iterator[str]:
+    slot, pending = order.slot(entry.epoch, entry.position), entry.pending
+    name = f"epoch {entry.epoch}, position {entry.position}"
+    if entry.position >= order.epoch_length or slot >= progress.yielded:
         yield f"{name} was never handed out"
-    elif order.prompt_id(slot) != entry["prompt_id"]:
-        yield f"{name} holds prompt {order.prompt_id(slot)}, found {entry['prompt_id']}"
+    elif order.prompt_id(slot) != entry.prompt_id:
+        yield f"{name} holds prompt {order.prompt_id(slot)}, found {entry.prompt_id}"
     if slot in progress.in_flight:
         yield f"{name} appears twice"
     if not pending or len(set(pending)) < len(pending) or max(pending) >= order.group_size:
@@ -417,7 +427,7 @@ class PromptSampler:
 
     def state_dict(self) -> DataState:
         """The content of ``data/data.pt``, of plain values only."""
-        return pack(KIND, to_state(self._order, self._progress), self._dataset)
+        return pack(KIND, told(to_state(self._order, self._progress)), self._dataset)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where a saved sampler was: what was in flight is issued again, before anything new.
@@ -426,16 +436,16 @@ class PromptSampler:
             LayoutMismatch: Settings or the dataset changed; all differences are named.
             CheckpointError: It is damaged, of another kind or of a newer version. Nothing is changed by an error.
         """
-        state, saved_dataset = unpack(saved, KIND)
-        check_form(state)
+        told_state, saved_dataset = unpack(saved, KIND)
+        state = record_of(SamplerState, told_state, f"{WHERE}: state")
         problems = Problems()
         check_settings_match(state, self._order, problems)
-        changed = self._dataset_change(state["num_prompts"], saved_dataset)
+        changed = self._dataset_change(state.num_prompts, saved_dataset)
         if changed and self._on_dataset_change == "refuse":
             problems.add(LayoutMismatch, changed, _DATASET_ADVICE)
         problems.raise_if_any()
         if changed:
-            dropped = len(state["in_flight"])
+            dropped = len(state.in_flight)
             _logger.warning(
                 "%s; on_dataset_change='restart': the data begin again at epoch 0 of this run's dataset, "
                 "and %d prompts in flight are dropped",

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported, UsageError
 from ...installation import to_upgrade
-from ...storage.records import convert, members, read_fields, shorten, under, write_fields
+from ...storage.records import convert, members, shorten, under, write_fields
 from .controls import KL_CONTROLLERS, SCHEDULES, Kinds
 from .json_values import decode, forms, join, pick, references, split
 from .pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
@@ -239,9 +239,9 @@ class _StateReader:
             "counters": self._counters,
             "weight_version": lambda item: {"weight_version": self._plain(item, int, "weight_version")},
             "kl": lambda item: {"kl": self._named(KL_CONTROLLERS.read, item, "kl")},
-            "statistics": lambda item: {"statistics": self._named(_statistics, item, "statistics")},
+            "statistics": lambda item: {"statistics": self._plain(item, dict[str, RunningStatistics], "statistics")},
             "schedules": lambda item: {"schedules": self._named(SCHEDULES.read, item, "schedules")},
-            "best": lambda item: {"best": item if item is None else self._record(BestMetric, item, "best")},
+            "best": lambda item: {"best": self._plain(item, BestMetric | None, "best")},
             "in_flight": lambda item: {"in_flight": self._in_flight(item)},
             "buffers": lambda item: {"buffers": self._named(self._buffer, item, "buffers")},
             "extra": lambda item: {"extra": self._extra(item)},
@@ -269,9 +269,6 @@ class _StateReader:
     def _plain(self, item: object, hint: object, place: str) -> Any:
         return convert(item, hint, f"{self.where}: {place}", self.problems)
 
-    def _record(self, cls: type[T], item: object, place: str) -> T | None:
-        return read_fields(cls, item, f"{self.where}: {place}", self.problems)
-
     def _counters(self, item: object) -> dict[str, Any]:
         found = members(item, COUNTERS, f"{self.where}: counters", self.problems) or {}
         return {name: self._plain(value, int, f"counters/{name}") for name, value in found.items()}
@@ -292,15 +289,15 @@ class _StateReader:
         found = members(item, BUFFER_FIELDS, place, problems)
         if found is None:
             return None
-        expected = self._expected(found["tensors"], f"{place}/tensors")
+        expected = convert(found["tensors"], dict[str, str], f"{place}/tensors", problems) or {}
         return Buffer(self._tensors(name, expected), convert(found["meta"], dict, f"{place}/meta", problems))
 
     def _in_flight(self, item: object) -> list[InFlightPrompt]:
         prompts: list[InFlightPrompt] = []
         for index, content in enumerate(self._plain(item, list, "in_flight") or []):
-            prompt = self._record(InFlightPrompt, content, f"in_flight/{index}")
+            prompt = self._plain(content, InFlightPrompt, f"in_flight/{index}")
             if prompt is not None:
-                expected = self._expected(prompt.tensors, f"{self.where}: in_flight/{index}/tensors")
+                expected = self._plain(prompt.tensors, dict[str, str], f"in_flight/{index}/tensors") or {}
                 prompt.tensors = self._tensors(IN_FLIGHT, expected, str(index))
                 prompts.append(prompt)
         return prompts
@@ -308,12 +305,6 @@ class _StateReader:
     def _extra(self, item: object) -> object:
         tree = self._plain(item, dict, "extra")
         return join(tree, self._tensors(EXTRA, references(tree)))
-
-    def _expected(self, item: object, place: str) -> dict[str, str]:
-        if isinstance(item, dict) and all(isinstance(text, str) for pair in item.items() for text in pair):
-            return item
-        self.problems.add(Corrupt, f"{place}: expected names and forms of tensors, found {shorten(item)}")
-        return {}
 
     def _tensors(self, stem: str, expected: Mapping[str, str], member: str = "") -> dict[str, torch.Tensor]:
         """The expected tensors out of a file, or out of one member of it."""
@@ -326,7 +317,3 @@ class _StateReader:
             content = content.get(member, {}) if isinstance(content, Mapping) else content
             place = f"{place}: {member}"
         return pick(content, expected, place, self.problems)
-
-
-def _statistics(item: object, place: str, problems: Problems) -> RunningStatistics | None:
-    return read_fields(RunningStatistics, item, place, problems)

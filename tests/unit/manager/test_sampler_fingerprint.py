@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.manager.rlhf.data_state import Fingerprint, fingerprint
+from mcore_rlhf.errors import CheckpointError, StorageError, UsageError
+from mcore_rlhf.manager.rlhf.data_state import Fingerprint, fingerprint, pack, unpack
 
 # All different: neither types, nor borders between values, nor shapes run into each other.
 DIFFERENT: list[list[Any]] = [
@@ -45,9 +45,9 @@ def test_the_same_content_has_the_same_fingerprint(one: Any, other: Any) -> None
 def test_it_is_fixed_for_ever() -> None:
     saved = {"length": 2, "method": "items", "sha256": fingerprint([{"prompt": "1+1", "answer": 2}, "é"]).sha256}
     text = b"2|dict2:str6:answerint1:2str6:promptstr3:1+1str2:\xc3\xa9"
-    assert fingerprint([{"prompt": "1+1", "answer": 2}, "é"]).to_dict() == saved
+    assert fingerprint([{"prompt": "1+1", "answer": 2}, "é"]) == Fingerprint(**saved)
     assert saved["sha256"] == hashlib.sha256(text).hexdigest()
-    assert Fingerprint.from_dict(saved).to_dict() == saved
+    assert unpack(pack("stateful", {}, Fingerprint(**saved)), "stateful") == ({}, Fingerprint(**saved))
 
 
 def test_a_file_is_hashed_by_its_content(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         fingerprint(tmp_path)
 
 
-@pytest.mark.parametrize("saved", [None, [], {}, {"length": "1", "sha256": "", "method": "items"}])
+@pytest.mark.parametrize("saved", [1, [], {}, {"length": "1", "sha256": "", "method": "items"}])
 def test_a_damaged_fingerprint_is_refused(saved: object) -> None:
-    with pytest.raises(ValueError, match="expected length, sha256, method"):
-        Fingerprint.from_dict(saved)
+    with pytest.raises(CheckpointError, match=r"data/data\.pt: fingerprint"):
+        unpack({"version": 1, "kind": "stateful", "state": {}, "fingerprint": saved}, "stateful")

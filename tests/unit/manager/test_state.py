@@ -365,7 +365,7 @@ def test_everything_that_cannot_be_stored_is_named() -> None:
 
 
 def test_extra_that_is_no_json_is_named() -> None:
-    with pytest.raises(UsageError, match="extra/a/0: a set cannot be kept in JSON"):
+    with pytest.raises(UsageError, match=r"extra/a/0 \(set\): cannot be kept in JSON"):
         RlhfState(extra={"a": [{1}]}).to_json()
     loop: list[object] = []
     loop.append(loop)
@@ -373,5 +373,5 @@ def test_extra_that_is_no_json_is_named() -> None:
         RlhfState(extra={"loop": loop}).to_json()
     with pytest.raises(UsageError, match="nested too deeply"):
         RlhfState(buffers={"b": Buffer(meta={"loop": loop})}).to_json()
-    with pytest.raises(UsageError, match="meta/t: a Tensor cannot be kept in JSON"):
+    with pytest.raises(UsageError, match=r"meta/t \(Tensor\): cannot be kept in JSON"):
         RlhfState(buffers={"b": Buffer(meta={"t": torch.zeros(1)})}).to_json()
