@@ -205,8 +205,10 @@ class Lock:
     def release(self) -> None:
         """Remove the file and let go."""
         if self._fd >= 0:
-            self.path.unlink(missing_ok=True)
-            self.let_go()
+            try:
+                self.path.unlink(missing_ok=True)
+            finally:
+                self.let_go()  # where the file cannot be removed now, whoever comes next does it
 
     def let_go(self) -> None:
         """Let go, and leave the file: whoever comes next cleans up."""
