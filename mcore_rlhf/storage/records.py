@@ -65,14 +65,17 @@ def told(value: Any, *, sparse: bool = False) -> Any:
         value: A record, or a nest of what one is made of.
         sparse: Whether fields that say nothing, as they do by default, are left out.
     """
+    if type(value) in (str, int, bool, float, types.NoneType):
+        return value
     if type(value) in _TEXTS:
         return str(value)
     if is_dataclass(value):
-        bare = _bare_fields(type(value))  # type: ignore[arg-type]  # a class can be hashed
-        kept = (
-            (item.name, getattr(value, item.name)) for item in fields(value) if not (sparse and _is_silent(item, value))
-        )
-        return {name: _bare(one) if name in bare else told(one, sparse=sparse) for name, one in kept}
+        found: dict[str, Any] = {}
+        for name, bare, silence in _form(type(value)):  # type: ignore[arg-type]  # a class can be hashed
+            one = getattr(value, name)
+            if not (sparse and type(one) is type(silence) and one == silence):
+                found[name] = _bare(one) if bare else told(one, sparse=sparse)
+        return found
     if isinstance(value, Mapping):
         pairs = [(key, told(one, sparse=sparse)) for key, one in value.items()]
         plain = all(isinstance(key, str | int) for key in value)
@@ -88,17 +91,11 @@ def _silence(item: Field[Any]) -> Any:
     return MISSING if default else default
 
 
-def _is_silent(item: Field[Any], record: Any) -> bool:
-    one = getattr(record, item.name)
-    return (
-        isinstance(one, str | int | float | list | tuple | Mapping | None) and not one and bool(one == _silence(item))
-    )
-
-
 @cache
-def _bare_fields(cls: type) -> set[str]:
-    """Fields that may hold anything: whoever keeps such a record can keep what they hold, as it is."""
-    return {name for name, hint in get_type_hints(cls).items() if _is_bare(hint)}
+def _form(cls: type) -> list[tuple[str, bool, Any]]:
+    """The fields of a record: whether they may hold anything, which whoever keeps such a record can keep as it is; what says nothing."""
+    hints = get_type_hints(cls)
+    return [(item.name, _is_bare(hints[item.name]), _silence(item)) for item in fields(cls)]
 
 
 def _is_bare(hint: Any) -> bool:
@@ -201,7 +198,7 @@ def check_of(hint: Any, sparse: bool = False) -> Check:
     if hint in _TEXTS:
         return _text(hint)
     if origin in (Union, types.UnionType):
-        return _one_of(hint, inner, sparse)
+        return _one_of(inner, sparse)
     if is_dataclass(hint):
         return _record(hint, sparse)
     if origin is Literal or (isinstance(hint, type) and issubclass(hint, Enum)):
@@ -248,6 +245,8 @@ def _wrong(value: object, expected: str, place: Place, problems: Problems) -> No
 
 def _plain(hint: Any) -> Check:
     def check(value: Any, place: Place, problems: Problems) -> Any:
+        if type(value) is hint:
+            return value
         fits, converted = _fit(_scalar(value), hint)
         return converted if fits else _wrong(value, _describe(hint), place, problems)
 
@@ -301,9 +300,8 @@ def _describe(hint: Any) -> str:
     return _NAMES.get(types.NoneType if hint is None else hint, str(hint))
 
 
-def _one_of(hint: Any, options: Sequence[Any], sparse: bool) -> Check:
+def _one_of(options: Sequence[Any], sparse: bool) -> Check:
     checks = [check_of(option, sparse) for option in options]
-    last = [check for option, check in zip(options, checks, strict=True) if is_dataclass(option)]
 
     def check(value: Any, place: Place, problems: Problems) -> Any:
         for one in checks:
@@ -311,11 +309,12 @@ def _one_of(hint: Any, options: Sequence[Any], sparse: bool) -> Check:
             found = one(value, place, tried)
             if not tried:
                 return found
-        if last and isinstance(value, Mapping):
-            return last[0](value, place, problems)
         return _wrong(value, " or ".join(map(_describe, options)), place, problems)
 
-    return check
+    def record_or_none(value: Any, place: Place, problems: Problems) -> Any:
+        return None if value is None else checks[0](value, place, problems)
+
+    return record_or_none if len(options) == 2 and is_dataclass(options[0]) and options[1] is types.NoneType else check
 
 
 def _listed(hint: Any, values: Sequence[Any]) -> Check:
@@ -377,7 +376,8 @@ def _record(cls: Any, sparse: bool) -> Check:
     can_miss = [item.name for item in known if sparse and _silence(item) is not MISSING]
 
     def check(value: Any, place: Place, problems: Problems) -> Any:
-        found = members(value, checks, place, problems, optional=can_miss)
+        whole = type(value) is dict and value.keys() == checks.keys()
+        found = value if whole else members(value, checks, place, problems, optional=can_miss)
         if found is None:
             return None
         before = len(problems.found)

@@ -71,7 +71,7 @@ WRONG: list[tuple[dict[str, Any], type[CheckpointError], str]] = [
     ({"rows": [["r", -1]]}, Corrupt, "rows/0/1: expected a whole number from 0, found -1"),
     ({"rows": [["r"]]}, Corrupt, r"rows/0: expected a list of 2, found \['r'\]"),
     ({"rows": "rows"}, Corrupt, "rows: expected a list, found 'rows'"),
-    ({"inner": 3}, Corrupt, "inner: expected an object or null, found 3"),
+    ({"inner": 3}, Corrupt, "inner: expected an object, found 3"),
     ({"inner": {"count": 1}}, Incomplete, "inner: missing fields: release"),
     ({"inner": {"count": 1.0, "release": ""}}, Corrupt, "inner/count: expected a whole number from 0, found 1.0"),
     ({"by_name": {"x": {"count": 1, "release": "", "z": 1}}}, Unsupported, "by_name/x: unknown fields: z"),
