@@ -86,34 +86,40 @@ def _layer() -> Iterator[tuple[str, tuple[int, ...], Partition]]:
         yield f"mlp.experts.local_experts.{expert}.linear_fc2.weight", (HIDDEN, EXPERT_FFN), ROW
 
 
-def blueprint(spec: ModelSpec, parallel: ParallelConfig) -> Blueprint:
-    """A checkpoint of that model at some layout."""
-    args = Arguments({"num_experts": EXPERTS, "use_distributed_optimizer": True, "bf16": True})
-    choices = NewLayout(parallel, PipelineSplit(), VOCABULARY_ROWS, None, "distributed", "derive")
-    chunks = model_chunks(LAYERS, parallel.pp, parallel.vpp, PipelineSplit(), 0)
-    order = [param.name for param in spec.params]
-    return Blueprint("actor", spec, args, choices, chunks, order, _MOMENTS, {})
+def blueprint(spec: ModelSpec, parallel: ParallelConfig, split: PipelineSplit | None = None) -> Blueprint:
+    """A checkpoint of a model at some layout."""
+    split = split or PipelineSplit()
+    args = Arguments({"num_experts": spec.num_experts, "use_distributed_optimizer": True, "bf16": True})
+    choices = NewLayout(parallel, split, spec.padded_vocab_size, None, "distributed", "derive")
+    chunks = model_chunks(spec.num_layers, parallel.pp, parallel.vpp, split, 0)
+    return Blueprint("actor", spec, args, choices, chunks, [param.name for param in spec.params], _MOMENTS, {})
 
 
 def source_catalog(spec: ModelSpec, parallel: ParallelConfig) -> Chunks:
     """What opening such a checkpoint would give, without files."""
-    whole, holders = blueprint(spec, parallel), dict[str, list[Holder]]()
+    return found_in(blueprint(spec, parallel)).table()
+
+
+def found_in(whole: Blueprint) -> StoredTensors:
+    """What reading the files of such a checkpoint would find, without files: it stands in for that."""
+    parallel, holders = whole.choices.parallel, dict[str, list[Holder]]()
     for at in file_ranks(parallel):
         rank = RankLayout(whole, at, "iter_0000001")
         states = _states(rank)
         for item in rank.items:
             name = item.item.name
             holders.setdefault(name, []).append(Holder(at, rank.params[item.vpp_rank, item.key], states.get(name, {})))
-    return StoredTensors("actor", spec, (MASTER, *_MOMENTS), parallel, holders).table()
+    return StoredTensors("actor", whole.model, (MASTER, *_MOMENTS), parallel, holders)
 
 
 def _states(rank: RankLayout) -> dict[str, dict[str, StoredTensor]]:
     params = {item.item.name: rank.params[item.vpp_rank, item.key] for item in rank.items}
     found: dict[str, dict[str, StoredTensor]] = {}
     for (member, index), buffer_states in rank.buffer_states.items():
-        for place in rank.local_buffers[member][index].flat.places:
-            param = params[place.name]
-            found[place.name] = {
+        buffer = rank.stage.buffers[member][index]
+        for item, place in zip(buffer.items, buffer.pattern.flat.places, strict=True):
+            param = params[item.name]
+            found[item.name] = {
                 state: StoredTensor(stored.record, place.file_start, param.shape, param.strides)
                 for state, stored in buffer_states.items()
             }
@@ -142,19 +148,20 @@ def _apart() -> None:
     print(json.dumps({**spent, "with": spent["with"] + time.process_time() - began}))
 
 
-def measured(make: Callable[[], Chunks], blueprint: Callable[[], Blueprint]) -> None:
+def measured(source: Callable[[], Blueprint], target: Callable[[], Blueprint]) -> None:
     """Make a catalogue, plan every file of a target of it, and print what that took.
 
     Args:
-        make: Makes the source's catalogue.
-        blueprint: Describes the target.
+        source: Describes the checkpoint whose catalogue it is.
+        target: Describes the target.
     """
     imports, start, cpu = status("VmHWM") / MIB, time.perf_counter(), time.process_time()
     copies = files = wanted = 0
-    catalog = make()
+    found = found_in(source())
+    read = time.process_time() - cpu
+    catalog = found.table()
     tally = Tally(catalog)
-    made, made_cpu = time.perf_counter() - start, time.process_time() - cpu
-    whole = blueprint()
+    made, whole = time.perf_counter() - start, target()
     for at in file_ranks(whole.choices.parallel):
         rank = RankLayout(whole, at, "iter_0000001")
         for records in (rank.model, rank.distrib):
@@ -166,17 +173,17 @@ def measured(make: Callable[[], Chunks], blueprint: Callable[[], Blueprint]) -> 
             wanted += len(holds.tensors.rows.start)
     assert tally.complete
     assert not any(tally.unplanned().values())
-    found = {
-        "wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, "made": made, "made cpu": made_cpu,
+    measured = {
+        "wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, "made": made, "read cpu": read,
         "memory": status("VmHWM") / MIB, "imports": imports, "tensors": len(catalog), "chunks": len(catalog.tensors.rows.start),
         "copies": copies, "files": files, "wanted": wanted,
     }  # fmt: skip
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 def _main() -> None:
     spec = model()
-    measured(lambda: source_catalog(spec, SOURCE), lambda: blueprint(spec, TARGET))
+    measured(lambda: blueprint(spec, SOURCE), lambda: blueprint(spec, TARGET))
 
 
 if __name__ == "__main__":

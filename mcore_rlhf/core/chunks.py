@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from .catalog import MASTER, PARAM, DType, Record, Shape, TensorEntry, TensorName
-from .rows import Cut, Rows, Strip, Tensor, Tensors
+from .rows import RowBlock, Rows, Strip, Tensor, Tensors
 from .shares import Share, Shares, repeated
 
 
@@ -63,26 +63,16 @@ class Chunks:
         self.numbers.append(self.tensors.add(tensor))
         self._index = None
 
-    def place(
-        self,
-        names: Sequence[TensorName],
-        shapes: Sequence[Shape],
-        cuts: Iterable[Cut],
-        record: Record,
-        starts: Iterable[int],
-    ) -> None:
+    def place(self, names: Sequence[TensorName], block: RowBlock, record: Record) -> None:
         """Further tensors at once, of which parts lie in one record.
 
         Args:
             names: Their identities.
-            shapes: Of the whole tensors.
-            cuts: Which parts those are.
+            block: Which parts, and where in the record.
             record: The record.
-            starts: Where they begin in it.
         """
-        numbers = self.tensors.place(shapes, cuts, record, starts) if names else range(0)
         self.names.extend(names)
-        self.numbers.extend(numbers)
+        self.numbers.extend(self.tensors.place(block, record) if names else ())
         self._index = None
 
     def __iter__(self) -> Iterator[TensorName]:
@@ -97,6 +87,10 @@ class Chunks:
     def number(self, name: TensorName) -> int | None:
         """The number of the tensor of that name, or None."""
         return self._found.get(name)
+
+    def numbers_of(self, names: Iterable[TensorName]) -> list[int | None]:
+        """The same of many."""
+        return [*map(self._found.get, names)]
 
     def get(self, name: TensorName, /) -> TensorEntry | None:
         """The entry of that name, or None where nothing of it is stored."""

@@ -201,14 +201,12 @@ def plan_file(file: str, holds: Chunks, source: Chunks) -> FilePlan:
         The copies, and every problem found on the way: nothing is raised here, so that all files can be looked at.
     """
     plan, wanted = FilePlan(file), list[_Wanted]()
-    for name, number in zip(holds.names, holds.numbers, strict=True):
-        have = source.number(name)
+    there, types = source.tensors, holds.tensors.dtypes
+    for name, number, have in zip(holds.names, holds.numbers, source.numbers_of(holds.names), strict=True):
         if have is None:
             plan.problems.add(Incomplete, f"{name}: the target needs it in {file}, and the source does not have it")
-        else:
-            wanted.append((name, number, have))
-    there, types = source.tensors, holds.tensors.dtypes
-    for name, number, have in wanted:
+            continue
+        wanted.append((name, number, have))
         stored, dtype = there.dtypes[have], types[number]
         if stored is not dtype and stored != dtype and not _is_computed(there, have):
             plan.casts[name] = stored, dtype

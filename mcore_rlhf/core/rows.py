@@ -42,6 +42,40 @@ class Cut(NamedTuple):
     starts: tuple[int, ...]
 
 
+class RowBlock(NamedTuple):
+    """Local tensors that lie in one record: what many records have in common, those of ranks, of states, of layers.
+
+    Args:
+        shapes: Of the whole tensors.
+        forms: The forms of their rows, each once.
+        form: Of every row, which of those.
+        start: Of every row, where it begins in the record.
+        ends: Of every tensor, where its rows end among these.
+    """
+
+    shapes: Sequence[Shape]
+    forms: Sequence[Form]
+    form: Sequence[int]
+    start: array[int]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape], cuts: Iterable[Cut], starts: Iterable[int]) -> RowBlock:
+        """Contiguous local tensors.
+
+        Args:
+            shapes: Of the whole tensors.
+            cuts: What they are of those.
+            starts: Where they begin in the record.
+        """
+        forms, form, start, ends = dict[Form, int](), list[int](), array("q"), list[int]()
+        for cut, begin in zip(cuts, starts, strict=True):
+            form += (forms.setdefault(Form(box, cut.strides), len(forms)) for box in cut.boxes)
+            start.extend([begin + at for at in cut.starts])
+            ends.append(len(form))
+        return cls(shapes, list(forms), form, start, ends)
+
+
 class Strip(NamedTuple):
     """Rows that lie in one record.
 
@@ -94,14 +128,20 @@ class Rows:
         """Chunks as what is laid."""
         return (Strip((self.form_of(c.box, c.strides),), c.record, (c.start,)) for c in chunks)
 
-    def lay(self, runs: Sequence[Strip]) -> range:
-        """Add the rows of one tensor; returns which they are."""
+    def lay(self, tensors: Iterable[Sequence[Strip]]) -> list[int]:
+        """Add the rows of tensors; returns where those of each end."""
+        form, record, start, ends = list[int](), list[int](), list[int](), list[int]()
         low = len(self.start)
-        for forms, record, starts in runs:
-            self.form.extend(forms)
-            self.record.extend([self._number(record)] * len(forms))
-            self.start.extend(starts)
-        return range(low, len(self.start))
+        for strips in tensors:
+            for forms, lies_in, starts in strips:
+                form += forms
+                record += [self._number(lies_in)] * len(forms)
+                start += starts
+            ends.append(low + len(start))
+        self.form.extend(form)
+        self.record.extend(record)
+        self.start.extend(start)
+        return ends
 
     def _number(self, record: Record) -> int:
         at = self._records.get(id(record))  # records are kept, so that no other one gets that id
@@ -110,21 +150,13 @@ class Rows:
             self.records.append(record)
         return at
 
-    def place(self, cuts: Iterable[Cut], record: Record, starts: Iterable[int]) -> Iterator[int]:
-        """Add the rows of local tensors that lie in one record; gives for each where its rows end.
-
-        Args:
-            cuts: What they are of whole ones.
-            record: The record.
-            starts: Where they begin in it.
-        """
-        low, known = len(self.start), dict[int, tuple[int, ...]]()
-        for cut, start in zip(cuts, starts, strict=True):
-            forms = known.get(id(cut)) or known.setdefault(id(cut), self.forms_of(cut))
-            self.form.extend(forms)
-            self.start.extend([start + at for at in cut.starts])
-            yield len(self.start)
-        self.record.extend([self._number(record)] * (len(self.start) - low))
+    def place(self, block: RowBlock, record: Record) -> list[int]:
+        """Add the rows of local tensors that lie in a record; returns where those of each end."""
+        low, numbers = len(self.start), [self.form_of(*form) for form in block.forms]
+        self.form.extend([numbers[form] for form in block.form])
+        self.record.extend(array("i", [self._number(record)]) * len(block.start))
+        self.start.extend(block.start)
+        return [low + end for end in block.ends]
 
     def chunk(self, row: int) -> Chunk:
         """A row as a value."""
@@ -155,6 +187,10 @@ class Tensor(NamedTuple):
         return cls(entry.global_shape, entry.dtype, partial(_runs, entry.chunks))
 
 
+_LAID_AT_ONCE = 1 << 10
+"""Tensors, so that what says where their rows are takes little memory besides the rows."""
+
+
 class Tensors:
     """What the tensors of one table are, or of several that are views of it, by number; and which rows each has."""
 
@@ -181,38 +217,38 @@ class Tensors:
             self.made_of[number] = tuple(made_of)
         return number
 
-    def place(self, shapes: Sequence[Shape], cuts: Iterable[Cut], record: Record, starts: Iterable[int]) -> range:
-        """Further tensors, of which parts lie in one record; returns their numbers. See :meth:`Rows.place`."""
-        low, numbers = len(self.rows.start), range(len(self.shapes), len(self.shapes) + len(shapes))
-        ends = array("q", self.rows.place(cuts, record, starts))
+    def place(self, block: RowBlock, record: Record) -> range:
+        """Further tensors, of which parts lie in one record; returns their numbers."""
+        low, numbers = len(self.rows.start), range(len(self.shapes), len(self.shapes) + len(block.shapes))
+        ends = self.rows.place(block, record)
         self._low.extend([low, *ends[:-1]])
         self._high.extend(ends)
-        self.shapes.extend(shapes)
-        self.dtypes.extend([record.dtype] * len(shapes))
-        self._lay.extend([None] * len(shapes))
+        self.shapes.extend(block.shapes)
+        self.dtypes.extend([record.dtype] * len(block.shapes))
+        self._lay.extend([None] * len(block.shapes))
         return numbers
 
     def span(self, number: int) -> range:
         """The rows of a tensor."""
         if self._lay[number] is not None:
-            self._fill(number)
+            self._fill([number])
         return range(self._low[number], self._high[number])
 
     def spans(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """The first rows of tensors, and how many each has."""
-        for number in numbers:
-            if self._lay[number] is not None:
-                self._fill(number)
+        waiting = [number for number in numbers if self._lay[number] is not None]
+        for at in range(0, len(waiting), _LAID_AT_ONCE):
+            self._fill(waiting[at : at + _LAID_AT_ONCE])
         return [self._low[n] for n in numbers], [self._high[n] - self._low[n] for n in numbers]
 
-    def _fill(self, number: int) -> None:
+    def _fill(self, numbers: Iterable[int]) -> None:
         with self.lock:
-            lay = self._lay[number]
-            if lay is not None:  # no other thread was faster
-                runs = list(lay(self.rows))  # all of them, since it may ask for those of other tensors
-                span = self.rows.lay(runs)
-                self._low[number], self._high[number] = span.start, span.stop
-                self._lay[number] = None
+            strips = {n: list(lay(self.rows)) for n in numbers if (lay := self._lay[n]) is not None}
+            left = [n for n in strips if self._lay[n] is not None]  # some may be made of others of them
+            low = len(self.rows.start)
+            for number, end in zip(left, self.rows.lay(strips[n] for n in left), strict=True):
+                self._low[number], self._high[number], self._lay[number] = low, end, None
+                low = end
 
     def chunks(self, number: int) -> Iterator[Chunk]:
         """Where the elements of a tensor lie, row by row."""

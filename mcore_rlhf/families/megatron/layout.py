@@ -153,7 +153,7 @@ class Blueprint:
     moments: tuple[str, ...]
     state_dtypes: Mapping[str, DType]
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    stages: dict[tuple[int, int], object] = field(default_factory=dict)
+    stages: dict[int, object] = field(default_factory=dict)
     """What :func:`.ranks.stage_of` keeps."""
     _sections: dict[object, list[ModelKey]] = field(default_factory=dict)
 

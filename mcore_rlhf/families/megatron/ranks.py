@@ -1,19 +1,21 @@
 """What each rank of a Megatron checkpoint holds: its keys, its tensors, and the records they lie in.
 
-Ranks of a pipeline stage with the same experts have everything in common but which part of a tensor is theirs: names, sizes, the order
-in flat buffers. That is a :class:`Stage`, worked out once for all of them; a :class:`RankLayout` adds the parts.
+Ranks of a pipeline stage have nearly everything in common: local names, sizes, the order in flat buffers. That is a :class:`RankPattern`,
+worked out once for all of them, whichever experts they have; a :class:`Stage` says which experts those are, and a :class:`RankLayout`
+which part of every tensor is the rank's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, DType, Record, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.rows import Rows, Strip
+from mcore_rlhf.core.rows import Cut, RowBlock, Rows, Strip
 from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_buffer, is_routed_expert, renumbered
@@ -50,7 +52,7 @@ class Records:
 
     file: str
     records: list[Record] = field(default_factory=list)
-    _placed: list[tuple[Sequence[TensorName], Sequence[LocalItem], Record, Sequence[int]]] = field(default_factory=list)
+    _placed: list[tuple[Sequence[TensorName], RowBlock, Record]] = field(default_factory=list)
 
     def new(self, dtype: DType, numel: int) -> Record:
         """A further record."""
@@ -58,163 +60,261 @@ class Records:
         self.records.append(record)
         return record
 
-    def place(
-        self, names: Sequence[TensorName], items: Sequence[LocalItem], record: Record, starts: Sequence[int]
-    ) -> None:
-        """Say that contiguous local tensors lie in a record.
-
-        Args:
-            names: Those of the tensors that they are parts of.
-            items: The parameters of which they are the values, or states.
-            record: The record.
-            starts: Where each begins in it.
-        """
-        self._placed.append((names, items, record, starts))
+    def place(self, names: Sequence[TensorName], block: RowBlock, record: Record) -> None:
+        """Say that contiguous local tensors lie in a record; see :meth:`.chunks.Chunks.place`."""
+        self._placed.append((names, block, record))
 
     def holds(self) -> Chunks:
         """All that was placed, as a table."""
         found = Chunks()
-        for names, items, record, starts in self._placed:
-            shapes = [item.spec.global_shape for item in items if item.spec is not None]
-            cuts = [item.layout.cut for item in items if item.layout is not None]
-            found.place(names, shapes, cuts, record, starts)
+        for placed in self._placed:
+            found.place(*placed)
         return found
+
+
+class LocalKey(NamedTuple):
+    """A key of a rank, as ranks with other experts have it too.
+
+    Args:
+        key: See :class:`LocalItem`.
+        vpp_rank: Its model chunk.
+        kind: The number of its kind; -1 of an opaque value.
+    """
+
+    key: str
+    vpp_rank: int
+    kind: int
+
+
+class _CutKind(NamedTuple):
+    """What parameters have in common that are cut and trained alike, as those of layers and experts are."""
+
+    spec: ParamSpec
+    expert: bool
 
 
 @dataclass(slots=True)
 class StageBuffer:
-    """One flat buffer, as it is on all ranks of a stage.
+    """One flat buffer, as it is on all ranks of a stage with the same experts.
 
     Args:
-        buffer: The buffer.
-        items: Numbers of the stage's keys that lie in it, in its order.
-        starts: Where each begins in memory.
-        file_starts: The same in ``distrib_optim.pt``.
-        names: By state, what is there.
+        pattern: The buffer; experts in it may have the names of others.
+        role: Role of its tensors.
+        numbers: Of the stage's keys, those that lie in it, in its order.
+        items: What they are.
+        shapes: Of the whole tensors.
     """
 
-    buffer: LocalBuffer
-    items: Sequence[int]
-    starts: Sequence[int]
-    file_starts: Sequence[int]
-    names: Mapping[str, Sequence[TensorName]]
+    pattern: LocalBuffer
+    role: str
+    numbers: Sequence[int]
+    items: Sequence[ModelKey]
+    shapes: Sequence[Shape]
+    _names: dict[str, Sequence[TensorName]] = field(default_factory=dict)
+
+    def of(self, keys: Sequence[ModelKey]) -> StageBuffer:
+        """The same buffer on ranks whose keys are others, all of them."""
+        if all(item.expert is None for item in self.items):
+            return self
+        return replace(self, items=[keys[number] for number in self.numbers], _names={})
+
+    def names(self, state: str) -> Sequence[TensorName]:
+        """What lies there of a state."""
+        found = self._names.get(state)
+        if found is None:
+            found = self._names[state] = [TensorName(self.role, item.stored_as, state) for item in self.items]
+        return found
+
+    def local(self) -> LocalBuffer:
+        """The buffer."""
+        flat, names = self.pattern.flat, (item.name for item in self.items)
+        places = tuple(replace(place, name=name) for place, name in zip(flat.places, names, strict=True))
+        return replace(self.pattern, flat=replace(flat, places=places))
 
 
-class _Key(NamedTuple):
-    """A key of a stage: see :class:`LocalItem`; with the number of its kind, which says how it is cut."""
+class RankCut(NamedTuple):
+    """What ranks have that are at the same place on the axes that cut tensors.
 
-    key: str
-    item: ModelKey
-    vpp_rank: int
-    kind: int = -1
+    Args:
+        layouts: By kind of parameter, the part that each rank has.
+        blocks: By chained optimizer and buffer, what lies in it: in memory, and in ``distrib_optim.pt``.
+    """
+
+    layouts: Mapping[int, LocalLayout]
+    blocks: Sequence[Sequence[tuple[RowBlock, RowBlock]]]
 
 
-class _CutKind(NamedTuple):
-    """How a parameter is cut: layers and experts have theirs in common."""
+class RankPattern:
+    """How ranks of a pipeline stage are laid out, whichever experts they have.
 
-    spec: ParamSpec
-    expert: bool
+    Args:
+        blueprint: The whole new checkpoint.
+        at: One of those ranks.
+        keys: Its keys.
+        items: What they are; on other ranks those of experts are of others.
+        kinds: The kinds of parameters of the stage.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        at: FileRank,
+        keys: Sequence[LocalKey],
+        items: Sequence[ModelKey],
+        kinds: Sequence[_CutKind],
+    ) -> None:
+        self.blueprint, self.at, self.keys, self.items = blueprint, at, keys, items
+        self.chained: tuple[ChainedOptimizer, ...] = members(blueprint.args, blueprint.choices.parallel)
+        self.kinds = {kind: kinds[kind] for _, _, kind in keys if kind >= 0}
+        self._stacked = any(kind.spec.partition.stacked is not None for kind in self.kinds.values())
+        layouts = self._layouts(at, items)
+        self.shapes = {number: layouts[key.kind].shape for number, key in enumerate(keys) if key.kind >= 0}
+        self.trained = dict(self._trained())
+        flat = blueprint.choices.optimizer == DISTRIBUTED
+        self.buffers = [list(self._buffers(member)) for member in self.chained] if flat else []
+        buffered = {number for inside in self.buffers for buffer in inside for number in buffer.numbers}
+        self.alone = [number for number in self.shapes if number not in buffered]
+        self._parts: dict[tuple[int, int, int], RankCut] = {}
+
+    def part(self, at: FileRank, items: Sequence[ModelKey]) -> RankCut:
+        """What a rank has.
+
+        Raises:
+            LayoutMismatch: Some parameters cannot be cut so; all problems together.
+        """
+        place = at.tp_rank, at.etp_rank, at.ep_rank if self._stacked else 0
+        if place not in self._parts:
+            layouts = self._layouts(at, items)
+            cuts = [
+                [[layouts[self.keys[n].kind].cut for n in one.numbers] for one in inside] for inside in self.buffers
+            ]
+            self._parts[place] = RankCut(
+                layouts, [[*map(_blocks, *both)] for both in zip(self.buffers, cuts, strict=True)]
+            )
+        return self._parts[place]
+
+    def _layouts(self, at: FileRank, items: Sequence[ModelKey]) -> dict[int, LocalLayout]:
+        found, problems, parallel = dict[int, LocalLayout](), Problems(), self.blueprint.choices.parallel
+        for kind, (spec, expert) in self.kinds.items():
+            split, stack = at.split(parallel, expert), at.stack(parallel)
+            try:
+                found[kind] = local_layout(spec.partition, spec.global_shape, split, stack)
+            except CheckpointError as error:
+                for key, item in zip(self.keys, items, strict=True):
+                    if key.kind == kind:
+                        problems.add(type(error), f"{item.name}: {error}")
+        problems.raise_if_any()
+        return found
+
+    def _trained(self) -> Iterator[tuple[int, LocalParam]]:
+        blueprint, pp, tied = self.blueprint, self.blueprint.choices.parallel.pp, self.blueprint.model.tied
+        chunks, has_mtp = {(chunk.pp_rank, chunk.vpp_rank): chunk for chunk in blueprint.chunks}, blueprint.has_mtp
+        for number, shape in self.shapes.items():
+            (_, vpp_rank, kind), name = self.keys[number], self.items[number].name
+            spec = self.kinds[kind].spec
+            if spec.trainable:
+                shared = is_shared_embedding(name, chunks[self.at.pp_rank, vpp_rank], pp, tied, has_mtp=has_mtp)
+                yield number, LocalParam(name, vpp_rank, shape, spec.dtype, shared)
+
+    def _buffers(self, member: ChainedOptimizer) -> Iterator[StageBuffer]:
+        blueprint = self.blueprint
+        numbers = {(param.vpp_rank, param.name): number for number, param in self.trained.items()}
+        numel = sum(prod(shape) for number, shape in self.shapes.items() if not is_buffer(self.items[number].name))
+        params = [*self.trained.values()]
+        for buffer in buffers(params, member, blueprint.args, blueprint.choices.parallel, self.at, numel):
+            inside = [numbers[buffer.vpp_rank, place.name] for place in buffer.flat.places]
+            shapes = [self.kinds[self.keys[number].kind].spec.global_shape for number in inside]
+            yield StageBuffer(buffer, blueprint.role, inside, [self.items[number] for number in inside], shapes)
+
+
+def _blocks(buffer: StageBuffer, cuts: Sequence[Cut]) -> tuple[RowBlock, RowBlock]:
+    places = buffer.pattern.flat.places
+    memory, file = ([place.buffer_start for place in places], [place.file_start for place in places])
+    return RowBlock.of(buffer.shapes, cuts, memory), RowBlock.of(buffer.shapes, cuts, file)
 
 
 class Stage:
     """What ranks of a pipeline stage with the same experts have in common.
 
     Args:
-        blueprint: The whole new checkpoint.
-        at: One of those ranks.
+        pattern: How they are laid out.
+        items: What their keys are.
     """
 
-    def __init__(self, blueprint: Blueprint, at: FileRank) -> None:
-        self.blueprint, self.at = blueprint, at
-        self.kinds: list[_CutKind] = []
-        self.keys = list(self._keys())
-        self.chained: tuple[ChainedOptimizer, ...] = members(blueprint.args, blueprint.choices.parallel)
-        shapes = [layout.shape for layout in self.layouts(at)]
-        self.shapes: Sequence[Shape | None] = [None if key.kind < 0 else shapes[key.kind] for key in self.keys]
-        self.trained = list(self._trained())
-        flat = blueprint.choices.optimizer == DISTRIBUTED
-        self.buffers = [list(self._buffers(member)) for member in self.chained] if flat else []
+    def __init__(self, pattern: RankPattern, items: Sequence[ModelKey]) -> None:
+        self.pattern, self.items = pattern, items
+        self.buffers = [[buffer.of(items) for buffer in inside] for inside in pattern.buffers]
 
-    def _keys(self) -> Iterator[_Key]:
-        blueprint, numbers = self.blueprint, dict[tuple[int, Shape, bool], int]()
-        per_rank = blueprint.model.num_experts // blueprint.choices.parallel.ep
-        experts = range(self.at.ep_rank * per_rank, (self.at.ep_rank + 1) * per_rank)
-        for chunk in blueprint.chunks:
-            for item in blueprint.items_of(chunk, experts) if chunk.pp_rank == self.at.pp_rank else ():
-                key = renumbered(item.name, -chunk.first_layer, 0 if item.expert is None else -experts.start)
-                kind = -1
-                if item.spec is not None:
-                    expert = is_routed_expert(item.name)
-                    how = id(item.spec.partition), item.spec.global_shape, expert
-                    kind = numbers.setdefault(how, len(numbers))
-                    self.kinds += [_CutKind(item.spec, expert)] if kind == len(self.kinds) else []
-                yield _Key(key, item, chunk.vpp_rank, kind)
+    @cached_property
+    def trained(self) -> list[LocalParam]:
+        """The trainable parameters in registration order."""
+        return [replace(param, name=self.items[number].name) for number, param in self.pattern.trained.items()]
 
-    def layouts(self, at: FileRank) -> list[LocalLayout]:
-        """For every kind of parameter the part that a rank has.
 
-        Raises:
-            LayoutMismatch: Some cannot be cut so; all problems together.
-        """
-        found, problems, parallel = list[LocalLayout](), Problems(), self.blueprint.choices.parallel
-        for number, (spec, expert) in enumerate(self.kinds):
-            try:
-                found.append(
-                    local_layout(spec.partition, spec.global_shape, at.split(parallel, expert), at.stack(parallel))
-                )
-            except CheckpointError as error:
-                for key in self.keys:
-                    if key.kind == number:
-                        problems.add(type(error), f"{key.item.name}: {error}")
-        problems.raise_if_any()
-        return found
+class PipelineStage:
+    """All ranks of a pipeline stage: the experts that each has, and the patterns, of which there is one, but where somebody treats
+    experts differently.
 
-    def _trained(self) -> Iterator[LocalParam]:
-        blueprint, parallel = self.blueprint, self.blueprint.choices.parallel
-        chunks = {(chunk.pp_rank, chunk.vpp_rank): chunk for chunk in blueprint.chunks}
-        for (_, item, vpp_rank, _), shape in zip(self.keys, self.shapes, strict=True):
-            if item.spec is not None and shape is not None and item.spec.trainable:
-                chunk = chunks[self.at.pp_rank, vpp_rank]
-                shared = is_shared_embedding(
-                    item.name, chunk, parallel.pp, blueprint.model.tied, has_mtp=blueprint.has_mtp
-                )
-                yield LocalParam(item.name, vpp_rank, shape, item.spec.dtype, shared)
+    Args:
+        blueprint: The whole new checkpoint.
+        pp_rank: Which stage.
+    """
 
-    def _buffers(self, member: ChainedOptimizer) -> Iterator[StageBuffer]:
-        blueprint = self.blueprint
-        numbers = {(key.vpp_rank, key.item.name): number for number, key in enumerate(self.keys)}
-        numel = sum(
-            prod(shape)
-            for key, shape in zip(self.keys, self.shapes, strict=True)
-            if shape is not None and not is_buffer(key.item.name)
+    def __init__(self, blueprint: Blueprint, pp_rank: int) -> None:
+        self.blueprint, self.pp_rank, self.kinds = blueprint, pp_rank, list[_CutKind]()
+        parallel = blueprint.choices.parallel
+        self._per_rank = blueprint.model.num_experts // parallel.ep
+        self._dealt = [(list[LocalKey](), list[ModelKey]()) for _ in range(parallel.ep)]
+        self._deal()
+        self._patterns: list[RankPattern] = []
+        self._last: tuple[int, Stage] | None = None
+
+    def _deal(self) -> None:
+        """Every key, to the ranks that have it."""
+        ranks, per_rank, numbers = self._dealt, self._per_rank, dict[tuple[int, Shape, bool, DType, bool], int]()
+        every = range(per_rank * len(ranks))
+        for chunk in self.blueprint.chunks:
+            for item in self.blueprint.items_of(chunk, every) if chunk.pp_rank == self.pp_rank else ():
+                first = 0 if item.expert is None else item.expert - item.expert % per_rank
+                local = renumbered(item.name, -chunk.first_layer, -first)
+                key = LocalKey(local, chunk.vpp_rank, self._kind(item, numbers))
+                for keys, items in ranks if item.expert is None else (ranks[item.expert // per_rank],):
+                    keys.append(key)
+                    items.append(item)
+
+    def _kind(self, item: ModelKey, numbers: dict[tuple[int, Shape, bool, DType, bool], int]) -> int:
+        spec = item.spec
+        if spec is None:
+            return -1
+        expert = is_routed_expert(item.name)
+        number = numbers.setdefault(
+            (id(spec.partition), spec.global_shape, expert, spec.dtype, spec.trainable), len(numbers)
         )
-        for buffer in buffers(self.trained, member, blueprint.args, blueprint.choices.parallel, self.at, numel):
-            places = buffer.flat.places
-            inside = [numbers[buffer.vpp_rank, place.name] for place in places]
-            names = {
-                state: [TensorName(blueprint.role, self.keys[number].item.stored_as, state) for number in inside]
-                for state in (PARAM, MASTER, *blueprint.moments)
-            }
-            starts, file_starts = [place.buffer_start for place in places], [place.file_start for place in places]
-            yield StageBuffer(buffer, inside, starts, file_starts, names)
+        if number == len(self.kinds):
+            self.kinds.append(_CutKind(spec, expert))
+        return number
 
-
-_KEPT_STAGES = 4
-"""As many as threads write at a time, about: files are laid out stage after stage."""
+    def of(self, at: FileRank) -> Stage:
+        """What a rank of it has in common with those that have the same experts, for which one asks next."""
+        if self._last is None or self._last[0] != at.ep_rank:
+            keys, items = self._dealt[at.ep_rank]
+            pattern = next((one for one in self._patterns if one.keys == keys), None)
+            if pattern is None:
+                pattern = RankPattern(self.blueprint, at, keys, items, self.kinds)
+                self._patterns.append(pattern)
+            self._last = at.ep_rank, Stage(pattern, items)
+        return self._last[1]
 
 
 def stage_of(blueprint: Blueprint, at: FileRank) -> Stage:
-    """The stage of a rank, which its other ranks ask for as well."""
-    kept, place = blueprint.stages, (at.pp_rank, at.ep_rank)
-    found = kept.get(place)
-    if not isinstance(found, Stage):
-        if len(kept) >= _KEPT_STAGES:
-            kept.clear()
-        found = kept[place] = Stage(blueprint, at)
-    return found
+    """The stage of a rank, which its other ranks ask for as well: files are laid out stage after stage."""
+    found = blueprint.stages.get(at.pp_rank)
+    if not isinstance(found, PipelineStage):
+        blueprint.stages.clear()
+        found = blueprint.stages[at.pp_rank] = PipelineStage(blueprint, at.pp_rank)
+    return found.of(at)
 
 
-@dataclass(slots=True)
 class RankLayout:
     """Lays out the files of one rank.
 
@@ -224,39 +324,52 @@ class RankLayout:
         folder: Folder of the iteration, relative to the root.
     """
 
-    blueprint: Blueprint
-    at: FileRank
-    folder: str
-    items: list[LocalItem] = field(default_factory=list)
-    model: Records = field(init=False)
-    distrib: Records = field(init=False)
-    params: dict[tuple[int, str], StoredTensor] = field(default_factory=dict)
-    states: dict[tuple[int, str], dict[str, StoredTensor]] = field(default_factory=dict)
-    buffer_states: dict[tuple[int, int], dict[str, StoredTensor]] = field(default_factory=dict)
-    local_buffers: dict[int, list[LocalBuffer]] = field(default_factory=dict)
-    stage: Stage = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stage = stage_of(self.blueprint, self.at)
-        self.model = Records(f"{self.folder}/{self.at.folder}/model_optim_rng.pt")
-        self.distrib = Records(f"{self.folder}/{self.at.folder}/distrib_optim.pt")
-        layouts = self.stage.layouts(self.at)
-        self.items = [
-            LocalItem(key, item, vpp_rank, item.spec, None if kind < 0 else layouts[kind])
-            for key, item, vpp_rank, kind in self.stage.keys
-        ]
+    def __init__(self, blueprint: Blueprint, at: FileRank, folder: str) -> None:
+        self.blueprint, self.at = blueprint, at
+        self.stage = stage_of(blueprint, at)
+        self.model = Records(f"{folder}/{at.folder}/model_optim_rng.pt")
+        self.distrib = Records(f"{folder}/{at.folder}/distrib_optim.pt")
+        self.states: dict[tuple[int, str], dict[str, StoredTensor]] = {}
+        self.buffer_states: dict[tuple[int, int], dict[str, StoredTensor]] = {}
+        self._part = self.stage.pattern.part(at, self.stage.items)
+        self._placed: list[tuple[Sequence[int], Record, Sequence[int]]] = []
         for number, inside in enumerate(self.stage.buffers):
-            self.local_buffers[number] = [one.buffer for one in inside]
             for index, buffer in enumerate(inside):
                 self._place_buffer(number, index, buffer)
-        self._place_alone()
-        if self.blueprint.choices.optimizer == PLAIN:
+        for number in self.stage.pattern.alone:  # in no buffer, and so with a storage of its own
+            dtype = self.stage.pattern.kinds[self.stage.pattern.keys[number].kind].spec.dtype
+            self._placed.append(((number,), self._place_whole(self.model, number, PARAM, dtype).record, (0,)))
+        if blueprint.choices.optimizer == PLAIN:
             self.place_whole_states(self.model, self.trained())
+
+    @cached_property
+    def items(self) -> list[LocalItem]:
+        """Its keys, in registration order."""
+        layouts = self._part.layouts
+        return [
+            LocalItem(key, item, vpp_rank, item.spec, layouts.get(kind))
+            for (key, vpp_rank, kind), item in zip(self.stage.pattern.keys, self.stage.items, strict=True)
+        ]
+
+    @cached_property
+    def params(self) -> dict[tuple[int, str], StoredTensor]:
+        """Where its parameters lie, by model chunk and key."""
+        found: dict[tuple[int, str], StoredTensor] = {}
+        for numbers, record, starts in self._placed:
+            for number, start in zip(numbers, starts, strict=True):
+                key, vpp_rank, kind = self.stage.pattern.keys[number]
+                found[vpp_rank, key] = _stored(self._part.layouts[kind], record, start)
+        return found
+
+    @cached_property
+    def local_buffers(self) -> list[list[LocalBuffer]]:
+        """The flat buffers of every chained optimizer."""
+        return [[buffer.local() for buffer in inside] for inside in self.stage.buffers]
 
     @property
     def chained(self) -> tuple[ChainedOptimizer, ...]:
         """The chained optimizers of every rank."""
-        return self.stage.chained
+        return self.stage.pattern.chained
 
     def trained(self) -> list[LocalParam]:
         """The rank's trainable parameters in registration order."""
@@ -266,49 +379,44 @@ class RankLayout:
         """Whether this rank's ``distrib_optim.pt`` has the state of a chained optimizer."""
         return self.at.holds_expert_optimizer if member.expert else self.at.holds_dense_optimizer
 
-    def _place_buffer(self, member: int, index: int, placed: StageBuffer) -> None:
+    def _place_buffer(self, member: int, index: int, buffer: StageBuffer) -> None:
         """Parameters of a distributed optimizer are views of one flat storage per buffer, as Megatron writes them."""
-        items, flat = [self.items[number] for number in placed.items], placed.buffer.flat
-        record = self.model.new(placed.buffer.dtype, flat.numel)
-        self._place_params(placed.names[PARAM], items, record, placed.starts)
+        flat, (memory, file) = buffer.pattern.flat, self._part.blocks[member][index]
+        record = self.model.new(buffer.pattern.dtype, flat.numel)
+        self.model.place(buffer.names(PARAM), memory, record)
+        self._placed.append((buffer.numbers, record, [place.buffer_start for place in flat.places]))
         for state in (MASTER, *self.blueprint.moments) if self.holds_member(self.chained[member]) else ():
             numel = flat.numel_unpadded
             record = self.distrib.new(self.blueprint.state_dtypes.get(state, FLOAT32), numel)
             self.buffer_states.setdefault((member, index), {})[state] = StoredTensor(record, 0, (numel,), (1,))
-            self.distrib.place(placed.names[state], items, record, placed.file_starts)
+            self.distrib.place(buffer.names(state), file, record)
 
-    def _place_params(
-        self, names: Sequence[TensorName], items: Sequence[LocalItem], record: Record, starts: Sequence[int]
-    ) -> None:
-        self.model.place(names, items, record, starts)
-        for item, start in zip(items, starts, strict=True):
-            self.params[item.vpp_rank, item.key] = _stored(item, record, start)
-
-    def _place_alone(self) -> None:
-        """Everything that is in no buffer has a storage of its own."""
-        for item in self.items:
-            if item.spec is not None and item.layout is not None and (item.vpp_rank, item.key) not in self.params:
-                record = self.model.new(item.spec.dtype, prod(item.layout.shape))
-                self._place_params([self._name(item, PARAM)], [item], record, [0])
+    def _place_whole(self, records: Records, number: int, state: str, dtype: DType) -> StoredTensor:
+        pattern, item = self.stage.pattern, self.stage.items[number]
+        kind = pattern.keys[number].kind
+        layout, shape = self._part.layouts[kind], pattern.kinds[kind].spec.global_shape
+        record = records.new(dtype, prod(layout.shape))
+        name = TensorName(self.blueprint.role, item.stored_as, state)
+        records.place([name], RowBlock.of([shape], [layout.cut], [0]), record)
+        return _stored(layout, record, 0)
 
     def place_whole_states(self, records: Records, params: Iterable[LocalParam]) -> None:
         """Give parameters their states, each of them whole, in one of the rank's files."""
-        by_key = {(item.vpp_rank, item.item.name): item for item in self.items}
+        keys, items = self.stage.pattern.keys, self.stage.items
+        numbers = {
+            (key.vpp_rank, item.name): number for number, (key, item) in enumerate(zip(keys, items, strict=True))
+        }
         for param in params:
-            item = by_key[param.vpp_rank, param.name]
+            number = numbers[param.vpp_rank, param.name]
             masters = [MASTER] if param.dtype != FLOAT32 else []
-            for state in (*masters, *self.blueprint.moments_of(item.item.stored_as)):
-                record = records.new(self.blueprint.state_dtypes.get(state, FLOAT32), param.numel)
-                records.place([self._name(item, state)], [item], record, [0])
-                self.states.setdefault((param.vpp_rank, param.name), {})[state] = _stored(item, record, 0)
-
-    def _name(self, item: LocalItem, state: str) -> TensorName:
-        return TensorName(self.blueprint.role, item.item.stored_as, state)
+            for state in (*masters, *self.blueprint.moments_of(items[number].stored_as)):
+                dtype = self.blueprint.state_dtypes.get(state, FLOAT32)
+                stored = self._place_whole(records, number, state, dtype)
+                self.states.setdefault((param.vpp_rank, param.name), {})[state] = stored
 
 
-def _stored(item: LocalItem, record: Record, start: int) -> StoredTensor:
-    assert item.layout is not None  # it is a parameter
-    return StoredTensor(record, start, item.layout.shape, item.layout.strides)
+def _stored(layout: LocalLayout, record: Record, start: int) -> StoredTensor:
+    return StoredTensor(record, start, layout.shape, layout.strides)
 
 
 def local_run(stored: StoredTensor, layout: LocalLayout, rows: Rows) -> Strip:
@@ -320,6 +428,6 @@ def local_run(stored: StoredTensor, layout: LocalLayout, rows: Rows) -> Strip:
         rows: Where they are laid.
     """
     cut = layout.cut
-    if layout.view == stored.shape and stored.strides != cut.strides:
+    if stored.strides != cut.strides and layout.view == stored.shape:
         cut = layout.cut_of(stored.strides)
     return Strip(rows.forms_of(cut), stored.record, [stored.start + at for at in cut.starts])
