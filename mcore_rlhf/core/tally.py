@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from math import prod
+from operator import itemgetter
 
 from .catalog import MASTER, PARAM, DType
 from .chunks import Chunks
 from .plan import FilePlan
+
+_param_of, _state_of = itemgetter(1), itemgetter(2)  # of a name
 
 
 class Tally:
@@ -21,7 +24,8 @@ class Tally:
         self.opened = opened
         self._own = frozenset(opened.numbers)
         self._planned: set[int] = set()
-        self._wanted: dict[str, int] = {}
+        self._wanted: set[str] = set()
+        self._numel = 0
         self._masters: set[str] = set()
         self._casts: dict[tuple[str, DType, DType], set[str]] = {}
 
@@ -35,23 +39,22 @@ class Tally:
         """
         for name, (stored, wanted) in plan.casts.items():
             self._casts.setdefault((name.state, stored, wanted), set()).add(name.param)
-        for name, number in zip(holds.names, holds.numbers, strict=True):
-            if name.state == MASTER and name not in plan.casts:
-                self._masters.add(name.param)
-            if name.param not in self._wanted:
-                self._wanted[name.param] = prod(holds.tensors.shapes[number])
+        masters = [name for name in holds.names if name.state == MASTER]
+        self._masters.update(name.param for name in masters if name not in plan.casts)
+        if not self._wanted >= set(map(_param_of, holds.names)):
+            for name, number in zip(holds.names, holds.numbers, strict=True):
+                if name.param not in self._wanted:
+                    self._wanted.add(name.param)
+                    self._numel += prod(holds.tensors.shapes[number])
         if source.tensors is self.opened.tensors:
             self._plan(plan.used)
 
-    def _plan(self, numbers: Iterable[int]) -> None:
+    def _plan(self, numbers: Collection[int]) -> None:
         """Note tensors, and those that they are made of."""
-        waiting = [number for number in numbers if number not in self._planned]
-        while waiting:
-            number = waiting.pop()
-            if number not in self._planned:
-                self._planned.add(number)
-                if number not in self._own:
-                    waiting.extend(self.opened.tensors.made_of.get(number, ()))
+        while not self._planned.issuperset(numbers):
+            new = set(numbers) - self._planned
+            self._planned |= new
+            numbers = {one for number in new - self._own for one in self.opened.tensors.made_of.get(number, ())}
 
     @property
     def complete(self) -> bool:
@@ -59,11 +62,12 @@ class Tally:
 
         A state has the shape of its parameter, and is cut and padded with it: each parameter counts once.
         """
-        made_of: dict[str, int] = {}
-        for name, number in zip(self.opened.names, self.opened.numbers, strict=True):
-            if number in self._planned:
-                made_of.setdefault(name.param, prod(self.opened.tensors.shapes[number]))
-        return sum(made_of.values()) <= sum(self._wanted.values())
+        opened = self.opened
+        params = dict(zip(map(_param_of, reversed(opened.names)), reversed(opened.numbers), strict=True))
+        if not self._planned >= self._own:
+            planned = [at for at, number in enumerate(opened.numbers) if number in self._planned]
+            params = {opened.names[at].param: opened.numbers[at] for at in reversed(planned)}
+        return sum(prod(opened.tensors.shapes[number]) for number in params.values()) <= self._numel
 
     def casts(self) -> list[tuple[str, DType, DType]]:
         """The conversions of the target's states, but for those of parameters whose masters are in the target as they are."""
@@ -71,9 +75,9 @@ class Tally:
 
     def unplanned(self) -> dict[str, list[str]]:
         """By state the parameters of which no plan was made; every state is there."""
-        found: dict[str, list[str]] = {}
-        for name, number in zip(self.opened.names, self.opened.numbers, strict=True):
-            missing = found.setdefault(name.state, [])
-            if number not in self._planned:
-                missing.append(name.param)
+        found: dict[str, list[str]] = {state: [] for state in dict.fromkeys(map(_state_of, self.opened.names))}
+        if not self._planned >= self._own:
+            for name, number in zip(self.opened.names, self.opened.numbers, strict=True):
+                if number not in self._planned:
+                    found[name.state].append(name.param)
         return found
