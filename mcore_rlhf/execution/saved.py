@@ -5,7 +5,8 @@ every task stands; and where the head stands. A part reads the head and its own 
 
 Nothing of it is run, and nothing of it is believed that can be asked:
 
-* the head has the length and the times of every file of the source; where one of them is another now, the plan is refused;
+* the head has the length and the times of every file of the source; where one of them is another now, the plan is refused; so it is
+  where a model's folder is not the source's;
 * values are of a few known classes, and the type of every field is checked;
 * what every file of the target is to be has its digest, and those make the plan's fingerprint. ``--finish`` plans anew and joins only
   parts of the fingerprint that it finds, and believes comparisons only where they were those that it would make: what a plan led to
@@ -228,6 +229,9 @@ class SavedPlan:
             raise UsageError(
                 f"{self.path}: is a plan for other options: {'; '.join(differing)}\nGive those that it was saved with, or save it again."
             )
+        if not options.read.follow_links:  # which may lead anywhere
+            for work in head["works"]:
+                self._check_root(work["root"], here)
         found = [line for work in head["works"] for line in changed(checkpoint_path(work["root"]), work["files"])]
         found += changed(source, head["beside"])
         if found:
@@ -238,6 +242,15 @@ class SavedPlan:
         layouts = {work["name"]: Fingerprint("", "", digest(work["lines"])) for work in head["works"]}
         if Fingerprint.joined(layouts).layouts != head["fingerprint"]["layouts"]:
             raise self._damaged("its files are not those of its fingerprint")
+
+    def _check_root(self, root: str, source: str) -> None:
+        """A model lies in the source; or the source is an iteration, and its root is the folder around it."""
+        below = root.removeprefix(f"{source}/")
+        if root in (source, source.rpartition("/")[0]):
+            return
+        if below == root:
+            raise self._damaged(f"a model of it lies in {root}, outside {source}")
+        canonical(below, self.path, "folder")
 
     def _work(self, head: Mapping[str, Any], number: int) -> Work:
         told = head["works"][number]

@@ -13,6 +13,8 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -64,14 +66,15 @@ class Task(NamedTuple):
         return f"{self.path} {self.nbytes} {self.digest}"
 
 
-class PlannedFile(NamedTuple):
+@dataclass(frozen=True)
+class PlannedFile:
     """A file of the target, planned, and what kind of file it is."""
 
     plan: FilePlan
     records: Sequence[Record]
     container: Container
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Where everything lies in it."""
         return self.container.layout(self.plan.file)
@@ -219,14 +222,15 @@ def _planned(told: Mapping[str, Any]) -> PlannedFile:
     _check_bounds(copies)
     name, *content = told["content"]
     container = container_of(name).of_told(content, records)
-    layout = container.layout(file)
+    planned = PlannedFile(FilePlan(file, copies), records, container)
+    layout = planned.layout
     if {record.key: record.nbytes for record in records} != {
         key: nbytes for key, (_, nbytes) in layout.records.items()
     }:
         raise ValueError("its records are not those of its content")
     if layout.nbytes >= _LONGEST:
         raise ValueError(f"{layout.nbytes} bytes are more than a file can have")
-    return PlannedFile(FilePlan(file, copies), records, container)
+    return planned
 
 
 def _check_bounds(copies: Copies) -> None:

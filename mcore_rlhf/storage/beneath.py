@@ -352,10 +352,17 @@ class Scratch:
             return at
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes that were put there."""
+        """Bytes that were put there.
+
+        Raises:
+            StorageError: The system does not give them back.
+        """
         with self._lock:
-            self._file.seek(offset)
-            return self._file.read(nbytes)
+            try:
+                self._file.seek(offset)
+                return self._file.read(nbytes)
+            except OSError as error:
+                raise storage_error(error, Path(tempfile.gettempdir()), "read a plan") from error
 
 
 def is_own(folder: Path, uid: int) -> bool:

@@ -19,14 +19,15 @@ import pytest
 
 from mcore_rlhf import convert as whole_conversion
 from mcore_rlhf.convert import ConvertOptions
-from mcore_rlhf.errors import CheckpointError, Corrupt, Unsupported
+from mcore_rlhf.errors import CheckpointError, Corrupt, Unsupported, Untrusted
 from mcore_rlhf.execution import saved
-from mcore_rlhf.execution.fingerprint import digest
+from mcore_rlhf.execution.fingerprint import digest, identity
 from mcore_rlhf.execution.run import Execution
 from mcore_rlhf.execution.saved import SavedPlan, tail_of
 from mcore_rlhf.execution.spool import Line, PlannedFile, line_of
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.formats.megatron import writer
 from mcore_rlhf.manager import subject
 from mcore_rlhf.manager.convert_step import convert_part, convert_step, finish_parts, prepare_step, save_plan
@@ -272,6 +273,21 @@ def test_a_plan_that_agrees_with_itself_is_still_not_joined(
     with pytest.raises(Unsupported, match="they are of another plan"):
         carried_out(source, tmp_path / "out", OPTIONS, mutated)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("root", ["{source}-other", "{source}/../run-other", "/"])
+def test_a_model_that_lies_elsewhere(source: Path, plan: Path, tmp_path: Path, root: str) -> None:
+    """The files there are what the plan says of them, and are not of the source all the same."""
+    other = source.with_name("run-other")
+    shutil.copytree(source, other, dirs_exist_ok=True)
+
+    def edit(tasks: list[Any], head: dict[str, Any]) -> None:
+        (work,) = head["works"]
+        work["files"] = identity(other, [StoredFile(name, 0, ()) for name in work["files"]])
+        work["root"] = root.format(source=source.resolve())
+
+    with pytest.raises((Corrupt, Untrusted), match=r"outside|not a plain path"):
+        everything(edited(plan, tmp_path / "plan", edit), source)
 
 
 @pytest.mark.parametrize(("field", "value"), [(0, []), (2, [1]), (2, [1, 0])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import random
 from collections.abc import Callable
@@ -15,8 +16,8 @@ import pytest
 
 from mcore_rlhf.convert import prepare
 from mcore_rlhf.core.execute import WINDOW_BYTES, FileRun
-from mcore_rlhf.errors import CheckpointError, Corrupt
-from mcore_rlhf.execution.spool import Line, Task, line_of, planned_file, value_of
+from mcore_rlhf.errors import CheckpointError, Corrupt, StorageError
+from mcore_rlhf.execution.spool import Line, Spool, Task, line_of, planned_file, value_of
 from mcore_rlhf.families.source import StoredFile, open_bytes
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.verify.audit import Ledger, Watched
@@ -140,3 +141,14 @@ def test_what_cannot_be_written(lines: list[Planned], what: str) -> None:
             with pytest.raises(Corrupt, match="what the plan says of it cannot be read"):
                 planned_file(edited, edited.task)
     assert tried
+
+
+def test_a_spool_that_the_system_does_not_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seek(at: int) -> None:
+        raise OSError(errno.EIO, "not now")
+
+    spool = Spool()
+    place = spool.add(b"a line")
+    monkeypatch.setattr(spool._lines._file, "seek", seek)
+    with pytest.raises(StorageError, match="cannot read a plan"):
+        spool.read(place)
