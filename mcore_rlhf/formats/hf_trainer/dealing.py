@@ -20,7 +20,7 @@ _OF_MEMBERS = ("wd_mult", "is_expert_parallel", "default_config", "lr_mult", "is
 
 
 def dealt(
-    source: Source, order: Sequence[str], like: Sequence[ParamGroup], report: Report, *, as_is: bool
+    source: Source, order: Sequence[str], like: Sequence[ParamGroup], report: Report, own: Sequence[ParamGroup]
 ) -> tuple[ParamGroup, ...]:  # fmt: skip
     """The target's groups.
 
@@ -29,15 +29,15 @@ def dealt(
         order: Its trained parameters, as the module has them.
         like: The groups of the run that goes on; empty where nobody gave them.
         report: Told what changes.
-        as_is: Whether the source's groups are such a trainer's already.
+        own: The groups of the source's own files, where it is such a trainer's already.
 
     Raises:
         Lossy: Parameters that the run has in one group are trained differently; all of them.
     """
     if like:
         deal = [(list(group.params), group.fields) for group in like]
-    elif as_is:
-        return tuple(replace(g, params=tuple(_in_order(g.params, order))) for g in source.state.groups)
+    elif own:
+        return tuple(replace(group, params=tuple(_in_order(group.params, order))) for group in own)
     else:
         decayed = [name for name in order if is_decayed(name)]
         deal = [(decayed, {}), ([name for name in order if name not in set(decayed)], {})]

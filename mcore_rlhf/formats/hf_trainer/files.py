@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Said
 from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage.paths import ReadablePath
 
@@ -87,9 +88,13 @@ class HfRunState(ModuleState):
     Args:
         rng: Each rank's random states, by generator.
         scalars: What the optimizer keeps per parameter that is no tensor of its shape: ``step``.
+        groups: The param groups as the file deals them; those of the source may be of another format that it was made of.
+        schedule: The scheduler as the file has it; the same holds.
     """
 
     rng: tuple[Mapping[str, object], ...] = ()
+    groups: tuple[ParamGroup, ...] = ()
+    schedule: Mapping[str, object] = field(default_factory=dict)
     scalars: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def inventory(self) -> Inventory:

@@ -28,7 +28,7 @@ from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import whole_entry
 
 from .files import COUNTERS, SCALER, STEP, HfRunState, RunFiles
-from .optimizer import OptimizerFile, trainable_order
+from .optimizer import OptimizerFile, agree, trainable_order
 
 _MOST_STEPS = 10**15
 _CALLED = re.compile(r"checkpoint-(\d{1,18})")
@@ -46,7 +46,7 @@ def read_run(path: ReadablePath, options: ReadOptions, files: RunFiles, weights:
     Raises:
         CheckpointError: It is damaged, contradicts itself, or nobody knows whose states the optimizer has.
     """
-    return _RunReader(path, options, files, weights.read(path, options)).source()
+    return _RunReader(path, options, files, weights.read(path, replace(options, optimizer=False))).source()
 
 
 def read_counters(path: ReadablePath, files: RunFiles) -> dict[str, object]:
@@ -74,6 +74,10 @@ def read_counters(path: ReadablePath, files: RunFiles) -> dict[str, object]:
     return found
 
 
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
 @dataclass
 class _RunReader:
     path: ReadablePath
@@ -96,18 +100,25 @@ class _RunReader:
         source = (
             weights if optimizer is None or order is None else self._joined(weights, optimizer, order, groups, sidecar)
         )
-        state = self._training(iteration, counters, scheduler, groups, sidecar)
+        known = () if sidecar is None else sidecar.groups
+        state = self._training(iteration, counters, scheduler, known if agree(groups, known) else groups, sidecar)
         rng, family = self._rng(), ModuleState.needed(source)
         shared = {item.name: getattr(family, item.name) for item in fields(ModuleState)} | {
             "tag": f"global_step{iteration}"
         }
         scalars = {} if optimizer is None else optimizer.collected.scalars
+        run = HfRunState(**shared, rng=rng, scalars=scalars, groups=groups, schedule=_mapping(scheduler))
         return replace(
-            source, format=self.files.format, parallel=ParallelConfig(dp=max(1, len(rng))), state=state,
-            files=(*source.files, *self._counters_file(), *self.stored), notes=self.notes,
-            family=HfRunState(**shared, rng=rng, scalars=scalars), unplaced=(*source.unplaced, *self.unplaced.names),
+            source,
+            format=self.files.format,
+            parallel=ParallelConfig(dp=max(1, len(rng))),
+            state=state,
+            files=(*source.files, *self._counters_file(), *self.stored),
+            notes=self.notes,
+            family=run,
+            unplaced=(*source.unplaced, *self.unplaced.names),
             origin={} if sidecar is None else sidecar.origin,
-        )  # fmt: skip
+        )
 
     def _tree(self, file: str) -> object:
         """What a small file has; None where there is none, or nobody wants the optimizer."""

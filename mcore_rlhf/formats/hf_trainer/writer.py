@@ -58,7 +58,7 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     """
     module = ModuleState.needed(source, files.format)
     adapted = any(OF_ADAPTER.fullmatch(spec.name) for spec in source.model.params)
-    if adapted:
+    if adapted and HfRunState.of(source) is None:
         source = adapter_alone(source, options.reference_config)
         module = ModuleState.needed(source, files.format)
     config = {} if adapted else known_description(source, options)
@@ -147,8 +147,8 @@ class _RunTarget:
     def _dealt(self, report: Report) -> tuple[ParamGroup, ...]:
         if not self.optimizer:
             return ()
-        own = HfRunState.of(self.source) is not None
-        return dealt(self.source, self.order, self.like.groups, report, as_is=own)
+        own = HfRunState.of(self.source)
+        return dealt(self.source, self.order, self.like.groups, report, () if own is None else own.groups)
 
     def _layout(self, groups: Sequence[ParamGroup]) -> FileLayout:
         """The optimizer's file: states by number, in the order of the groups."""
@@ -185,7 +185,9 @@ class _RunTarget:
 
     def _schedule(self, source: Source, report: Report) -> dict[str, object]:
         """The run's own, where it is torch's; one that has made as many steps otherwise, from the learning rates of ``--like``."""
-        groups = len(source.state.groups)
+        own, groups = HfRunState.of(self.source), len(source.state.groups)
+        if own is not None and scheduled_groups(own.schedule) == groups:
+            return dict(own.schedule)
         if scheduled_groups(source.state.scheduler) not in (None, 0, groups):
             fitting = with_fitting_schedule(source)
             report.lines += [line for line in fitting.notes.lines if line not in report.lines]
@@ -251,7 +253,7 @@ class _RunTarget:
 
     def _sidecar(self) -> Sidecar:
         """Everything that the files have no place for; weights are the fp32 masters where there are any."""
-        state, specs = replace(self.source.state, groups=()), self.source.model.params
+        state, specs = self.source.state, self.source.model.params
         module = replace(self.module.base(), config={})
         dtypes = {spec.name: spec.dtype for spec in specs} if self.optimizer else {}
         return Sidecar.of(state, module, specs, self.source.origin, dtypes=dtypes)
