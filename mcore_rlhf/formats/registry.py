@@ -39,8 +39,8 @@ from mcore_rlhf.trainers.known import TRAINERS
 from .base import Format
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
+from .dcp import APART, TORCH
 from .dcp import FORMAT as DCP
-from .dcp import TORCH
 from .deepspeed import FORMAT as DEEPSPEED
 from .hf import FORMAT as HF
 from .hf_trainer import HfAccelerateFormat, HfTrainerFormat
@@ -49,8 +49,11 @@ from .megatron_dist import FORMAT as MEGATRON_DIST
 from .peft import FORMAT as PEFT
 from .universal import FORMAT as UNIVERSAL
 
-HF_TRAINER, HF_ACCELERATE = HfTrainerFormat((HF, PEFT)), HfAccelerateFormat((HF, PEFT))
-FORMATS: tuple[Format, ...] = (MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, DCP, HF_TRAINER, HF_ACCELERATE, HF, PEFT)
+_WEIGHTS = (HF, PEFT, APART)
+HF_TRAINER, HF_ACCELERATE = HfTrainerFormat(_WEIGHTS), HfAccelerateFormat(_WEIGHTS)
+FORMATS: tuple[Format, ...] = (
+    MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, HF, PEFT,
+)  # fmt: skip
 OF_ENGINES: tuple[Format, ...] = (TORCH,)
 """What an engine of ours keeps as it likes: read, and written by that engine alone. In a step beside models of other formats, it goes
 along as it is."""

@@ -16,7 +16,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .folders import ONE_FILE, RLINF_FOLDER, detect, is_dcp
+from .folders import ONE_FILE, RLINF_FOLDER, detect, is_apart, is_dcp
 
 
 class DcpFormat(Format):
@@ -47,6 +47,20 @@ class DcpFormat(Format):
         from .writer import dcp_target
 
         return dcp_target(source, options)
+
+
+class ApartFormat(DcpFormat):
+    """Model and optimizer of an FSDP run in accelerate's two folders; the weights of :mod:`..hf_trainer`, and no format by itself."""
+
+    def detect(self, path: ReadablePath) -> bool:
+        """Whether a folder has them."""
+        return is_apart(path)
+
+    def target(self, source: Source, options: WriteOptions) -> Target:
+        """Describe new ones."""
+        from .writer import dcp_target
+
+        return dcp_target(source, options, apart=True)
 
 
 class TorchFormat(Format):
@@ -82,4 +96,5 @@ class TorchFormat(Format):
 
 
 FORMAT: Format = DcpFormat()
+APART: Format = ApartFormat()
 TORCH: Format = TorchFormat()

@@ -26,7 +26,7 @@ from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import APART, NEMO_RL, OF_RLINF, RLINF_FOLDER
+from .folders import NEMO_APART, NEMO_RL, OF_RLINF, RLINF_FOLDER
 from .keys import APART_KEYS, RLINF, KeyLayout, Style, flattened, joined
 from .state import DcpState
 
@@ -129,7 +129,7 @@ class Choices:
         masters: Whether the model's tensors are the fp32 masters, as FSDP trains them.
         dtype: What trained parameters become, or None to leave them.
         rng: ``keep``, ``derive``, ``drop``, or None for what the keys ask for.
-        apart: Whether model and optimizer are DCP folders of their own, :data:`.folders.APART`.
+        apart: The folders of model and optimizer, where each is a DCP folder of its own; empty where both are in one.
     """
 
     dp: int
@@ -140,13 +140,13 @@ class Choices:
     masters: bool
     dtype: DType | None = None
     rng: str | None = None
-    apart: bool = False
+    apart: tuple[str, ...] = ()
 
     def folder_of(self, path: Path_) -> str:
         """The DCP folder, below the target's, in which a key lies."""
         if not self.apart:
             return self.inner
-        return APART[self.optimizer and path[:1] == (self.layout.optimizer or ())[:1]]
+        return self.apart[self.optimizer and path[:1] == (self.layout.optimizer or ())[:1]]
 
 
 def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
@@ -172,7 +172,7 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
         layout = replace(layout, optimizer=RLINF.optimizer)
-    apart = options.run_of == NEMO_RL
+    apart = NEMO_APART if options.run_of == NEMO_RL else ()
     if apart and (own or former) and layout.model != APART_KEYS:
         former = own = None
     if apart and not (own or former):
@@ -189,7 +189,7 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
             f"every tensor is cut in {parts}, which any number of ranks loads; {source.parallel.world_size} ranks wrote the source",
         )
     return Choices(
-        dp, layout, own.inner if own else RLINF_FOLDER if former is None else "",
+        dp, layout, apart[0] if apart else own.inner if own else RLINF_FOLDER if former is None else "",
         own.weights if own else former is None, optimizer, optimizer, dtype,
         options.rng, apart,
     )  # fmt: skip

@@ -85,10 +85,17 @@ are DCP files or, by default, safetensors in pieces; accelerate 1.15 ``utils/fsd
 """
 
 
-APART = ("weights", "optimizer")
-"""The first of them, as a run of :data:`NEMO_RL` has them: the model's, and that of the optimizer with its schedulers."""
+NEMO_APART = ("weights", "optimizer")
+"""As a run of :data:`NEMO_RL` has them: the model's, and that of the optimizer with its schedulers."""
 NEMO_RL, OF_RLINF = "nemo-rl", "rlinf"
 """Trainers for whose runs keys and folders are not those that a source had: see :attr:`.WriteOptions.run_of`."""
+APART = ("pytorch_model_fsdp_0", "optimizer_0")
+"""accelerate's two, as it is told to load them: of its first model, and its first optimizer."""
+
+
+def is_apart(path: ReadablePath) -> bool:
+    """Whether a folder has the first of these."""
+    return path.is_dir() and is_dcp(path / APART[0])
 
 
 def _split(path: ReadablePath) -> ReadablePath | None:

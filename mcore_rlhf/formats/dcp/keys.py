@@ -130,6 +130,8 @@ APART_KEYS: Path_ = ("model",)
 """The model's, of NeMo-RL. Source: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``)."""
 RLINF = KeyLayout(("fsdp_checkpoint", "model"), ("fsdp_checkpoint", "optimizers"))
 """What a new folder has unless its source was one itself."""
+ACCELERATE = KeyLayout(("model",), ("optimizer",))
+"""What accelerate has in its two. Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``)."""
 
 
 def _nested_key(tail: Path_) -> Key | None:

@@ -27,7 +27,7 @@ from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, Piec
 from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import RLINF_FOLDER, Located, is_dcp, locate
+from .folders import APART, RLINF_FOLDER, Located, is_dcp, locate
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import model_config, num_layers, plain_source
 from .state import DcpState, note_rng
@@ -366,6 +366,8 @@ class _DcpReader:
         lost = tuple(text for fate, text in self.notes.lines if fate is Fate.LOST)
         weights = self.located.weights is not None
         laid_out = {**told(self.layout), "scheduler": scheduler_key(rest)}
+        if self.located.folder.name == APART[0]:
+            laid_out["apart"] = True
         if self.layout.style is Style.FLAT:  # its keys do not say how many groups there are, and its scheduler does
             laid_out["groups"] = scheduled_groups(scheduler_of(rest)[0])
         shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)} | {"laid_out": laid_out}

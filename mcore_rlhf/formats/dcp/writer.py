@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mcore_rlhf.core import account
@@ -38,31 +38,36 @@ from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .content import Choices, Constant, Content, Part, Planned, choose, for_run, rest_of
-from .folders import FULL_WEIGHTS
-from .keys import joined
+from .folders import APART, FULL_WEIGHTS
+from .keys import ACCELERATE, joined
 from .state import DcpState
 
 
-def dcp_target(source: Source, options: WriteOptions) -> Target:
+def dcp_target(source: Source, options: WriteOptions, *, apart: bool = False) -> Target:
     """Describe the DCP folder that holds what a source of module names has.
 
     Args:
         source: DeepSpeed's, universal, Hugging Face's, or a DCP folder itself.
         options: What the user asked for.
+        apart: Whether model and optimizer are in accelerate's two folders, and nothing else is in them.
 
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
     source, report = for_run(source, options), source.notes.for_target()
     choices = choose(source, options, report)
+    if apart:
+        layout = ACCELERATE if choices.optimizer else replace(ACCELERATE, optimizer=None)
+        choices = replace(choices, layout=layout, inner="", weights=False, apart=APART)
     module, own = ModuleState.needed(source, "dcp"), DcpState.of(source)
     if own:
         report.lines = [line for line in report.lines if line[1] not in own.differing]
     names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
     order = FROM_MASTERS if choices.masters else EITHER
     view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
-    content = Content(source, module, choices, view, rest_of(source, choices, report))
-    _report(source, choices, options, report)
+    content = Content(source, module, choices, view, {} if apart else rest_of(source, choices, report))
+    if not apart:
+        _report(source, choices, options, report)
     return _DcpTarget(source, module, choices, content, view).target(report)
 
 
@@ -84,7 +89,7 @@ class _DcpTarget:
     def target(self, report: Report) -> Target:
         everything = list(self.content.parts())
         folders = {part: self.choices.folder_of(part.path) for part in everything}
-        texts, lost = self._sidecar().texts(_below(self.choices.folder_of(self.choices.layout.model), ""))
+        texts, lost = self._sidecar().texts(_below(self.choices.inner, ""))
         files: list[TargetFile] = []
         for folder in dict.fromkeys(folders.values()):
             parts = [part for part in everything if folders[part] == folder]

@@ -24,7 +24,7 @@ class HfRunFormat(Format):
     """What the two have in common.
 
     Args:
-        weights: The formats that their weights may have: a whole model's first, then an adapter's.
+        weights: The formats that their weights may have: a whole model's, an adapter's, and an FSDP run's, with its optimizer.
     """
 
     files: RunFiles

@@ -90,11 +90,13 @@ class HfRunState(ModuleState):
         scalars: What the optimizer keeps per parameter that is no tensor of its shape: ``step``.
         groups: The param groups as the file deals them; those of the source may be of another format that it was made of.
         schedule: The scheduler as the file has it; the same holds.
+        within: What the weights' own format keeps besides; None where that is of no use to it.
     """
 
     rng: tuple[Mapping[str, object], ...] = ()
     groups: tuple[ParamGroup, ...] = ()
     schedule: Mapping[str, object] = field(default_factory=dict)
+    within: ModuleState | None = None
     scalars: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def inventory(self) -> Inventory:

@@ -18,6 +18,14 @@ from .files import STEP, RunFiles
 from .optimizer import OptimizerFile
 from .reader import read_counters
 
+SHARDED = "pytorch_model_fsdp_0"
+"""What of an FSDP run's two folders has the model. Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``save_fsdp_model``)."""
+
+
+def is_sharded(folder: ReadablePath) -> bool:
+    """Whether a checkpoint is that of an FSDP run."""
+    return (folder / SHARDED).is_dir()
+
 
 @dataclass(frozen=True, slots=True)
 class Like:
@@ -51,16 +59,19 @@ class Like:
         """
         if folder is None:
             return cls()
-        if not (folder / files.optimizer).is_file():
+        if not is_sharded(folder) and not (folder / files.optimizer).is_file():
             raise UsageError(
                 f"--like: {folder} has no {files.optimizer}\nGive a checkpoint that the trainer itself wrote, of any step."
             )
-        optimizer, notes = OptimizerFile.open(folder, files.optimizer, ()), Report()
-        optimizer.name(order, shapes, notes)
+        groups: tuple[ParamGroup, ...] = ()
+        if not is_sharded(folder):
+            optimizer, notes = OptimizerFile.open(folder, files.optimizer, ()), Report()
+            optimizer.name(order, shapes, notes)
+            groups = optimizer.groups(order, notes)
         scheduler = read_pt(folder, files.scheduler) if (folder / files.scheduler).is_file() else None
         tree = {} if scheduler is None else scheduler.materialize(scheduler.tree)
         counters, ranks = read_counters(folder, files), len(files.rng_files(folder))
-        return cls(optimizer.groups(order, notes), tree if isinstance(tree, Mapping) else {}, counters, ranks)
+        return cls(groups, tree if isinstance(tree, Mapping) else {}, counters, ranks)
 
     def counters_at(self, iteration: int) -> dict[str, object]:
         """Its counters at another step: what is of the run stays, what is of the step is left out or counted on."""

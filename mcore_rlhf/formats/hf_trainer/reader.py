@@ -46,7 +46,9 @@ def read_run(path: ReadablePath, options: ReadOptions, files: RunFiles, weights:
     Raises:
         CheckpointError: It is damaged, contradicts itself, or nobody knows whose states the optimizer has.
     """
-    return _RunReader(path, options, files, weights.read(path, replace(options, optimizer=False))).source()
+    own = not weights.weights_only  # has the optimizer in files of its own
+    source = weights.read(path, options if own else replace(options, optimizer=False))
+    return _RunReader(path, options, files, source, own).source()
 
 
 def read_counters(path: ReadablePath, files: RunFiles) -> dict[str, object]:
@@ -84,6 +86,7 @@ class _RunReader:
     options: ReadOptions
     files: RunFiles
     weights: Source
+    own: bool = False
     notes: Report = field(default_factory=Report)
     unplaced: Unplaced = field(default_factory=Unplaced)
     stored: list[StoredFile] = field(default_factory=list)
@@ -94,12 +97,14 @@ class _RunReader:
         optimizer = self._optimizer()
         weights = self.weights if optimizer is None else self._as_trained(optimizer)
         order = None if optimizer is None else self._named(optimizer, weights)
-        groups = () if optimizer is None or order is None else optimizer.groups(order, self.notes)
+        groups = (
+            self.weights.state.groups if optimizer is None or order is None else optimizer.groups(order, self.notes)
+        )
         iteration = self._iteration(counters, groups)
         sidecar = self._sidecar(iteration)
-        source = (
-            weights if optimizer is None or order is None else self._joined(weights, optimizer, order, groups, sidecar)
-        )
+        source = self._as_computed(weights, sidecar)
+        if optimizer is not None and order is not None:
+            source = self._joined(weights, optimizer, order, groups, sidecar)
         known = () if sidecar is None else sidecar.groups
         state = self._training(iteration, counters, scheduler, known if agree(groups, known) else groups, sidecar)
         rng, family = self._rng(), ModuleState.needed(source)
@@ -107,7 +112,8 @@ class _RunReader:
             "tag": f"global_step{iteration}"
         }
         scalars = {} if optimizer is None else optimizer.collected.scalars
-        run = HfRunState(**shared, rng=rng, scalars=scalars, groups=groups, schedule=_mapping(scheduler))
+        within = family if self.own else None
+        run = HfRunState(**shared, rng=rng, scalars=scalars, groups=groups, schedule=_mapping(scheduler), within=within)
         return replace(
             source,
             format=self.files.format,
@@ -120,6 +126,12 @@ class _RunReader:
             origin={} if sidecar is None else sidecar.origin,
         )
 
+    def _as_computed(self, weights: Source, sidecar: Sidecar | None) -> Source:
+        """Weights that have their optimizer with them, in the types in which the model computes."""
+        dtypes = {} if sidecar is None or not weights.states else sidecar.dtypes
+        specs = (replace(spec, dtype=dtypes.get(spec.name, spec.dtype)) for spec in weights.model.params)
+        return replace(weights, model=weights.model.having(specs)) if dtypes else weights
+
     def _tree(self, file: str) -> object:
         """What a small file has; None where there is none, or nobody wants the optimizer."""
         if not self.options.optimizer or not (self.path / file).is_file():
@@ -129,7 +141,7 @@ class _RunReader:
         return opened.materialize(opened.tree)
 
     def _optimizer(self) -> OptimizerFile | None:
-        if not self.options.optimizer or not (self.path / self.files.optimizer).is_file():
+        if self.own or not self.options.optimizer or not (self.path / self.files.optimizer).is_file():
             return None
         second = self.files.optimizer.replace(".", "_1.")
         if (self.path / second).is_file():

@@ -28,7 +28,7 @@ from mcore_rlhf.families.fsdp.state import EPOCH, random_states, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
-from mcore_rlhf.families.module import ModuleState, loose_values
+from mcore_rlhf.families.module import CONFIG, ModuleState, loose_values
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
@@ -40,7 +40,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from .dealing import dealt
 from .files import COUNTERS, SCALER, HfRunState, RunFiles, rng_item
 from .files import STEP as GLOBAL_STEP
-from .like import Like
+from .like import Like, is_sharded
 from .optimizer import GROUPS, PARAMS, STATE, trainable_order
 
 
@@ -65,20 +65,20 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         check_groups(source)
-    of_weights = _weights_of(source, config)
-    masters = optimizer and MASTER in source.states
-    base = weights[adapted].target(
-        of_weights, replace(options, masters=masters, no_optimizer=True, with_optimizer=False)
-    )
-    if optimizer and not adapted and of_weights.model.params != source.model.params:
-        base.report.add(Fate.NOTE, _EXPERTS)
+    sharded = not adapted and _is_sharded(source, module, options)
+    if sharded:
+        base = weights[2].target(_sharded(source, module), options)
+        if config:
+            base.texts[CONFIG] = json.dumps(config, indent=2) + "\n"
+    else:
+        base = _alone(source, module, config, options, weights[adapted])
     order = (
         trainable_order(config, source.model, _still(source, module)) if optimizer or options.like is not None else []
     )
     like = Like.read(
         None if options.like is None else Path(options.like).expanduser(), files, order, source.model.shapes
     )
-    return _RunTarget(source, module, options, files, base, order, like, optimizer).target()
+    return _RunTarget(source, module, options, files, base, order, like, optimizer, sharded).target()
 
 
 _EXPERTS = (
@@ -92,15 +92,38 @@ def _still(source: Source, module: ModuleState) -> set[str]:
     return {*module.buffers, *(spec.name for spec in source.model.params if not spec.trainable)}
 
 
-def _weights_of(source: Source, config: Mapping[str, object]) -> Source:
-    """The model alone, with experts one by one, as they are on disk."""
-    other = {key: value for key, value in source.state.other.items() if key == CARRIED}
+def _alone(
+    source: Source, module: ModuleState, config: Mapping[str, object], options: WriteOptions, weights: Format
+) -> Target:  # fmt: skip
+    """The weights without an optimizer, with experts one by one, as they are on disk."""
+    state = TrainingState(0, other={key: value for key, value in source.state.other.items() if key == CARRIED})
     masters = tuple(state for state in source.states if state == MASTER)
-    alone = replace(source, optimizer=None, states=masters, state=TrainingState(0, other=other), origin={})
-    if not config:
-        return alone
-    described = replace(alone, family=alone.family.described(lambda: config))
-    return repacked(described, config, packs_experts=False)
+    alone = replace(source, optimizer=None, states=masters, state=state, origin={}, family=module.base())
+    if config:
+        described = replace(alone, family=alone.family.described(lambda: config))
+        alone = repacked(described, config, packs_experts=False)
+    trained = source.optimizer is not None and not options.no_optimizer
+    wanted = replace(options, masters=trained and bool(masters), no_optimizer=True, with_optimizer=False)
+    target = weights.target(alone, wanted)
+    if trained and config and alone.model.params != source.model.params:
+        target.report.add(Fate.NOTE, _EXPERTS)
+    return target
+
+
+def _is_sharded(source: Source, module: ModuleState, options: WriteOptions) -> bool:
+    """Whether the run that goes on is FSDP's, which loads the two folders that accelerate makes."""
+    if options.like is not None:
+        return is_sharded(Path(options.like).expanduser())
+    own = HfRunState.of(source)
+    return own.within is not None if own is not None else bool(module.laid_out.get("apart"))
+
+
+def _sharded(source: Source, module: ModuleState) -> Source:
+    """Model and optimizer alone: schedule and counters have files of their own."""
+    own = HfRunState.of(source)
+    family = own.within if own is not None and own.within is not None else module.base()
+    state = TrainingState(source.state.iteration, groups=source.state.groups)
+    return replace(source, state=state, origin={}, family=family)
 
 
 @dataclass
@@ -113,6 +136,7 @@ class _RunTarget:
     order: list[str]
     like: Like
     optimizer: bool
+    sharded: bool = False
     small: list[TargetFile] = field(default_factory=list)
 
     def target(self) -> Target:
@@ -128,13 +152,14 @@ class _RunTarget:
         for what in lost:
             report.add(Fate.LOST, f"{what}: no JSON can hold it")
         texts |= self._counters(report)
-        parts = [TargetFile(self.files.optimizer, partial(self._layout, source.state.groups))] if self.optimizer else []
+        numbered = self.optimizer and not self.sharded
+        parts = [TargetFile(self.files.optimizer, partial(self._layout, source.state.groups))] if numbered else []
         moments = self.source.catalog.of_states(self.source.states)
         return replace(
             self.base,
             format=self.files.format,
             parallel=ParallelConfig(dp=max(1, len(rng))),
-            source=self.base.source.joined(moments),
+            source=self.base.source if self.sharded else self.base.source.joined(moments),
             files=(*self.base.files, *parts, *self.small),
             texts={**self.base.texts, **texts},
             holds=self._holds(rng),
@@ -145,8 +170,8 @@ class _RunTarget:
         self.small.append(TargetFile(file, lambda: FileLayout(Chunks(), [], Pt.of(tree))))
 
     def _dealt(self, report: Report) -> tuple[ParamGroup, ...]:
-        if not self.optimizer:
-            return ()
+        if not self.optimizer or self.sharded:
+            return self.source.state.groups
         own = HfRunState.of(self.source)
         return dealt(self.source, self.order, self.like.groups, report, () if own is None else own.groups)
 
@@ -204,7 +229,7 @@ class _RunTarget:
     def _random_states(self, report: Report) -> list[Mapping[str, object]]:
         own, at = HfRunState.of(self.source), self.source.state.iteration
         kept = [] if own is None else [*own.rng]
-        ranks = self.options.dp or self.like.ranks or len(kept) or 1
+        ranks = self.options.dp or self.like.ranks or len(kept) or (self.base.parallel.dp if self.sharded else 1)
         wanted = self.options.rng or ("keep" if len(kept) == ranks else "derive")
         if wanted == "drop" or not self.optimizer:
             if kept:
@@ -261,7 +286,8 @@ class _RunTarget:
     def _holds(self, rng: Sequence[Mapping[str, object]]) -> Inventory:
         """Everything that is carried; of random states those that were kept."""
         held = {i: v for i, v in inventory_of(self.source).items() if i.kind not in (Kind.RNG, Kind.CONFIG)}
-        described = {item: value for item, value in self.base.holds.items() if item.kind is Kind.CONFIG}
+        there = inventory_of(self.source) if self.sharded else self.base.holds
+        described = {item: value for item, value in there.items() if item.kind is Kind.CONFIG}
         return {**held, **described, **{rng_item(rank): states for rank, states in enumerate(rng)}}
 
     def _beside(self, texts: Mapping[str, object]) -> dict[str, Any]:
