@@ -29,8 +29,8 @@ from .guard import DEBUG, JSON, PROGRESS
 from .mistyped import answered
 
 FORMATS = (
-    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO 0 to 3), universal, dcp (FSDP), hf, peft; they are detected, and so is "
-    "TorchEngine's state.pt, which is read alone."
+    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO 0 to 3), universal, dcp (FSDP), hf, hf-trainer, hf-accelerate, peft; "
+    "they are detected, and so is TorchEngine's state.pt, which is read alone."
 )
 
 EXAMPLES: dict[str, tuple[str, ...]] = {

@@ -62,8 +62,7 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
 
 def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
     """Values that only the files of one format have a place for, or of two that are alike."""
-    found = {} if opened.format == target.format else opened.family.homeless()
-    return {item: said for item, said in found.items() if item not in target.holds}
+    return {} if opened.format in (target.format, *target.alike) else opened.family.homeless()
 
 
 def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:

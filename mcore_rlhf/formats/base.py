@@ -59,6 +59,7 @@ class Target:
         carried: Files that are taken over byte for byte, by their path in the target.
         sums: Files that are written last, by path: each made of the SHA-256 of the others in its folder, by name.
         needs: What a run must be told besides what :meth:`Format.load_hint` says, in brackets.
+        alike: Formats besides its own whose files have nothing for which it has no place.
     """
 
     format: str
@@ -71,6 +72,7 @@ class Target:
     carried: dict[str, ReadablePath] = field(default_factory=dict)
     sums: Mapping[str, Callable[[Mapping[str, str]], str]] = field(default_factory=dict)
     needs: str = ""
+    alike: tuple[str, ...] = ()
 
 
 class Format(Names, ABC):

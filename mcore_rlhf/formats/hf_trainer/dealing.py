@@ -16,7 +16,9 @@ from mcore_rlhf.families.source import ParamGroup, Source
 
 _DECAY = "weight_decay"
 _OF_MEMBERS = ("wd_mult", "is_expert_parallel", "default_config", "lr_mult", "is_decoupled_lr")
-"""What another framework finds a group by, which says nothing of how it is trained."""
+"""What Megatron finds a group by, which says nothing of how it is trained."""
+OF_MEGATRON = (*_OF_MEMBERS, "max_lr", "min_lr", "bias_correction")
+"""What its groups have and torch's have not; it stays in what we keep beside the files."""
 
 
 def dealt(

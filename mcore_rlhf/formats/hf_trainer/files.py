@@ -80,6 +80,8 @@ ACCELERATE = RunFiles(
     {"random": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed"}, {"step": 0},
 )  # fmt: skip
 
+ALIKE = (TRANSFORMERS.format, ACCELERATE.format)
+
 
 @dataclass(slots=True)
 class HfRunState(ModuleState):
@@ -105,11 +107,16 @@ class HfRunState(ModuleState):
 
     def homeless(self) -> Mapping[Item, Said]:
         """Random states are each rank's own."""
-        text = f"random states of {len(self.rng)} ranks: only transformers' and accelerate's own files have a place for them"
+        text = f"random states of {of_ranks(len(self.rng))}: only transformers' and accelerate's own files have a place for them"
         return {
             **ModuleState.homeless(self),
             **{rng_item(rank): Said(Fate.LOST, text) for rank in range(len(self.rng))},
         }
+
+
+def of_ranks(count: int) -> str:
+    """How many they are, in words."""
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def rng_item(rank: int) -> Item:

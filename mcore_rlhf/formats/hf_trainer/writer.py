@@ -37,8 +37,8 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .dealing import dealt
-from .files import COUNTERS, SCALER, HfRunState, RunFiles, rng_item
+from .dealing import OF_MEGATRON, dealt
+from .files import ALIKE, COUNTERS, SCALER, HfRunState, RunFiles, of_ranks, rng_item
 from .files import STEP as GLOBAL_STEP
 from .like import Like, is_sharded
 from .optimizer import GROUPS, PARAMS, STATE, trainable_order
@@ -164,6 +164,7 @@ class _RunTarget:
             texts={**self.base.texts, **texts},
             holds=self._holds(rng),
             carried=self._beside(texts),
+            alike=ALIKE,
         )
 
     def _put(self, file: str, tree: object) -> None:
@@ -237,7 +238,7 @@ class _RunTarget:
             return []
         if wanted == "keep" and len(kept) == ranks:
             return kept
-        text = f"rng: new states for {ranks} ranks, from iteration {at}"
+        text = f"rng: new states for {of_ranks(ranks)}, from iteration {at}"
         report.add(Fate.DERIVED, text)
         report.settle(Fate.DERIVED, text, Item(Kind.RNG))
         made = (random_states(_seed(f"mcore_rlhf rng {at} rank {rank}")) for rank in range(ranks))
@@ -305,5 +306,5 @@ def _seed(text: str) -> bytes:
 
 
 def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, object]:
-    fields = {key: value for key, value in group.fields.items() if key not in (*group.scalars, STEP)}
+    fields = {key: value for key, value in group.fields.items() if key not in (*group.scalars, STEP, *OF_MEGATRON)}
     return {**fields, PARAMS: [numbers[name] for name in group.params]}

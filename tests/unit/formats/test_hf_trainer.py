@@ -1,0 +1,317 @@
+"""Checkpoints of transformers' Trainer and accelerate, damaged and forged: refused by name, never guessed; and their weights alone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mcore_rlhf.convert import ConvertOptions, convert, prepare
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted, UsageError
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.verify.checkpoint import Depth, verify
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "transformers"
+TRAINER, ACCELERATE = GOLDENS / "trainer/checkpoint-2", GOLDENS / "accelerate/step_2"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Trainer's, to be spoiled."""
+    shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    return tmp_path / "checkpoint-2"
+
+
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    tree = torch.load(file, weights_only=True)
+    change(tree)
+    torch.save(tree, file)
+
+
+def options(to: str = "megatron", **write: Any) -> ConvertOptions:
+    return ConvertOptions(to=to, fsync=False, workers=1, write=WriteOptions(**write))
+
+
+def _one_more(tree: Any) -> None:
+    tree["param_groups"][1]["params"].append(26)
+
+
+def _twice(tree: Any) -> None:
+    tree["param_groups"][1]["params"][0] = 0
+
+
+def _of_nobody(tree: Any) -> None:
+    tree["state"][999] = tree["state"].pop(0)
+
+
+def _one_group(tree: Any) -> None:
+    """As many numbers, dealt as nobody deals them: norms among the decayed."""
+    first, second = (group["params"] for group in tree["param_groups"])
+    first.append(second.pop(0))
+
+
+def _other_shape(tree: Any) -> None:
+    tree["state"][0]["exp_avg_sq"] = torch.zeros(3, 5)
+
+
+def _factored(tree: Any) -> None:
+    for states in tree["state"].values():
+        states["exp_avg_sq_row"] = states.pop("exp_avg_sq").sum(-1)
+
+
+def _huge(tree: Any) -> None:
+    tree["state"][0]["exp_avg"] = torch.zeros(1).expand(10**12)
+
+
+def _texts(tree: Any) -> None:
+    tree["param_groups"][0]["params"] = ["model.embed_tokens.weight"]
+
+
+def _no_groups(tree: Any) -> None:
+    tree["param_groups"] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (_one_more, LayoutMismatch, "has 27 parameters, and the model beside it 26"),
+        (_twice, LayoutMismatch, "number 0 is in param groups twice"),
+        (_of_nobody, LayoutMismatch, "has states of number 999, which is in no param group"),
+        (_one_group, Unsupported, "their shapes fit in no way, or in several"),
+        (_other_shape, CheckpointError, r"shape"),
+        (_factored, Unsupported, "only states with one value per element"),
+        (_huge, CheckpointError, "shape"),
+        (_texts, Unsupported, "does not list its parameters by number"),
+        (_no_groups, Unsupported, "is not the state dict of one of torch's optimizers"),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_a_forged_optimizer_is_refused_and_the_weights_can_be_had(
+    folder: Path, change: Any, kind: type[CheckpointError], text: str, tmp_path: Path
+) -> None:
+    edit(folder / "optimizer.pt", change)
+    with pytest.raises(kind, match=text) as caught:
+        open_checkpoint(folder, ReadOptions())
+    assert str(folder) in str(caught.value)
+    with pytest.raises(CheckpointError, match=text):
+        convert(folder, tmp_path / "out", options())
+    assert not (tmp_path / "out").exists()
+    assert convert(folder, tmp_path / "weights", options(no_optimizer=True)).seen is not None
+
+
+def test_an_optimizer_of_another_model_is_refused(folder: Path) -> None:
+    """As many parameters, other sizes."""
+    shapes = {0: (99, 16)}
+    edit(
+        folder / "optimizer.pt",
+        lambda tree: [
+            tree["state"][n].update(exp_avg=torch.zeros(s), exp_avg_sq=torch.zeros(s)) for n, s in shapes.items()
+        ],
+    )
+    with pytest.raises(Unsupported, match="their shapes fit in no way"):
+        open_checkpoint(folder, ReadOptions())
+
+
+def test_a_class_that_no_table_knows_keeps_its_weights(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+    )
+    with pytest.raises(Unsupported, match=r"optimizer.pt: the optimizer has numbers .*model_type gpt2 is in no table"):
+        open_checkpoint(folder, ReadOptions())
+    opened = open_checkpoint(folder, ReadOptions(), partial=True)
+    assert (opened.format, opened.state.iteration, opened.optimizer) == ("hf-trainer", 2, None)
+    job = convert(folder, tmp_path / "hf", options("hf"))
+    assert any("the optimizer, which is there and not understood" in text for text in job.account.lost)
+    with pytest.raises(Unsupported, match="--no-optimizer converts the weights alone"):
+        convert(folder, tmp_path / "dcp", options("dcp"))
+
+
+def test_without_a_config_the_tables_must_agree(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    assert open_checkpoint(folder, ReadOptions()).state.groups == open_checkpoint(TRAINER, ReadOptions()).state.groups
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"transformer.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(Unsupported, match=r"Put the model's own config\.json beside the weights"):
+        open_checkpoint(folder, ReadOptions())
+
+
+def test_frozen_parameters_are_found_by_shape_or_not_at_all(folder: Path) -> None:
+    """Without the embedding there is one way; without one of two equal layers' norms there are several."""
+
+    def without(number: int) -> Callable[[Any], None]:
+        def change(tree: Any) -> None:
+            for group in tree["param_groups"]:
+                group["params"] = [n - (n > number) for n in group["params"] if n != number]
+            tree["state"] = {n - (n > number): states for n, states in tree["state"].items() if n != number}
+
+        return change
+
+    edit(folder / "optimizer.pt", without(0))
+    source = open_checkpoint(folder, ReadOptions())
+    assert [spec.name for spec in source.model.params if not spec.trainable] == ["model.embed_tokens.weight"]
+    edit(folder / "optimizer.pt", without(20))
+    with pytest.raises(Unsupported, match="fit in no way, or in several"):
+        open_checkpoint(folder, ReadOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("optimizer.pt", b""), ("scheduler.pt", b"base_lrs"), ("rng_state.pth", b"")]
+)
+def test_a_flipped_byte_is_found(folder: Path, name: str, near: bytes, tmp_path: Path) -> None:
+    data = bytearray((folder / name).read_bytes())
+    data[data.index(near) if near else len(data) // 2] ^= 0xFF
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=name):
+        convert(folder, tmp_path / "out", options("hf-trainer"))
+
+
+def test_verify_looks_at_every_byte_of_the_optimizer(folder: Path) -> None:
+    assert not verify(folder, ReadOptions(), Depth.DEEP).problems
+    data = bytearray((folder / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    (folder / "optimizer.pt").write_bytes(data)
+    assert verify(folder, ReadOptions(), Depth.FULL).problems
+
+
+@pytest.mark.parametrize("golden", [TRAINER, ACCELERATE], ids=["trainer", "accelerate"])
+def test_a_zeroed_optimizer_is_damaged(golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(golden, tmp_path / golden.name)
+    (file,) = (tmp_path / golden.name).glob("optimizer.*")
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CheckpointError, match=file.name):
+        open_checkpoint(tmp_path / golden.name, ReadOptions())
+
+
+def test_a_pickle_is_never_run(folder: Path, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    (folder / "training_args.bin").write_bytes(pickle.dumps(Harm()))
+    job = convert(folder, tmp_path / "same", options("hf-trainer"))
+    assert "training_args.bin" in "".join(job.account.lost)
+    torch.save({"state": {}, "param_groups": [Harm()]}, folder / "optimizer.pt")
+    with pytest.raises(Untrusted, match=r"optimizer\.pt"):
+        open_checkpoint(folder, ReadOptions())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_that_leads_out_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+    weights = {"model.norm.weight": "../secret.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(Untrusted, match=r"\.\."):
+        open_checkpoint(folder, ReadOptions())
+
+
+def test_counters_that_contradict_are_named(folder: Path) -> None:
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": 7}))
+    with pytest.raises(LayoutMismatch, match="global_step is 7, and the folder is called checkpoint-2"):
+        open_checkpoint(folder, ReadOptions())
+    for wrong in (-1, "2", None, 10**18, True):
+        (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": wrong}))
+        with pytest.raises(Unsupported, match="expected an object whose global_step is a number of steps"):
+            open_checkpoint(folder, ReadOptions())
+    (folder / "trainer_state.json").write_text("{")
+    with pytest.raises(Corrupt, match="is no JSON"):
+        open_checkpoint(folder, ReadOptions())
+
+
+def test_random_states_of_missing_ranks_are_named(folder: Path) -> None:
+    for rank in (0, 2):
+        shutil.copy(folder / "rng_state.pth", folder / f"rng_state_{rank}.pth")
+    with pytest.raises(Incomplete, match=r"rng_state_1.pth: missing"):
+        open_checkpoint(folder, ReadOptions())
+    (folder / "rng_state_2.pth").rename(folder / "rng_state_1.pth")
+    assert open_checkpoint(folder, ReadOptions()).parallel.dp == 2
+
+
+def test_two_optimizers_are_not_guessed_apart(tmp_path: Path) -> None:
+    shutil.copytree(ACCELERATE, tmp_path / "step_2")
+    shutil.copy(ACCELERATE / "optimizer.bin", tmp_path / "step_2" / "optimizer_1.bin")
+    with pytest.raises(Unsupported, match=r"optimizer_1.bin: a second optimizer; no file says which trains what"):
+        open_checkpoint(tmp_path / "step_2", ReadOptions())
+
+
+def test_without_a_schedule_the_reader_is_told(folder: Path) -> None:
+    (folder / "scheduler.pt").unlink()
+    lines = [text for _, text in open_checkpoint(folder, ReadOptions()).notes.lines]
+    assert "scheduler.pt is not there, without which the trainer does not load its optimizer, and says nothing" in lines
+
+
+def test_random_states_are_kept_derived_or_left_out(tmp_path: Path) -> None:
+    for rng, ranks, names in (
+        ("keep", None, ["rng_state.pth"]),
+        ("derive", 2, ["rng_state_0.pth", "rng_state_1.pth"]),
+        ("drop", None, []),
+    ):
+        target = tmp_path / rng
+        job = convert(TRAINER, target, options("hf-trainer", rng=rng, dp=ranks))
+        assert sorted(path.name for path in target.glob("rng_state*")) == names
+        assert job.lossless == (rng != "drop")
+    first, second = (torch.load(tmp_path / "derive" / f"rng_state_{rank}.pth", weights_only=False) for rank in (0, 1))
+    assert not torch.equal(first["cpu"], second["cpu"])
+    torch.Generator().set_state(first["cpu"])
+    same = torch.load(tmp_path / "keep" / "rng_state.pth", weights_only=False)
+    assert torch.equal(same["cpu"], torch.load(TRAINER / "rng_state.pth", weights_only=False)["cpu"])
+
+
+def test_the_loss_scale_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
+    scaler = {
+        "scale": 1024.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 1,
+    }
+    torch.save(scaler, folder / "scaler.pt")
+    convert(folder, tmp_path / "zero", options("deepspeed"))
+    convert(tmp_path / "zero", tmp_path / "back", options("hf-trainer"))
+    assert torch.load(tmp_path / "back" / "scaler.pt") == scaler
+
+
+def test_like_must_be_of_the_same_trainer_and_model(tmp_path: Path) -> None:
+    for like, error, text in (
+        (ACCELERATE, UsageError, "has no optimizer.pt"),
+        (GOLDENS / "adapter/checkpoint-2", CheckpointError, "fit in no way"),
+        (tmp_path / "nothing", UsageError, "has no optimizer.pt"),
+    ):
+        with pytest.raises(error, match=text):
+            prepare(TRAINER, options("hf-trainer", like=str(like)))
+
+
+def test_groups_that_the_trainer_deals_otherwise(tmp_path: Path) -> None:
+    """One group of all, as many loops have it: biases and norms are in the Trainer's second, and their decay is said to change or not."""
+    shutil.copytree(ACCELERATE, tmp_path / "step_2")
+
+    def all_in_one(tree: Any) -> None:
+        order = [*range(27)]
+        first = tree["param_groups"][0]
+        tree["param_groups"] = [{**first, "params": order}]
+
+    file = tmp_path / "step_2" / "optimizer.bin"
+    made = torch.load(file, weights_only=True)
+    source = open_checkpoint(ACCELERATE, ReadOptions())
+    names = [name for group in source.state.groups for name in group.params]
+    place = {name: number for number, name in enumerate(names)}
+    known = source.family
+    order = [name for name in known.order if name in place]  # type: ignore[attr-defined]
+    made["state"] = {number: made["state"][place[name]] for number, name in enumerate(order)}
+    all_in_one(made)
+    torch.save(made, file)
+    assert [len(group.params) for group in open_checkpoint(tmp_path / "step_2", ReadOptions()).state.groups] == [27]
+    convert(tmp_path / "step_2", tmp_path / "dcp", options("dcp"))
+    convert(tmp_path / "dcp", tmp_path / "trainer", options("hf-trainer"))
+    groups = torch.load(tmp_path / "trainer" / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(16, 0.01), (11, 0.01)]
+    assert torch.load(tmp_path / "trainer" / "scheduler.pt", weights_only=True)["base_lrs"] == [0.01, 0.01]
