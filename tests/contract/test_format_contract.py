@@ -35,8 +35,8 @@ GOLDEN_OF = {
     "hf": GOLDENS / "huggingface" / "llama_tied_bf16_sharded",
     "peft": GOLDENS / "peft" / "adapter",
     "dcp": GOLDENS / "dcp" / "fsdp2_ws3" / "actor",
-    "hf-trainer": GOLDENS / "transformers" / "trainer" / "checkpoint-2",
-    "hf-accelerate": GOLDENS / "transformers" / "accelerate" / "step_2",
+    "hf-trainer": GOLDENS / "transformers" / "checkpoint-2",
+    "hf-accelerate": GOLDENS / "transformers" / "step_2",
 }
 ITERATION_OF = {
     "megatron": 2, "megatron-dist": 2, "universal": 3, "deepspeed": 3, "peft": 0, "hf": 0, "dcp": 2, "hf-trainer": 2,

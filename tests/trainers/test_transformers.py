@@ -23,9 +23,9 @@ from tests.trainers.hf_runs import HALF, MOE, Seen, accelerated, adapted, model,
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "transformers"
 TRAINER, ACCELERATE, ADAPTER = (
-    GOLDENS / "trainer/checkpoint-2",
-    GOLDENS / "accelerate/step_2",
-    GOLDENS / "adapter/checkpoint-2",
+    GOLDENS / "checkpoint-2",
+    GOLDENS / "step_2",
+    GOLDENS / "adapter",
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def seen_of(folder: Path) -> Seen:
     """What the run saw that wrote a golden, from there on."""
-    whole = json.loads((folder.parents[0].with_suffix(".json")).read_text())
+    whole = json.loads((GOLDENS / f"{folder.name}.json").read_text())
     return [tuple(step) for step in whole[HALF:]]
 
 
@@ -58,7 +58,7 @@ def test_the_goldens_go_on_as_they_did(tmp_path: Path) -> None:
     assert accelerated(model(9, tie_word_embeddings=False), resume=ACCELERATE) == seen_of(ACCELERATE)
 
 
-@pytest.mark.parametrize("golden", [TRAINER, ACCELERATE, ADAPTER], ids=lambda path: path.parents[0].name)
+@pytest.mark.parametrize("golden", [TRAINER, ACCELERATE, ADAPTER], ids=lambda path: path.name)
 def test_every_number_is_the_parameter_that_the_module_has_there(golden: Path) -> None:
     made = adapted(1) if golden is ADAPTER else model(1, tie_word_embeddings=golden is TRAINER)
     decayed = transformers.Trainer.get_decay_parameter_names(None, made)  # type: ignore[arg-type]  # asks nothing of it

@@ -18,9 +18,9 @@ with tempfile.TemporaryDirectory() as made:
         "adapter": train(adapted(1), runs / "adapter"),
         "accelerate": accelerated(model(1, tie_word_embeddings=False), runs / "accelerate" / f"step_{HALF}"),
     }
-    for name, steps in seen.items():
-        (folder,) = (runs / name).glob(f"*[-_]{HALF}")
-        target = HERE / name / folder.name
+    for run, steps in seen.items():
+        (folder,) = (runs / run).glob(f"*[-_]{HALF}")
+        name = run if run == "adapter" else folder.name
         shutil.rmtree(HERE / name, ignore_errors=True)
-        shutil.copytree(folder, target, ignore=shutil.ignore_patterns("training_args.bin", "README.md"))
+        shutil.copytree(folder, HERE / name, ignore=shutil.ignore_patterns("training_args.bin", "README.md"))
         (HERE / f"{name}.json").write_text(json.dumps(steps) + "\n")

@@ -20,7 +20,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "transformers"
-TRAINER, ACCELERATE = GOLDENS / "trainer/checkpoint-2", GOLDENS / "accelerate/step_2"
+TRAINER, ACCELERATE = GOLDENS / "checkpoint-2", GOLDENS / "step_2"
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def test_the_loss_scale_goes_there_and_back(folder: Path, tmp_path: Path) -> Non
 def test_like_must_be_of_the_same_trainer_and_model(tmp_path: Path) -> None:
     for like, error, text in (
         (ACCELERATE, UsageError, "has no optimizer.pt"),
-        (GOLDENS / "adapter/checkpoint-2", CheckpointError, "fit in no way"),
+        (GOLDENS / "adapter", CheckpointError, "fit in no way"),
         (tmp_path / "nothing", UsageError, "has no optimizer.pt"),
     ):
         with pytest.raises(error, match=text):
