@@ -15,6 +15,8 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pieces import has_pieces
 
+from .rank_items import has_items
+
 RLINF_FOLDER = "dcp_checkpoint"
 FULL_WEIGHTS = "model_state_dict/full_weights.pt"
 _MISSPELLED = "model_state_dict/full_weigths.pt"
@@ -34,7 +36,7 @@ class Located:
         weights: RLinf's plain weights, relative to the root, or None.
         step: The step that folders' names say.
         shards: RLinf's rank files without offsets, relative to the root; empty where there are none.
-        ranks: Whether it is verl's: rank files with DTensors in them.
+        ranks: Whether it is verl's, or torch_checkpointing's: rank files with DTensors in them.
         optimizer: The optimizer's DCP folder, where it is one of its own beside the model's.
     """
 
@@ -68,7 +70,13 @@ def is_checkpoint(path: ReadablePath) -> bool:
     """Whether a folder is one checkpoint."""
     dcp = is_dcp(path) or is_dcp(path / RLINF_FOLDER) or _split(path) is not None
     dcp = dcp or (has_pieces(path) and optimizer_beside(path) is not None)
-    return dcp or is_verl(path) or weights_file(path) is not None or bool(_shards(path))
+    return (
+        dcp
+        or is_verl(path)
+        or (path.is_dir() and has_items(path))
+        or weights_file(path) is not None
+        or bool(_shards(path))
+    )
 
 
 _SPLIT = {
@@ -149,7 +157,7 @@ def locate(path: ReadablePath, step: int | None) -> Located:
         if folder is not None and (beside := optimizer_beside(folder)) is not None:
             base, optimizer = beside
             return Located(base, absolute(folder), step=named_step(base), optimizer=optimizer)
-        ranks = folder is None and is_verl(path)
+        ranks = folder is None and (is_verl(path) or has_items(path))
         return Located(path, folder, weights_file(path), named_step(path), () if folder else _shards(path), ranks)
     steps = _steps(path)
     if not steps:

@@ -35,8 +35,7 @@ from .tied import find_aliases
 from .verl import read_verl
 
 _PIECES_MISSING = (
-    "Those of some ranks are missing, or of another model: "
-    "each node writes the files of its own ranks; bring those of all nodes together."
+    "Those of some ranks are missing, or another model's: bring the files that all nodes wrote in one save together."
 )
 
 

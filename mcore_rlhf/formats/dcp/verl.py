@@ -1,4 +1,5 @@
-"""verl's FSDP checkpoints: ``{model,optim,extra_state}_world_size_W_rank_R.pt``, one of each per rank, and ``fsdp_config.json``.
+"""verl's FSDP checkpoints: ``{model,optim,extra_state}_world_size_W_rank_R.pt``, one of each per rank, and ``fsdp_config.json``; and
+torch_checkpointing's, which has the same in ``model_R.pt``, ``optimizer_R.pt`` and files of items of the run's own; see :mod:`.rank_items`.
 
 Source: verl, ``verl/utils/checkpoint/fsdp_checkpoint_manager.py`` (``FSDPCheckpointManager.save_checkpoint``). They are read, and
 not written: verl reads its own files with as many ranks as wrote them, and takes its model from a Hugging Face folder otherwise.
@@ -27,7 +28,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.fsdp.groups import Collected, name_numbers
+from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.state import SCHEDULER, iteration_of
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
@@ -41,13 +42,17 @@ from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import read_directory
 
-from .folders import EXTRA, MODEL, OPTIMIZER, Located, rank_files
+from . import rank_items
+from .folders import EXTRA, MODEL, OPTIMIZER, Located, is_verl, rank_files
 from .plain import model_config, num_layers
+from .rank_items import item_files
 from .tied import find_aliases, stored_identity
 
 Values = list[dict[str, Any]]
-_RNG = "rng"
-"""Each rank has its own."""
+_FORMAT = "_optimizer_state_format_version"
+"""torch_checkpointing's note that states have names. Source: torch_checkpointing 0.1.1, ``state_transformations.py``."""
+_NAMES, _RNG = "param_names", "rng"
+"""Each rank has its own random states."""
 
 
 def read_verl(located: Located, options: ReadOptions) -> Source:
@@ -60,11 +65,16 @@ def read_verl(located: Located, options: ReadOptions) -> Source:
     Raises:
         CheckpointError: Ranks are missing, files are damaged, or the optimizer's is FSDP1's, which has no names.
     """
-    files = rank_files(located.root, optimizer=options.optimizer)
-    opened = [read_rank_file(located.root, name, options.stubs) for name in files[MODEL]]
-    wanted = files[OPTIMIZER] if options.optimizer else []
-    optim = [read_rank_file(located.root, name, options.stubs) for name in wanted]
-    return _VerlReader(located, options, opened, optim, files[EXTRA]).source()
+    if is_verl(located.root):
+        files = rank_files(located.root, optimizer=options.optimizer)
+        model, optimizer, by = files[MODEL], files[OPTIMIZER], "verl's"
+        extra = {"": files[EXTRA]} if files[EXTRA] else {}
+    else:
+        extra, by = item_files(located.root), "torch_checkpointing's"
+        model, optimizer = extra.pop(rank_items.MODEL), extra.pop(rank_items.OPTIMIZER, [])
+    opened = [read_rank_file(located.root, name, options.stubs) for name in model]
+    optim = [read_rank_file(located.root, name, options.stubs) for name in (optimizer if options.optimizer else ())]
+    return _VerlReader(located, options, opened, optim, extra, by).source()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +105,14 @@ class _VerlReader:
     options: ReadOptions
     model: list[RankFile]
     optim: list[RankFile]
-    extra: list[str]
+    extra: dict[str, list[str]]
+    by: str
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
     unplaced: Unplaced = field(default_factory=Unplaced)
 
     def source(self) -> Source:
-        self.notes.add(Fate.NOTE, f"verl's rank files, of {len(self.model)} ranks; they are read, and not written")
+        self.notes.add(Fate.NOTE, f"{self.by} rank files, of {len(self.model)} ranks; they are read, and not written")
         _refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
         role = self.options.role or "actor"
         tensors = self._tensors([self._dictionary(file) for file in self.model])
@@ -194,6 +205,8 @@ class _VerlReader:
         self._compare_groups(ranks)
         self.collected.fields = {n: dict(group) for n, group in enumerate(ranks[0].get("param_groups", ()))}
         shapes = {name: parts[0].global_shape for name, parts in tensors.items() if self._is_cut(parts)}
+        if named := self._named():
+            return self._named_states(found, named, tensors)
         if any(
             isinstance(part, StoredTensor) for states in found.values() for parts in states.values() for part in parts
         ):
@@ -217,6 +230,49 @@ class _VerlReader:
             )
         listed = {(number, key): None for rank in ranks for number, states in rank.items() for key in states}
         return sorted(listed, key=lambda at: at[0])
+
+    def _named(self) -> dict[str, str]:
+        """What the optimizer calls its parameters, by the number or name of their states; empty where it does not say.
+
+        It does where it was made of ``named_parameters()``. Source: torch 2.13.0, ``optim/optimizer.py`` (``param_names``).
+        """
+        named: dict[str, str] = {}
+        for number in sorted(self.collected.fields):
+            fields = self.collected.fields[number]
+            names = fields.get(_NAMES)
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                return {}
+            keys = fields.get(PARAMS, names)  # torch_checkpointing's transformed states have no numbers
+            if not isinstance(keys, list) or len(keys) != len(names):
+                return {}
+            named |= dict(zip(map(str, keys), names, strict=True))
+        return named
+
+    def _named_states(
+        self, found: Mapping[str, dict[str, list[Any]]], named: Mapping[str, str], tensors: Mapping[str, Sequence[Any]]
+    ) -> dict[str, dict[str, list[Any]]]:
+        """States whose parameters the optimizer names itself.
+
+        Raises:
+            LayoutMismatch: The model has no such parameters, or of another shape.
+        """
+        problems, where = Problems(), self.optim[0].directory.path
+        shapes = {n: parts[0].global_shape if self._is_cut(parts) else parts[0].shape for n, parts in tensors.items()}
+        for name in sorted({*named.values()} - tensors.keys())[:5]:
+            problems.add(LayoutMismatch, f"{where}: the optimizer trains {name}, which the model does not have")
+        for key, states in found.items():
+            for state, parts in states.items():
+                shape = parts[0].global_shape if self._is_cut(parts) else parts[0].shape
+                owner = named.get(key, key)
+                if key not in named or shapes.get(owner, shape) != shape:
+                    text = f"{where}: {state} of {owner} has the shape {shape}, its parameter {shapes.get(owner)}"
+                    problems.add(LayoutMismatch, text, "Files of different models are mixed in one folder.")
+        problems.raise_if_any()
+        for number in sorted(self.collected.fields):
+            fields = self.collected.fields[number]
+            fields[PARAMS] = fields.pop(_NAMES)
+        self.collected.scalars = {named[key]: values for key, values in self.collected.scalars.items() if key in named}
+        return {named[key]: dict(states) for key, states in found.items()}
 
     def _flat_states(
         self, found: Mapping[str, Mapping[str, list[Any]]], shapes: Mapping[str, Shape]
@@ -259,7 +315,7 @@ class _VerlReader:
         """The groups of the first rank stand for all; nothing else is read of the files."""
         first = ranks[0].get("param_groups", ())
         for file, values in zip(self.optim, ranks, strict=True):
-            self.unplaced.look(file.file, values, {"state": None, "param_groups": None})
+            self.unplaced.look(file.file, values, {"state": None, "param_groups": None, _FORMAT: None})
             for number, (group, known) in enumerate(zip(values.get("param_groups", ()), first, strict=False)):
                 self.unplaced.compare(file.file, group, known, f"param_groups.{number}")
 
@@ -315,29 +371,37 @@ class _VerlReader:
     def _training(self, groups: tuple[ParamGroup, ...]) -> TrainingState:
         """Scheduler and RNG states are those of the first rank."""
         other: dict[str, object] = {}
-        if self.extra:
-            trees = {name: self._extra_of(name) for name in self.extra}
-            other = dict(trees[self.extra[0]])
+        for item, files in self.extra.items():
+            trees = {name: self._extra_of(name, item) for name in files}
+            first = trees[files[0]]
             for name, tree in trees.items():
-                self.unplaced.compare(name, {**tree, _RNG: None}, {**other, _RNG: None})
-            if len(self.extra) > 1 and _RNG in other:
+                self.unplaced.compare(name, {**tree, _RNG: None}, {**first, _RNG: None})
+            if len(files) > 1 and _RNG in first:
                 self.notes.add(
-                    Fate.LOST, f"rng: of rank 0 only; the files of {len(self.extra) - 1} other ranks are not carried"
+                    Fate.LOST, f"rng: of rank 0 only; the files of {len(files) - 1} other ranks are not carried"
                 )
+            other |= first
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
         step = iteration_of(self.located.step, other, state, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=state, other=other)
 
-    def _extra_of(self, name: str) -> dict[str, object]:
+    def _extra_of(self, name: str, item: str) -> dict[str, object]:
+        """What a file has besides model and optimizer: verl's are dictionaries, an item of torch_checkpointing's may be anything."""
         opened = read_pt(self.located.root, name, stubs=self.options.stubs)
         tree = opened.materialize(opened.tree)
+        if item:
+            return {item: tree}
         return dict(tree) if isinstance(tree, dict) else {}
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
+        root, extra = self.located.root, [name for names in self.extra.values() for name in names]
         ranks = [StoredFile.of_zip(file.file, file.directory) for file in (*self.model, *self.optim)]
-        return (*ranks, *(StoredFile.of_zip(name, read_directory(self.located.root / name)) for name in self.extra))
+        ranks += [StoredFile.of_zip(name, read_directory(root / name)) for name in extra]
+        if (metadata := root / rank_items.METADATA).is_file():
+            ranks.append(StoredFile(rank_items.METADATA, metadata.stat().st_size, ()))
+        return tuple(ranks)
 
 
 def _refuse_swapped(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]]) -> None:
