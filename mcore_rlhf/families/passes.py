@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.models.huggingface.config import method_of, packed_in
+from mcore_rlhf.models.torchtitan import OWN_EMBEDDING, OWN_NAMES
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .described import check_described
@@ -237,6 +238,48 @@ def _to_megatron(p: Passage) -> Source:
     return to_megatron(p.source, p.write)
 
 
+def _has_own_names(p: Passage) -> bool:
+    """Whether a source has torchtitan's own names."""
+    if p.module is None or not any(spec.name == OWN_EMBEDDING for spec in p.source.model.params):
+        return False
+    from .crossing.torchtitan import of_torchtitan
+
+    return of_torchtitan(p.source)
+
+
+def _may_have_others(p: Passage) -> bool:
+    """Whether torchtitan's names may become Hugging Face's: somebody says how many heads the model has."""
+    return not p.to.lays_out_keys and _has_own_names(p) and bool(_description(p))
+
+
+def _description(p: Passage) -> dict[str, object]:
+    from .crossing.description import known_description
+
+    return known_description(p.source, p.write)
+
+
+def _had_own_names(p: Passage) -> bool:
+    """Whether a run of torchtitan's that was in another format goes back."""
+    wanted = p.to.lays_out_keys and p.write.like is None and p.module is not None
+    return wanted and p.module is not None and p.module.laid_out.get(OWN_NAMES) is True and not _has_own_names(p)
+
+
+def _other_names(p: Passage) -> Source:
+    from .crossing.torchtitan import with_other_names
+
+    return with_other_names(p.source, _description(p))
+
+
+def _as_run(p: Passage) -> Source:
+    from .crossing.going_on import as_run
+
+    assert p.open is not None  # whoever converts gives it
+    like = p.open(
+        Path(str(p.write.like)).expanduser(), replace(p.read, role=None, step=None, only=None, exclude_frozen=False)
+    )
+    return as_run(p.source, like, _description(p))
+
+
 def _deals_groups_anew(p: Passage) -> bool:
     """Whether a scheduler has not as many learning rates as there are groups, where another format's rules deal these."""
     rates, groups = scheduled_groups(p.source.state.scheduler), len(p.source.state.groups)
@@ -274,6 +317,7 @@ OPENED = (
 """Asked of every source that is opened, whatever becomes of it."""
 
 NAMES = (
+    Pass("torchtitan's names", _may_have_others, _other_names),
     Pass("quantized weights", _would_be_misread, _refuse_quantized),
     Pass("a hybrid model as a GPTModel", _is_hybrid, _gpt),
     Pass("experts one by one", lambda p: p.module is not None and p.to_module and not p.to.packs_experts, _one_by_one),
@@ -282,6 +326,8 @@ NAMES = (
     Pass("Megatron's names", lambda p: p.module is not None and p.to.family == MegatronState.names, _to_megatron),
     Pass("a GPTModel as a hybrid one", lambda p: p.write.hybrid_layer_pattern not in (None, GPT), _hybrid),
     Pass("experts packed", _are_to_be_packed, _packed),
+    Pass("torchtitan's names again", _had_own_names, _other_names),
+    Pass("the run that goes on", lambda p: p.to.lays_out_keys and p.write.like is not None, _as_run),
 )  # fmt: skip
 """Whose names it has, and what follows from them."""
 

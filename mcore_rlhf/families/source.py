@@ -314,6 +314,7 @@ class Names:
         adapter: Whether it keeps an adapter alone.
         holds_adapters: Whether a model in it may have an adapter, under peft's names.
         weights_only: Whether a checkpoint of it holds a model alone, unless it is asked to keep more.
+        lays_out_keys: Whether its keys, and names of tensors that a trainer has alone, are as the run had them that it came from.
         takes: What may be chosen of a target; other options are refused.
     """
 
@@ -323,4 +324,5 @@ class Names:
     adapter: bool = False
     holds_adapters: bool = False
     weights_only: bool = False
+    lays_out_keys: bool = False
     takes: tuple[Takes, ...] = ()

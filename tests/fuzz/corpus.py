@@ -144,6 +144,7 @@ def _goldens() -> Iterator[tuple[str, Path, list[str]]]:
         "nemo_rl",
         "peft",
         "torch_checkpointing",
+        "torchtitan",
         "verl",
     ):
         for golden in sorted(path for path in (GOLDENS / kind).iterdir() if path.is_dir()):

@@ -155,19 +155,35 @@ def repacked(source: Source, config: Mapping[str, object], *, packs_experts: boo
         shapes, shares, text = packing.modules, packing.of_modules(), "packed, as transformers 5 has them in memory"
     else:
         shapes, shares, text = packing.files, packing.of_files(), "one by one, as on disk"
-    family, notes = ModuleState.needed(source), source.notes.copy()
+    notes = source.notes.copy()
     notes.add(Fate.CHANGED, f"experts: {text} ({len(source.model.params)} → {len(shapes)} tensors)", Item(Kind.MODEL))
-    names: dict[str, list[str]] = {}
+    seen = recast(replace(source, notes=notes), shares, shapes)
+    return replace(seen, family=replace(ModuleState.needed(seen), packs_experts=packs_experts))
+
+
+def recast(source: Source, shares: Shares, shapes: Mapping[str, Shape]) -> Source:
+    """A source under a module's names with tensors that are made of parts of its own, with its states, groups and order.
+
+    Args:
+        source: The source.
+        shares: For every new tensor, which parts of those of the source it is made of.
+        shapes: Its shape.
+
+    Raises:
+        LayoutMismatch: Parts of one are of several types, or some are frozen and others not.
+        Lossy: Parts of one are in several param groups.
+    """
+    family, names = ModuleState.needed(source), dict[str, list[str]]()
     for new, parts in shares.items():
         for part in parts:
             names.setdefault(part.name, []).append(new)
     renamed = {old: tuple(dict.fromkeys(new)) for old, new in names.items()}
     seen = replace(
         family.base(), order=_each(family.order, renamed), buffers=_each(family.buffers, renamed),
-        keys={name: said for name, said in family.keys.items() if renamed.get(name) == (name,)}, packs_experts=packs_experts,
+        keys={name: said for name, said in family.keys.items() if renamed.get(name) == (name,)},
     )  # fmt: skip
     return replace(
-        source, catalog=source.catalog.recut(source.role, shares, shapes), notes=notes, family=seen,
+        source, catalog=source.catalog.recut(source.role, shares, shapes), family=seen,
         model=source.model.having(_specs(source, shares, shapes)),
         state=replace(source.state, groups=_groups(source.state.groups, renamed)),
     )  # fmt: skip

@@ -25,8 +25,8 @@ class DcpFormat(Format):
 
     name = "dcp"
     holds_adapters = True
-    takes = (Takes.DATA_PARALLEL, Takes.DTYPE, Takes.RNG)
-    own_sidecar = True
+    takes = (Takes.DATA_PARALLEL, Takes.DTYPE, Takes.RNG, Takes.LIKE)
+    own_sidecar = lays_out_keys = True
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How torch is told to load it."""

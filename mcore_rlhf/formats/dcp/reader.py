@@ -20,6 +20,7 @@ from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingS
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import misfits
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.models.torchtitan import OWN_NAMES, is_own
 from mcore_rlhf.storage.dcp.folder import DcpFile, DcpFolder, DcpObject, DcpTensor, load_tensor
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath
@@ -367,6 +368,8 @@ class _DcpReader:
         laid_out = {**told(self.layout), "scheduler": scheduler_key(rest)}
         if self.located.folder.name == APART[0]:
             laid_out["apart"] = True
+        if is_own(self.model_keys):
+            laid_out[OWN_NAMES] = True
         if self.layout.style is Style.FLAT:  # its keys do not say how many groups there are, and its scheduler does
             laid_out["groups"] = scheduled_groups(scheduler_of(rest)[0])
         shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)} | {"laid_out": laid_out}

@@ -190,7 +190,8 @@ def _report(source: Source, choices: Choices, options: WriteOptions, report: Rep
         report.add(
             Fate.NOTE,
             f"the folder is {choices.inner}/, where RLinf looks; a trainer that wants {METADATA_FILE} in the step itself, or other keys, "
-            "passes over it and may begin anew without a word: dcp.load finds it by this path and these keys",
+            "passes over it and may begin anew without a word: dcp.load finds it by this path and these keys, and --like a step of that "
+            "trainer's makes them its own",
         )
     elif DcpState.of(source) is None:
         report.add(Fate.KEPT, "keys as the DCP folder had them that the run came from, at the top of the folder")

@@ -1,0 +1,136 @@
+"""A source as the run that goes on keeps it: what ``--like`` says, a DCP folder that the trainer itself wrote.
+
+Its keys, names and param groups are the run's own; how far training has come (masters, moments, steps, learning rates, iteration) is the
+source's. What the run keeps and the source does not say is as there, by name: its loader stops at a key that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.errors import Lossy, Problems, Unsupported, UsageError
+from mcore_rlhf.families.fsdp.groups import STEP, completed
+from mcore_rlhf.families.fsdp.state import EPOCH, RNG, VERSION
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
+
+from .torchtitan import of_torchtitan, with_other_names
+
+_OF_STEP = ("lr", STEP)
+"""What of a param group is of the step that was reached; all else is the run's."""
+_TRAIN_STATE = "train_state"
+
+
+def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source:
+    """The source with the names, keys, param groups and further values of a run.
+
+    Args:
+        source: Under a module's names.
+        like: A checkpoint of the run.
+        config: The model's ``config.json``, for torchtitan's names; may be empty.
+
+    Raises:
+        UsageError: That is no DCP folder; or it has other names, and nobody says how many heads the model has.
+        Unsupported: It trains other parameters, or they have other shapes.
+        Lossy: Parameters that the run has in one param group have several learning rates, or have made several numbers of steps.
+    """
+    laid_out = ModuleState.needed(like).laid_out
+    if not laid_out:
+        raise UsageError(
+            f"--like: {like.root} is of the format {like.format}\nGive a DCP folder that the trainer itself wrote."
+        )
+    if of_torchtitan(like) != of_torchtitan(source):
+        source = with_other_names(source, dict(config))
+    _check_same_model(source, like)
+    notes = source.notes.copy()
+    notes.add(
+        Fate.NOTE, f"keys, param groups and settings of the optimizer: those of the run that goes on, as in {like.root}"
+    )
+    state = source.state
+    if source.optimizer is not None and like.state.groups:
+        groups = _groups(source, like, notes)
+        state = replace(state, groups=groups, scheduler=_scheduler(source, like, groups, notes))
+    state = replace(state, other=_other(source, like, notes))
+    return replace(
+        source, notes=notes, state=state, family=replace(ModuleState.needed(source).base(), laid_out=laid_out)
+    )
+
+
+def _check_same_model(source: Source, like: Source) -> None:
+    ours, theirs, problems = source.model.shapes, like.model.shapes, Problems()
+    for name in [name for name in dict.fromkeys([*theirs, *ours]) if ours.get(name) != theirs.get(name)][:5]:
+        have, want = (str(list(of[name])) if name in of else "not there" for of in (ours, theirs))
+        text = f"--like: {name} is {want} in {like.root}, and {have} in {source.root}"
+        problems.add(Unsupported, text, "Give a checkpoint of the same model; --vocab-size cuts a padded vocabulary.")
+    problems.raise_if_any()
+
+
+def _groups(source: Source, like: Source, notes: Report) -> tuple[ParamGroup, ...]:
+    """The run's param groups, at the learning rates and steps that the source has come to."""
+    of = {name: group for group in source.state.groups for name in group.params}
+    made, changed, problems = list[ParamGroup](), dict[tuple[str, str, str], int](), Problems()
+    for number, group in enumerate(like.state.groups):
+        reached = {repr(_reached(of[name])): of[name] for name in group.params if name in of}
+        if len(reached) > 1:
+            text = f"{source.root}: the run has {group.params[0]} and others in one param group, and they are at {', '.join(reached)}"
+            problems.add(Lossy, text, "--no-optimizer converts the weights alone.")
+        for name in group.params:
+            for key, ours, theirs in _different(of[name], group) if name in of else ():
+                changed[key, ours, theirs] = changed.get((key, ours, theirs), 0) + 1
+        at = _reached(next(iter(reached.values()))) if reached else {}
+        scalars = tuple(key for key in group.scalars if key in at) or ((STEP,) if STEP in at else ())
+        settings = {key: value for key, value in group.fields.items() if key not in group.scalars}
+        made.append(ParamGroup({**settings, **at}, group.expert, group.params, scalars))
+        if not reached and group.params:
+            problems.add(
+                Unsupported, f"{source.root}: nothing says how far param group {number} of {like.root} is trained"
+            )
+    problems.raise_if_any()
+    for (key, ours, theirs), count in changed.items():
+        text = f"{key} of {count} parameters: {ours} → {theirs}, as the run has it"
+        notes.add(Fate.CHANGED, text, Item(Kind.GROUP, key))
+    notes.settle(Fate.DERIVED, "as the run that goes on has it", Item(Kind.GROUP))
+    return tuple(made)
+
+
+def _reached(group: ParamGroup) -> dict[str, object]:
+    """How far a group's training has come."""
+    return {key: group.fields[key] for key in (*_OF_STEP, *group.scalars) if key in group.fields}
+
+
+def _different(ours: ParamGroup, run: ParamGroup) -> list[tuple[str, str, str]]:
+    """Settings of a parameter that both name, and that are not the same."""
+    own, past = completed(ours.fields, ours.scalars), (*_OF_STEP, *ours.scalars, *run.scalars)
+    both = ((key, own.get(key), run.fields[key]) for key in ours.fields if key in run.fields and key not in past)
+    return [(key, str(a), str(b)) for key, a, b in both if a != (tuple(b) if isinstance(b, list) else b)]
+
+
+def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], notes: Report) -> dict[str, object] | None:
+    """The run's scheduler where the source has come to; the source's own where it is torch's already."""
+    own, run, at = source.state.scheduler, like.state.scheduler, source.state.iteration
+    if run is None or (own is not None and own.keys() >= run.keys()):
+        return own
+    rates = [group.fields.get("lr") for group in groups]
+    count = run.get(BASE_LRS)
+    several = isinstance(count, list) and len(count) == len(rates)
+    last = rates if several else rates[:1] * (len(count) if isinstance(count, list) else 1)
+    notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups")
+    return {**run, EPOCH: at, "_step_count": at + 1, "_last_lr": last}
+
+
+def _other(source: Source, like: Source, notes: Report) -> dict[str, object]:
+    """Counters, data and all else that the run keeps."""
+    own = dict(source.state.other)
+    for key, value in like.state.other.items():
+        if key == VERSION:
+            own[key] = value
+        elif key == _TRAIN_STATE and isinstance(value, Mapping) and key not in own:
+            own[key] = {**value, "step": source.state.iteration}
+            rest = ", ".join(sorted(name for name in value if name != "step"))
+            notes.add(Fate.DERIVED, f"{key}: step {source.state.iteration}; {rest or 'nothing else'} as in {like.root}")
+        elif key not in own and key != RNG:
+            own[key] = value
+            notes.add(Fate.DERIVED, f"{key}: as in {like.root}, at its step: the source does not say it")
+    return own

@@ -1,0 +1,54 @@
+"""From torchtitan's own names to Hugging Face's, and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.source import Source
+from mcore_rlhf.models.huggingface.config import sizes_of_config, text_of
+from mcore_rlhf.models.huggingface.relation import shares_of_huggingface, shares_of_others
+from mcore_rlhf.models.torchtitan import huggingface_name, is_own, links_of, own_name
+
+from .packing import recast
+
+
+def of_torchtitan(source: Source) -> bool:
+    """Whether a source under a module's names has torchtitan's."""
+    return is_own({spec.name for spec in source.model.params})
+
+
+def with_other_names(source: Source, config: dict[str, object]) -> Source:
+    """A source under torchtitan's own names with Hugging Face's, or the other way round.
+
+    Args:
+        source: The source.
+        config: The model's ``config.json``, which says how many heads it has.
+
+    Raises:
+        UsageError: There is none.
+        CheckpointError: Tensors have no such names, or are another model's.
+    """
+    if not config:
+        raise UsageError(
+            f"{source.root}: torchtitan's own names and Hugging Face's are to become each other, and nothing in it says how many heads "
+            "the model has\nGive --reference-config, the folder with its config.json."
+        )
+    text, own = text_of(config), of_torchtitan(source)
+    links = links_of(source.model.shapes, str(text.get("model_type")), sizes_of_config(text))
+    if own:
+        shapes = {link.huggingface: source.model.shapes[link.other] for link in links}
+        shares, said = shares_of_huggingface(shapes, links), "torchtitan's own become Hugging Face's"
+    else:
+        shapes = {link.other: source.model.shapes[link.huggingface] for link in links}
+        shares, said = shares_of_others(shapes, links), "Hugging Face's become torchtitan's own"
+    family, notes = ModuleState.needed(source), source.notes.copy()
+    turned = any(link.other_box.step is not None for link in links)
+    rows = ", rows of queries and keys turned by halves of heads or by neighbours" if turned else ""
+    notes.add(Fate.CHANGED, f"names: {said} ({len(shapes)} tensors{rows})", Item(Kind.MODEL))
+    other = huggingface_name if own else own_name
+    shared = {other(alias) or alias: other(owner) or owner for alias, owner in family.shared.items()}
+    seen = recast(replace(source, notes=notes), shares, shapes)
+    return replace(seen, family=replace(ModuleState.needed(seen), shared=shared).described(lambda: config))
