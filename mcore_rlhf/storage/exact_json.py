@@ -282,7 +282,7 @@ def decode(
         Unsupported: It has a mark that is not known.
         Corrupt: It is not what :class:`Encoder` makes.
     """
-    return _Decoder(where, stubs, arrays, {kind.tag: kind for kind in kinds}).decoded(value, where)
+    return _Decoder(where.removesuffix(": "), stubs, arrays, {kind.tag: kind for kind in kinds}).decoded(value, where)
 
 
 @dataclass(frozen=True, slots=True)
