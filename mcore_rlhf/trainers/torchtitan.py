@@ -14,5 +14,6 @@ TRAINER = Trainer(
     marks=(".metadata", "*.distcp"),
     needs=(".metadata",),
     resumes="highest",
+    formats=("dcp",),
     told="--checkpoint.enable --checkpoint.folder {root}",
 )

@@ -27,7 +27,7 @@ from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .folders import NEMO_APART, NEMO_RL, OF_RLINF, RLINF_FOLDER
-from .keys import APART_KEYS, RLINF, KeyLayout, Style, flattened, joined
+from .keys import KEYS_OF, RLINF, KeyLayout, Style, flattened, joined
 from .state import DcpState
 
 _FSDP2 = "fsdp2"
@@ -172,13 +172,12 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
         layout = replace(layout, optimizer=RLINF.optimizer)
-    apart = NEMO_APART if options.run_of == NEMO_RL else ()
-    if apart and (own or former) and layout.model != APART_KEYS:
-        former = own = None
-    if apart and not (own or former):
+    apart, known = NEMO_APART if options.run_of == NEMO_RL else (), own.layout if own else former
+    wanted = KEYS_OF.get(options.run_of)
+    if wanted is not None and (known is None or (known.model, known.style) != wanted):
         raise Unsupported(
-            f"{source.root}: did not come from NeMo-RL, whose optimizer goes on with the states of several schedulers alone\n"
-            "Convert it --to dcp, and load the weights as the model that the run begins from."
+            f"{source.root}: has not the keys of a run of {options.run_of}, which asks for every one of its own when it loads\n"
+            "--like FOLDER, a checkpoint that the run itself wrote, gives them."
         )
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     dp = options.dp or source.parallel.dp

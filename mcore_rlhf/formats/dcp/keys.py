@@ -126,8 +126,11 @@ class Key:
     path: Path_ = ()
 
 
-APART_KEYS: Path_ = ("model",)
-"""The model's, of NeMo-RL. Source: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``)."""
+KEYS_OF: Mapping[str, tuple[Path_, Style]] = {"nemo-rl": (("model",), Style.NESTED), "torchtitan": ((), Style.FLAT)}
+"""Trainers that ask for keys of their own when they load, and where these have the model's, and how the optimizer's are spelled.
+
+Sources: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``); torchtitan 0.2.2, ``components/checkpoint.py``.
+"""
 RLINF = KeyLayout(("fsdp_checkpoint", "model"), ("fsdp_checkpoint", "optimizers"))
 """What a new folder has unless its source was one itself."""
 ACCELERATE = KeyLayout(("model",), ("optimizer",))

@@ -115,7 +115,7 @@ def test_nemos_own_folders_are_written_for_its_loader(tmp_path: Path) -> None:
         )
         assert first.state_dict_metadata.keys() == second.state_dict_metadata.keys()
         assert len(first.state_dict_metadata) > 20
-    with pytest.raises(Unsupported, match="did not come from NeMo-RL"):
+    with pytest.raises(Unsupported, match="has not the keys of a run of nemo-rl"):
         into(RLINF, tmp_path / "no", "nemo-rl")
     assert not (tmp_path / "no").exists()
 
