@@ -1,103 +1,23 @@
 """The account of a conversion: an inventory of everything that a source has, and what became of each item.
 
-Nothing is taken as carried because somebody says so: an item is *kept* where the next holder has it with the same value. Every
-other fate must be said, with its reason, by whoever brings it about. What is neither there nor spoken of is *unaccounted*: a fault
-of ours, which makes a conversion lossy and a contract test fail. Whether a conversion is lossless is decided here and nowhere else.
+What becomes of an item is recorded where it is handed on (:class:`~.facts.Facts`), and said by rules. Whether a conversion is lossless,
+what ``--strict`` refuses, and what pages and ``--json`` show are asked of the account, and of nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
 
-ANY = "*"
-"""As the name of an item in what is said: all of its kind of which nothing else is said."""
-
-
-class Fate(str, Enum):
-    """What became of a thing."""
-
-    KEPT = "kept"
-    DERIVED = "derived"
-    CHANGED = "changed"
-    LOST = "lost"
-    LEFT = "left behind"
-    NOTE = "note"
-
-
-class Reason(str, Enum):
-    """Why a thing was left behind though the target might have had it: there is no other reason than these."""
-
-    NOT_ASKED = "an option leaves it out"
-    NO_PLACE = "the target has no place for files of other programs"
-    WEIGHTS = "holds weights, or says where they are, and was not opened"
-    TRAINER = "holds a trainer's state, and was not opened"
-    VERSION_CONTROL = "belongs to a version control system or a cache"
-    TOO_LARGE = "is larger than the 64 MB that a carried file may have"
-    NOT_REGULAR = "is no regular file"
-    DANGLING = "is a link that leads nowhere"
-    LINKED_FOLDER = "is a link to a folder, which is not followed"
-    UNREADABLE = "cannot be read"
-    ODD_NAME = "has a name that not every file system takes"
-    UNLISTED = "is not listed by the step's manifest: somebody put it there later"
-    OUTDATED = "describes how weights were quantized that are plain now"
-    TOO_MANY = "comes after 10,000 other files"
-    CALLS = "is a pickle, and calls what is on no list of harmless names: --stub NAME vouches for one"
-    TOO_DEEP = "lies 64 folders deep"
-    NO_RUN = "a release has no run that goes on"
-    OF_ENGINE = "a setting of the other framework's run, of which a new run has its own"
-    OF_LAYOUT = "describes the source's own files and ranks, which the target has its own of"
-
-
-class Kind(str, Enum):
-    """What an item is."""
-
-    TENSOR = "tensor"
-    GROUP = "param group"
-    OPTIMIZER = "optimizer"
-    SCHEDULER = "scheduler"
-    SCALER = "loss scaler"
-    RNG = "rng"
-    ARGUMENT = "argument"
-    CONFIG = "config"
-    MODEL = "model"
-    VALUE = "value"
-    FILE = "file"
-
-
-class Item(NamedTuple):
-    """One thing that a source has.
-
-    Args:
-        kind: What it is.
-        name: Its own name: a field of ``config.json``, an argument, a key, a file's path; of tensors the name of their state.
-    """
-
-    kind: Kind
-    name: str = ANY
-
-    def __str__(self) -> str:
-        return f"{self.kind.value} {self.name}"
-
-
-Inventory = Mapping[Item, object]
-"""Items and their values."""
-
-
-class Said(NamedTuple):
-    """What somebody says of an item.
-
-    Args:
-        fate: What became of it.
-        text: How, or why.
-        reason: Why it is left behind; None for any other fate.
-    """
-
-    fate: Fate
-    text: str
-    reason: Reason | None = None
+from .facts import ANY as ANY
+from .facts import WORSE, Asked, Rule
+from .facts import Fate as Fate
+from .facts import Inventory as Inventory
+from .facts import Item as Item
+from .facts import Kind as Kind
+from .facts import Reason as Reason
+from .facts import Said as Said
+from .facts import same as same
 
 
 @dataclass(slots=True)
@@ -124,7 +44,7 @@ class Report:
 
     def settle(self, fate: Fate, text: str, *about: Item) -> None:
         """Say what became of items without a line of its own. A loss is always one."""
-        assert fate is not Fate.LEFT  # which needs a reason
+        assert fate not in (Fate.LEFT, Fate.NOTE)  # the one needs a reason, the other is of no item
         for item in about:
             self.said.setdefault(item, Said(fate, text))
         if fate is Fate.LOST and (fate, text) not in self.lines:
@@ -134,6 +54,27 @@ class Report:
         """Say that items are left behind."""
         for item in about:
             self.said.setdefault(item, Said(Fate.LEFT, reason.value, reason))
+
+    @classmethod
+    def of(cls, rules: Iterable[Rule[Asked]], asked: Asked) -> Report:
+        """What a table of rules says."""
+        report = cls()
+        report.through(rules, asked)
+        return report
+
+    def through(self, rules: Iterable[Rule[Asked]], asked: Asked) -> None:
+        """Say what a table of rules says, row by row.
+
+        Args:
+            rules: The table.
+            asked: What its rows ask, and speak of.
+        """
+        for rule in rules:
+            for why, items in rule.said_of(asked):
+                if isinstance(rule.fate, Reason):
+                    self.leave(rule.fate, *items)
+                else:
+                    (self.add if rule.told else self.settle)(rule.fate, why, *items)
 
     def extend(self, other: Iterable[tuple[Fate, str]]) -> None:
         """Note the lines of another report."""
@@ -176,24 +117,8 @@ class Report:
         return [{"fate": fate.value, "text": text} for fate, text in self.lines]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One step on the way from a source to a target.
-
-    Args:
-        holds: Everything that is there after it, with its value.
-        said: What became of items that are not there, or have another value.
-        moved: Items that go on under another name or as a part of something: their fate is that one's.
-    """
-
-    holds: Inventory
-    said: Mapping[Item, Said] = field(default_factory=dict)
-    moved: Mapping[Item, Item] = field(default_factory=dict)
-
-
 _SHOWN = 3
 """Of items that are left behind together, so many are named."""
-_WORSE = (Fate.KEPT, Fate.DERIVED, Fate.CHANGED, Fate.LEFT, Fate.LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,23 +136,17 @@ class Account:
     losses: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, inventory: Inventory, stages: Sequence[Stage], losses: Iterable[str] = ()) -> Account:
-        """Follow every item through all stages.
+    def of(cls, told: Mapping[Item, Said | None], losses: Iterable[str] = ()) -> Account:
+        """Take down what became of everything.
 
         Args:
-            inventory: What the source has.
-            stages: From the source to the target.
-            losses: What the report says was lost.
+            told: Items, and what is said of each; of None nobody speaks.
+            losses: What the report says was lost. A line of which no item is lost speaks of a part of something, which is then an item.
         """
-        entries: dict[Item, Said] = {}
-        unaccounted: list[Item] = []
-        for item, value in inventory.items():
-            fate = _followed(item, value, stages)
-            if fate is None:
-                unaccounted.append(item)
-            else:
-                entries[item] = fate
-        return cls(entries, tuple(unaccounted), tuple(losses))
+        lines, entries = tuple(losses), {item: said for item, said in told.items() if said is not None}
+        known = {said.text for said in entries.values() if said.fate is Fate.LOST}
+        parts = {_part(text): Said(Fate.LOST, text) for text in lines if text not in known}
+        return cls({**entries, **parts}, tuple(item for item, said in told.items() if said is None), lines)
 
     @property
     def lossless(self) -> bool:
@@ -260,7 +179,7 @@ class Account:
         for item, said in self.entries.items():
             if said.fate is not Fate.KEPT:
                 told.setdefault(said.fate.value, {}).setdefault(said.text, []).append(str(item))
-        counts = {fate.value.replace(" ", "_"): len(self.of_fate(fate)) for fate in _WORSE}
+        counts = {fate.value.replace(" ", "_"): len(self.of_fate(fate)) for fate in WORSE}
         return {
             "items": len(self.entries) + len(self.unaccounted), **counts, "told": told,
             "unaccounted": [str(item) for item in self.unaccounted],
@@ -281,37 +200,6 @@ def _names(kind: Kind, names: Sequence[str]) -> str:
     return f"{kind.value}{'s' if len(names) > 1 else ''} {', '.join(shown)}{more}"
 
 
-def _followed(item: Item, value: object, stages: Sequence[Stage]) -> Said | None:
-    """The fate of an item, the worst of all stages; None where a stage neither holds it nor speaks of it."""
-    worst, of_its_kind = Said(Fate.KEPT, ""), item._replace(name=ANY)
-    for stage in stages:
-        here, said = stage.moved.get(item, item), stage.said.get(item)
-        there = here in stage.holds
-        if said is None and not (there and (here is not item or same(value, stage.holds[here]))):
-            said = stage.said.get(of_its_kind) or stage.said.get(item._replace(name=ANY))
-            if said is None:
-                return None
-        if said is not None:
-            worst = max(worst, said, key=lambda one: _WORSE.index(one.fate))
-        if not there:
-            return worst
-        item, value = here, stage.holds[here]
-    return worst
-
-
-def same(a: object, b: object) -> bool:
-    """Whether two nests of values are equal; arrays and tensors compare as a whole, and a NaN equals itself."""
-    if a is b:
-        return True
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if type(a) is not type(b) or getattr(a, "shape", ()) != getattr(b, "shape", ()):
-        return False
-    if getattr(a, "dtype", None) != getattr(b, "dtype", None):
-        return False
-    if isinstance(a, float) and isinstance(b, float) and a != a:
-        return b != b
-    equal = a == b
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+def _part(text: str) -> Item:
+    """The item of which a line of the report alone speaks, named by how the line begins."""
+    return Item(Kind.PART, text.partition(": ")[0])

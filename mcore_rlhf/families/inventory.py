@@ -8,11 +8,13 @@ without a word: they are items of the account, lost by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
+from mcore_rlhf.core.account import Report, same
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule
 
+from .options import WriteOptions
 from .source import Source, TrainingState
 
 _RNG = (
@@ -29,13 +31,22 @@ _RNG = (
 
 OF_OPTIMIZER = (Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER), Item(Kind.TENSOR))
 """Everything that an optimizer has, for who leaves it out."""
-OPAQUE = Item(Kind.MODEL, "values that are no parameters")
+OPAQUE: Item = Item(Kind.MODEL, "values that are no parameters")
 """What a state dict has under a parameter's name though it is no tensor: ``_extra_state``."""
 ELEMENTS = Item(Kind.TENSOR, "elements")
 """All elements of the tensors that are planned: who cuts rows says so."""
 WAITING = Item(Kind.VALUE, "mcore_rlhf_origin")
 """What waits in a checkpoint for the way back to another family of formats."""
 LEFT_OUT = "the optimizer: left out, as --no-optimizer asks"
+LEAVES_OUT: Sequence[Rule[WriteOptions]] = [Rule(Fate.LOST, LEFT_OUT, lambda o: o.no_optimizer, OF_OPTIMIZER)]
+"""What every target says whose framework trains on with an optimizer."""
+UNUSED: Sequence[Rule[Source]] = [
+    Rule(Reason.OF_ENGINE, of=(Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER)))
+]
+"""What becomes of an optimizer's settings where none of its states is left, and nobody asked for that."""
+FROM_ZERO3 = "parameters: rounded from their fp32 masters, since stage 3 does not store them"
+COPIED_MASTERS = "fp32 master parameters: copies of the fp32 parameters"
+NEVER_MADE = "zeros for states that were never made: {found:3}"
 
 
 def inventory_of(source: Source) -> dict[Item, object]:

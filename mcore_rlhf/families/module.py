@@ -13,13 +13,13 @@ Source: deepspeed 0.19.8, ``runtime/fp16/loss_scaler.py`` (``LossScaler``, ``Dyn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Said
 from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import Carried
@@ -90,6 +90,11 @@ class ModuleState(Family):
     """
 
     names: ClassVar[str] = "module"
+    homeless: ClassVar[Sequence[Rule[Any]]] = [
+        Rule(
+            Fate.LOST, "values of the state dict that are no tensors: only DeepSpeed's own files hold them", of=[OPAQUE]
+        )
+    ]
     tag: str
     order: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -115,11 +120,6 @@ class ModuleState(Family):
             **{Item(Kind.CONFIG, str(key)): value for key, value in self.config.items()},
             **{Item(Kind.MODEL, name): value for name, value in named.items() if value},
         }
-
-    def homeless(self) -> Mapping[Item, Said]:
-        """What a state dict has under a parameter's name though it is no tensor."""
-        text = "values of the state dict that are no tensors: only DeepSpeed's own files hold them"
-        return {OPAQUE: Said(Fate.LOST, text)}
 
     def described(self, config: Callable[[], Mapping[str, object]]) -> ModuleState:
         """The same with a ``config.json``, where it has none."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Rule, Values
 from mcore_rlhf.errors import UsageError
 
 from .options import ReadOptions
@@ -110,12 +110,9 @@ def _only(source: Source, only: str) -> Source:
     part = renamed(source, chosen.rename)
     gone = Counter(_attribute(spec.name) for spec in source.model.params if chosen.rename(spec.name) is None)
     left_out = ", ".join(f"{name} ({count})" for name, count in gone.most_common(_SHOWN)) or "nothing"
-    part.notes.add(
-        Fate.CHANGED,
-        f"--only {only}: {len(part.model.params)} of {len(source.model.params)} tensors"
-        + (f", without {chosen.attribute}. in front of their names" if chosen.attribute else "")
-        + f"; left out: {left_out}",
-    )
+    without = f", without {chosen.attribute}. in front of their names" if chosen.attribute else ""
+    has, had = len(part.model.params), len(source.model.params)
+    part.notes.through([_ONLY], {"only": only, "has": has, "had": had, "without": without, "left_out": left_out})
     return part
 
 
@@ -148,18 +145,25 @@ def _without_frozen(source: Source) -> Source:
     source.family.exclude_frozen(source.root)  # refuses
     buffers = source.family.buffers
     frozen = [spec.name for spec in source.model.params if not spec.trainable and spec.name not in buffers]
+    source.notes.through([_NONE_FROZEN], frozen)
     if not frozen:
-        source.notes.add(Fate.NOTE, "--exclude-frozen: no parameter is known to be frozen")
         return source
     gone = frozenset(frozen)
     part = renamed(source, lambda name: None if name in gone else name)
     part.family = part.family.exclude_frozen(source.root)
-    part.notes.add(
-        Fate.LOST,
-        f"--exclude-frozen: {len(frozen)} frozen parameters such as {frozen[0]}; who loads this has them from elsewhere, "
-        "and must allow them to be missing (DeepSpeed: load_module_strict=False)",
-    )
+    part.notes.through([_FROZEN], frozen)
     return part
+
+
+_ONLY: Rule[Values] = Rule(Fate.CHANGED, "--only {only}: {has} of {had} tensors{without}; left out: {left_out}", dict)
+_NONE_FROZEN: Rule[list[str]] = Rule(
+    Fate.NOTE, "--exclude-frozen: no parameter is known to be frozen", lambda frozen: not frozen
+)
+_FROZEN: Rule[list[str]] = Rule(
+    Fate.LOST,
+    "--exclude-frozen: {count} frozen parameters such as {names:1}; who loads this has them from elsewhere, and must allow them to be "
+    "missing (DeepSpeed: load_module_strict=False)", lambda frozen: {"count": len(frozen), "names": frozen},
+)  # fmt: skip
 
 
 def _all_names(source: Source) -> list[str]:

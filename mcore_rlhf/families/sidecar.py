@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import DType
+from mcore_rlhf.core.facts import ANY, Fate, Item, Kind, Rule
 from mcore_rlhf.errors import Corrupt, Incomplete, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
@@ -35,6 +36,25 @@ if TYPE_CHECKING:
 FOLDER = "mcore_rlhf"
 STATE, ARRAYS = f"{FOLDER}/state.json", f"{FOLDER}/state.safetensors"
 _FORMAT, _VERSION = "mcore_rlhf.state", 1
+_ITEMS = {
+    "args": Kind.ARGUMENT, "scheduler": Kind.SCHEDULER, "grad_scaler": Kind.SCALER, "groups": Kind.GROUP, "per_rank": Kind.MODEL,
+    "values": Kind.OPTIMIZER, "shared": Kind.MODEL, "keys": Kind.MODEL,
+}  # fmt: skip
+"""Fields, and what their items are; of any other they are values."""
+
+
+def _item_of(where: str) -> Item:
+    """The item of which a part could not be kept: ``other/replay/0 (Queue)`` is of the value ``replay``."""
+    section, *keys = where.partition(" (")[0].split("/")
+    if section == "groups":
+        return Item(Kind.GROUP, keys[2] if len(keys) > 2 else ANY)
+    return Item(_ITEMS.get(section, Kind.VALUE), keys[0] if keys else ANY)
+
+
+UNHELD: Sequence[Rule[Sequence[str]]] = [
+    Rule(Fate.LOST, "{what}: no JSON can hold it", lambda lost: [{"what": what, "of": [_item_of(what)]} for what in lost])
+]  # fmt: skip
+"""What becomes of what :meth:`Sidecar.texts` could not keep."""
 _TRAINING = ("iteration", "release", "args", "groups", "scheduler", "grad_scaler", "other")
 _MODULE = ("tag", "order", "buffers", "shared", "per_rank", "keys", "pipeline", "config", "without_frozen")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from mcore_rlhf.core.account import Inventory, Item, Report, Said
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Inventory, Item, Rule
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
@@ -129,6 +130,8 @@ class Family:
 
     names: ClassVar[str] = ""
     """Whose names they are, as :attr:`Names.family` has it."""
+    homeless: ClassVar[Sequence[Rule[Any]]] = ()
+    """What becomes of what only files of the source's own format have a place for."""
 
     @classmethod
     def of(cls: type[SomeFamily], source: Source) -> SomeFamily | None:
@@ -173,10 +176,6 @@ class Family:
 
     def inventory(self) -> Inventory:
         """What it has, item by item."""
-        return {}
-
-    def homeless(self) -> Mapping[Item, Said]:
-        """Items that only files of the source's own format have a place for."""
         return {}
 
     def described(self, config: Callable[[], Mapping[str, object]]) -> Family:

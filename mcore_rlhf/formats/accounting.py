@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 
-from mcore_rlhf.core.account import ANY, Account, Fate, Item, Kind, Reason, Report, Said, Stage
+from mcore_rlhf.core.account import Account, Report
 from mcore_rlhf.core.cast import is_exact
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM
+from mcore_rlhf.core.facts import ANY, Facts, Fate, Item, Kind, Reason, Said
 from mcore_rlhf.core.tally import Tally
 from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import CONFIG
@@ -47,22 +47,22 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
     final = dict(target.report.said)
     if without_optimizer:
         final = {**{item: Said(Fate.LOST, LEFT_OUT) for item in OF_OPTIMIZER}, **final}
-    crossed = Stage(inventory_of(seen), {**_homeless(opened, target), **seen.notes.said}, seen.moved)
-    stages = [crossed, Stage(target.holds, final)]
-    account = Account.of(inventory_of(opened), stages, target.report.lost)
-    empty = {spec.name for spec in opened.model.params if 0 in spec.global_shape}
-    told = tensors_of(tally, {**_unused(opened), **seen.notes.said, **final}, empty) | dict(
-        _files(opened, target, without_optimizer)
+    crossed = {**_homeless(opened, target), **seen.notes.said}
+    facts = (
+        Facts.of(inventory_of(opened)).handed_on(inventory_of(seen), crossed, seen.moved).handed_on(target.holds, final)
     )
-    told |= casts
-    forgotten = tuple(item for item, said in told.items() if said is None)
-    entries = {item: said for item, said in told.items() if said is not None} | dict(_unplaced(opened))
-    return replace(account, entries={**account.entries, **entries}, unaccounted=(*account.unaccounted, *forgotten))
+    empty = {spec.name for spec in opened.model.params if 0 in spec.global_shape}
+    tensors = tensors_of(tally, {**_unused(opened), **seen.notes.said, **final}, empty)
+    files = dict(_files(opened, target, without_optimizer))
+    return Account.of({**facts.fates, **tensors, **files, **casts, **dict(_unplaced(opened))}, target.report.lost)
 
 
 def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
     """Values that only the files of one format have a place for, or of two that are alike."""
-    return {} if opened.format in (target.format, *target.alike) else opened.family.homeless()
+    stray = Report()
+    if opened.format not in (target.format, *target.alike):
+        stray.through(opened.family.homeless, opened.family)
+    return {item: said for item, said in stray.said.items() if item not in target.holds}
 
 
 def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:

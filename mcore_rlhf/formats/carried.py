@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.families.inventory import WAITING
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, config_in
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
-from mcore_rlhf.families.sidecar import STATE, FormerFamily, Sidecar, beside, sidecar_files
+from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath
@@ -58,7 +58,8 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
     if known is not None and known.model_folder:
         opened = {file.path for file in source.files} - {CONFIG}
         found = leftovers(source.root, opened, stubs)
-        _note_optimizer(source, found)
+        if source.optimizer is None:
+            source.notes.through([_BESIDE], [item.path for item in found if of_trainer(item.path) == OPTIMIZER])
         inner = (
             DESCRIBED if (source.root / DESCRIBED / CONFIG).is_file() and not (source.root / CONFIG).is_file() else ""
         )
@@ -72,13 +73,6 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
     family = source.family.described(lambda: (config_in(carried) if carried else {}) or FormerFamily.of(source).config)
     return replace(source, carried=carried, family=family)
-
-
-def _note_optimizer(source: Source, found: Iterable[Leftover]) -> None:
-    """Say of weights that their optimizer is there; what becomes of it is the account's to say."""
-    files = [item.path for item in found if of_trainer(item.path) == OPTIMIZER]
-    if files and source.optimizer is None:
-        source.notes.add(Fate.NOTE, f"the optimizer lies beside the weights, and is not read: {_listed(files)}")
 
 
 def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
@@ -157,7 +151,7 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
     if wanted.model_folder and wanted.adapter:
         taken = {*target.texts, *(file.path for file in target.files), *_OF_THE_MODEL}
         target.carried = {name: path for name, path in files.items() if name not in taken}
-        tell_kept(target.carried, target.report)
+        target.report.through([GO_ALONG], target.carried)
     elif not wanted.model_folder:
         place = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target))
         described = source.family.config
@@ -171,7 +165,7 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         goes = source.of_run if wanted.family == MegatronState.names else ()
         own = {file.path: source.root / file.path for file in goes if file.reason is None}
         target.carried |= own
-        tell_kept({**files, **own}, target.report)
+        target.report.through([GO_ALONG], {**files, **own})
 
 
 def _place(source: Source, target: Target) -> str:
@@ -186,19 +180,19 @@ def _leave_origin(source: Source, target: Target) -> None:
     texts, lost = Sidecar(origin=source.origin).texts(f"{folder}/" if folder else "")
     target.texts.update(texts)
     target.holds = {**target.holds, WAITING: source.origin}
-    for what in lost:
-        target.report.add(Fate.LOST, f"{what}: no JSON can hold it")
+    target.report.through(UNHELD, lost)
 
 
-def tell_kept(files: Mapping[str, ReadablePath], report: Report) -> None:
-    """Say which files go along."""
-    if files:
-        report.add(Fate.KEPT, f"{_listed(list(files))}: byte for byte")
+def _listed(paths: Iterable[str]) -> str:
+    shown = list(paths)
+    more = len(shown) - _SHOWN
+    return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
-def _listed(paths: list[str]) -> str:
-    more = len(paths) - _SHOWN
-    return ", ".join(paths[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+GO_ALONG: Rule[Mapping[str, ReadablePath]] = Rule(Fate.KEPT, "{found}: byte for byte", _listed)
+"""What is said of files that are taken over."""
+_BESIDE: Rule[list[str]] = Rule(Fate.NOTE, "the optimizer lies beside the weights, and is not read: {found}", _listed)
+"""Of weights whose optimizer is there; what becomes of it is the account's to say."""
 
 
 def _folder_of(source: Source, names: Sequence[str]) -> ReadablePath | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import filter as filter_names
 from pathlib import Path
 
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,
@@ -137,8 +137,7 @@ def open_without_manifest(path: ReadablePath, options: ReadOptions) -> Source:
     folder, inner = _meant(path, options)
     source = _with_what_is_beside(folder, inner, partial=True)
     _note_beside(source, checkpoint_path(path), folder, options)
-    for text in contradictions(folder, trackers()):
-        source.notes.add(Fate.NOTE, text)
+    source.notes.through([_SAID], list(contradictions(folder, trackers())))
     return through(OPENED, Passage(source, read=inner))
 
 
@@ -149,8 +148,7 @@ def _with_what_is_beside(folder: ReadablePath, options: ReadOptions, partial: bo
     megatron = MegatronState.of(source)
     if megatron is not None and megatron.located is not None:
         newer = newer_non_persistent(megatron.located.root, megatron.located.iteration)
-        if newer:
-            source.notes.add(Fate.NOTE, newer)
+        source.notes.through([_SAID], [newer] if newer else [])
     return source
 
 
@@ -173,6 +171,7 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
         return source
 
 
+_SAID: Rule[Sequence[str]] = Rule(Fate.NOTE, "{text}", lambda texts: [{"text": text} for text in texts])
 _FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, joins_run, prepare, publication_of, published_by
-from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Stage
+from mcore_rlhf.core.account import Account, Report
+from mcore_rlhf.core.facts import Facts, Fate, Item, Kind, Reason
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.execution.fingerprint import Binding, Fingerprint, digest, identity
 from mcore_rlhf.execution.parts import finish, run_part, were_joined
@@ -155,7 +156,7 @@ def _note(job: StepJob) -> None:
 def _settle(job: StepJob, *more: str) -> None:
     """Close the account of what lies beside the models."""
     there = {Item(Kind.FILE, name): name for name in (*job.source.others, *more)}
-    job.account = Account.of(there, [Stage({}, job.report.said)], job.report.lost)
+    job.account = Account.of(Facts.of(there).handed_on({}, job.report.said).fates, job.report.lost)
     job.report.close(job.account)
 
 

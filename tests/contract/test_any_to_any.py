@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rlhf.core.account import Account, Fate, Kind, Stage, same
+from mcore_rlhf.core.account import Account, Fate, Kind, same
+from mcore_rlhf.core.facts import Facts
 from mcore_rlhf.families.crossing.alike import alike
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.formats.registry import FORMATS
@@ -53,7 +54,7 @@ def test_what_is_said_to_be_kept_is_read_back(pair: tuple[str, str], zoo: Zoo) -
     """
     there, job = zoo.pair(*pair)
     seen = job.seen or job.source
-    told = Account.of(inventory_of(seen), [Stage(job.target.holds, job.target.report.said)])
+    told = Account.of(Facts.of(inventory_of(seen)).handed_on(job.target.holds, job.target.report.said).fates)
     kept = [item for item in told.of_fate(Fate.KEPT) if item.kind is not Kind.RNG]
     found = inventory_of(opened(there))
     wrong = {str(item) for item in kept if item not in found or not same(job.target.holds[item], found[item])}

@@ -355,7 +355,7 @@ _OTHER_THINGS = {
     "manager/config/sections.py": "frameworks that train",
     "integrations/megatron_arguments.py": "who loads",
     "integrations/megatron_lm.py": "who loads",
-    **dict.fromkeys(("trainers/nemo_rl.py", "trainers/openrlhf.py", "trainers/rlinf.py", "trainers/torchtitan.py"), "what the trainer is given"),
+    **{f"trainers/{name}.py": "what the trainer is given" for name in ("nemo_rl", "openrlhf", "rlinf", "torchtitan")},
 }  # fmt: skip
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.account import Fate, Item, Reason, Report
-from mcore_rlhf.core.account import Kind as Of
 from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
+from mcore_rlhf.core.facts import Item
+from mcore_rlhf.core.facts import Kind as Of
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, UsageError
 from mcore_rlhf.families.described import refuse_contradictions
-from mcore_rlhf.families.module import CONFIG, config_in, read_config
+from mcore_rlhf.families.module import config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import ORIGIN, FormerFamily, plain
 from mcore_rlhf.families.source import Source
@@ -39,6 +39,8 @@ from mcore_rlhf.models.meaning.declared import complete
 from mcore_rlhf.models.meaning.kinds import equal
 from mcore_rlhf.models.meaning.lookup import of_arguments, of_config, undeclared
 from mcore_rlhf.storage.torch_values import torch_dtype
+
+from .rules import Places
 
 _FURTHER = "num_nextn_predict_layers"
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -92,7 +94,6 @@ class Described:
         known: Its architecture.
         build: What its tensors say.
         options: What the user asked for: ``ignore_fields``.
-        notes: Told what the descriptions say otherwise.
     """
 
     args: Mapping[str, object]
@@ -100,7 +101,6 @@ class Described:
     known: Architecture
     build: Build
     options: WriteOptions
-    notes: Report
 
     def config(
         self, reference: Mapping[str, object] | None, travelled: Mapping[str, object] | None
@@ -114,26 +114,33 @@ class Described:
         Raises:
             Unsupported: ``config.json`` has no words for something.
         """
-        ignored = self.options.ignore_fields
-        note_ignored(ignored, self.args, self.notes)
-        waiting = waiting_args(self.args, self.known, ignored, self.notes)
+        ignored, kept = self.options.ignore_fields, plain(self.undeclared())
+        waiting = {ORIGIN: {"args": kept}} if kept else {}
         if reference is not None:
             return {**self._of_reference(reference), **waiting}
         made = config_of(self.args, self.sizes, self.known, self.build, ignored)
-        absent = absent_arguments(self.args, self.known)
-        if absent and self.args and travelled is None:
-            text = f"args: do not say {', '.join(absent)}: taken as Megatron's own defaults"
-            self.notes.add(Fate.DERIVED, text)
         if travelled is not None and self.known in architecture_of(travelled):
-            args = {name: value for name, value in self.args.items() if name not in ignored}
-            made = self._adapted(kept_spelling(travelled, made, args, self.known, self.notes))
+            made = self._adapted(kept_spelling(travelled, made, self.differences(travelled)))
         return {**made, **waiting}
+
+    def undeclared(self) -> dict[str, object]:
+        """Arguments that nobody declares: they wait in ``config.json``, as far as it can hold them."""
+        meanings = of_arguments(self.args, self.known.fields).values()
+        return {name: self.args[name] for name in undeclared(meanings, self.options.ignore_fields) if name != ORIGIN}
+
+    def unsaid(self) -> Sequence[str]:
+        """What the arguments do not say."""
+        return absent_arguments(self.args, self.known) if self.args else ()
+
+    def differences(self, config: Values) -> list[Difference]:
+        """What the arguments say otherwise than a description that travelled with them."""
+        if self.known not in architecture_of(config):
+            return []
+        args = {name: value for name, value in self.args.items() if name not in self.options.ignore_fields}
+        return list(differences(args, config, self.known))
 
     def _of_reference(self, reference: Mapping[str, object]) -> dict[str, object]:
         refuse_inexpressible(self.args, self.known, self.options.ignore_fields)
-        for found in differences(self.args, reference, self.known):
-            text = f"args: {found.argument} is {found.said!r}, and --reference-config makes it {found.other!r}, which counts"
-            self.notes.add(Fate.CHANGED, text)
         return self._adapted(reference)
 
     def _adapted(self, config: Mapping[str, object]) -> dict[str, object]:
@@ -235,8 +242,6 @@ def _experts(relation: Relation, sizes: Sizes) -> dict[str, object]:
     }  # fmt: skip
 
 
-_SHOWN = 8
-_IMPLIED = "the architecture implies it"
 Values = Mapping[str, object]
 
 
@@ -247,111 +252,47 @@ def carried_args(config: Values) -> dict[str, object]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def waiting_args(args: Values, known: Architecture, ignored: Sequence[str], notes: Report) -> dict[str, object]:
-    """What a ``config.json`` gets of arguments: those that nobody declares.
-
-    Args:
-        args: Megatron's.
-        known: The architecture that they become.
-        ignored: Those that are passed over.
-        notes: Told which.
-    """
-    names = [name for name in undeclared(of_arguments(args, known.fields).values(), ignored) if name != ORIGIN]
-    kept = plain({name: args[name] for name in names})
-    _note("arguments", list(kept), f"in config.json, under {ORIGIN}", notes)
-    lost = [name for name in names if name not in kept]
-    if lost:
-        notes.add(Fate.LOST, f"arguments that nobody declares, and that no JSON can hold: {_listed(lost)}")
-    return {ORIGIN: {"args": kept}} if kept else {}
+def undeclared_fields(config: Values, known: Architecture, ignored: Sequence[str]) -> Sequence[str]:
+    """Fields of a ``config.json`` that nobody declares: they go along in the file itself."""
+    return undeclared(of_config(config, known.model_type, known.fields).values(), ignored)
 
 
-def note_fields(config: Values, known: Architecture, ignored: Sequence[str], notes: Report) -> None:
-    """Say which fields of a ``config.json`` nobody declares: they go along in the file itself."""
-    meanings = of_config(config, known.model_type, known.fields).values()
-    _note("fields of config.json", undeclared(meanings, ignored), "in the file that goes along", notes)
-
-
-def _note(what: str, names: Sequence[str], where: str, notes: Report) -> None:
-    if names:
-        notes.add(Fate.KEPT, f"{what} that nobody declares: {_listed(names)}: {where}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", … ({len(names)})" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def note_ignored(ignored: Sequence[str], values: Values, notes: Report) -> None:
-    """Say what was passed over because the user said so.
-
-    Args:
-        ignored: Names that the user gave.
-        values: The source's arguments, or its ``config.json``.
-        notes: Told what each was.
-    """
-    there = dict(values)
-    for name in ("rope_scaling", "rope_parameters"):
-        inside = values.get(name)
-        there.update(inside if isinstance(inside, Mapping) else {})
-    for name in ignored:
-        if name in there:
-            text = f"{name} {there[name]!r}: passed over, as --ignore-field asks"
-            notes.add(Fate.LOST, text, Item(Of.ARGUMENT, name), Item(Of.CONFIG, name))
-        else:
-            notes.add(Fate.NOTE, f"--ignore-field {name}: the source has nothing of that name")
-
-
-def arguments_to_config(args: Values, known: Architecture, config: Values, notes: Report) -> dict[Item, Item]:
+def arguments_to_config(args: Values, known: Architecture, config: Values) -> Places:
     """Where each of Megatron's arguments is after a crossing: in the ``config.json``, or in what waits for the way back.
 
     Args:
         args: Megatron's.
         known: The architecture that they become.
         config: The ``config.json`` that was made of them.
-        notes: Told of those that are nowhere.
     """
-    kept, moved = plain(args), dict[Item, Item]()
+    kept, moved, nowhere = plain(args), dict[Item, Item](), dict[Item, Kind]()
     for name, meaning in of_arguments(args, known.fields).items():
         item, spelled = Item(Of.ARGUMENT, name), next((n for n in meaning.target if n in config), None)
         if spelled is not None:
             moved[item] = Item(Of.CONFIG, spelled)
         elif name in carried_args(config):
             moved[item] = Item(Of.CONFIG, ORIGIN)
-        elif meaning.kind is Kind.COMPUTES:
-            notes.settle(Fate.DERIVED, _IMPLIED, item)
-        elif name in kept:
+        elif meaning.kind is not Kind.COMPUTES and name in kept:
             moved[item] = Item(Of.VALUE, ORIGIN)
         else:
-            notes.leave(Reason.OF_ENGINE, item)
-    return moved
+            nowhere[item] = meaning.kind
+    return Places(moved, (), nowhere)
 
 
-def config_to_arguments(
-    config: Values, known: Architecture, args: Values, notes: Report, *, carried: bool
-) -> dict[Item, Item]:
+def config_to_arguments(config: Values, known: Architecture, args: Values, *, carried: bool) -> Places:
     """Where each field of a ``config.json`` is after a crossing: in Megatron's arguments, or in the file that goes along.
 
     Args:
         config: The description.
         known: Its architecture.
         args: The arguments that were made of it.
-        notes: Told of those that are nowhere.
         carried: Whether the file goes along.
     """
-    moved = dict[Item, Item]()
-    for name, meaning in of_config(config, known.model_type, known.fields).items():
-        item, spelled = Item(Of.CONFIG, name), next((n for n in meaning.target if n in args), None)
-        if spelled is not None:
-            moved[item] = Item(Of.ARGUMENT, spelled)
-        elif carried:
-            notes.settle(Fate.KEPT, "in config.json, which goes along", item)
-        elif meaning.kind is Kind.COMPUTES:
-            notes.settle(Fate.DERIVED, _IMPLIED, item)
-        elif meaning.kind is Kind.UNDECLARED:
-            notes.add(Fate.LOST, f"{name}: a field of the model's description that nobody declares", item)
-        else:
-            notes.leave(Reason.OF_ENGINE, item)
-    return moved
+    meanings = of_config(config, known.model_type, known.fields)
+    spelled = {name: next((n for n in meaning.target if n in args), None) for name, meaning in meanings.items()}
+    others = {Item(Of.CONFIG, name): meanings[name].kind for name, new in spelled.items() if new is None}
+    moved = {Item(Of.CONFIG, name): Item(Of.ARGUMENT, new) for name, new in spelled.items() if new is not None}
+    return Places(moved, list(others), {}) if carried else Places(moved, (), others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,38 +334,27 @@ def differences(args: Values, config: Values, known: Architecture) -> Iterator[D
                 yield Difference(field.names, name, args[name], value)
 
 
-def kept_spelling(carried: Values, made: Values, args: Values, known: Architecture, notes: Report) -> dict[str, object]:
+def kept_spelling(carried: Values, made: Values, others: Sequence[Difference]) -> dict[str, object]:
     """A ``config.json`` that travelled with a checkpoint, where it says what the arguments say; what they make, otherwise.
 
     Args:
         carried: The one that travelled.
         made: What the arguments make.
-        args: Megatron's.
-        known: The architecture of both.
-        notes: Told what is another by now.
+        others: What is another by now.
     """
-    config, dropped = dict(carried), dict[str, None]()
-    for found in differences(args, carried, known):
-        dropped.update(dict.fromkeys(found.names))
-        text = f"args: {found.argument} is {found.said!r}, and was {found.other!r} in the config.json that travelled with it"
-        notes.add(Fate.CHANGED, text)
-    for name in dropped:
-        config.pop(name, None)
-        if name in made:
-            config[name] = made[name]
-    return config
+    gone = dict.fromkeys(name for found in others for name in found.names)
+    return {**{k: v for k, v in carried.items() if k not in gone}, **{k: made[k] for k in gone if k in made}}
 
 
-def travelled_config(source: Source, notes: Report) -> dict[str, object] | None:
-    """The description that belongs to a Megatron source, or None where there is none or its tensors are others.
+def travelled_config(source: Source) -> tuple[dict[str, object] | None, str]:
+    """The description that belongs to a Megatron source, or None where there is none or its tensors are others, and then why.
 
     Args:
         source: Megatron's.
-        notes: Told that it is not used, and why.
     """
     config = dict(text_of(config_in(source.carried))) if source.carried is not None else {}
     if not config:
-        return None
+        return None, ""
     model = source.model
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     try:
@@ -434,9 +364,5 @@ def travelled_config(source: Source, notes: Report) -> dict[str, object] | None:
         for wrong in against_config(config, relation.huggingface):
             raise LayoutMismatch(str(wrong))
     except CheckpointError as error:
-        why = str(error).splitlines()[0]
-        notes.add(
-            Fate.NOTE, f"{CONFIG}: the one that travelled with the checkpoint is not used, the run is another: {why}"
-        )
-        return None
-    return config
+        return None, str(error).splitlines()[0]
+    return config, ""

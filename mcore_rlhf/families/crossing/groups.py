@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import EXP_AVG_SQ, FLOAT32, Shape
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
-from mcore_rlhf.families.megatron.groups import Membership, is_matrix, of_matrices, without_classes
+from mcore_rlhf.families.megatron.groups import CLASSES, Membership, is_matrix, of_matrices, without_classes
 from mcore_rlhf.families.module import USE_MUON, is_for_muon
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.relation import Relation
@@ -32,9 +33,40 @@ _Key = tuple[bool, float, bool]
 """Whether experts are in a group, its weight-decay multiplier, and whether an optimizer of matrices has it, where there is one."""
 
 
+class DealtGroups(NamedTuple):
+    """Param groups as they were, as they are dealt, and what is to be said of the second."""
+
+    before: Sequence[ParamGroup]
+    groups: tuple[ParamGroup, ...] = ()
+    told: Sequence[Values] = ()
+
+
+def _limits(dealt: DealtGroups) -> list[Values]:
+    return [{"missing": " and ".join(missing)} for group in dealt.groups if (missing := _unlimited(group))]
+
+
+OF_HUGGINGFACE: tuple[Rule[DealtGroups], ...] = (
+    *(rule.of_part(lambda dealt: dealt.before) for rule in CLASSES),
+    Rule(Fate.NOTE, "{others}: Megatron's Muon {does} train it, DeepSpeed's {would}: these states load where its use_muon is {mark}",
+         lambda dealt: dealt.told),
+    Rule(Fate.DERIVED, "param group {number}: {count} parameters ({first}, …), as Megatron's rule for weight decay deals them",
+         lambda d: [{"number": n, "count": len(g.params), "first": g.params[0]} for n, g in enumerate(d.groups)], [Item(Kind.GROUP)]),
+)  # fmt: skip
+"""Who is where; see :func:`with_members`."""
+OF_MEGATRON: tuple[Rule[DealtGroups], ...] = (
+    Rule(Fate.CHANGED, "weight decay of vectors such as {name}: {had} → 0, as Megatron has it; --rules (wd_mult: 1) keeps it",
+         lambda dealt: [one for one in dealt.told if one["changed"]]),
+    Rule(Fate.DERIVED, "param group {experts}with weight-decay multiplier {wd_mult:g}: of group {numbers} of the source",
+         lambda dealt: dealt.told),
+    Rule(Fate.NOTE, "param groups have no {missing}, by which megatron-core 0.19 finds them: --lr-limits MAX,MIN writes those of the run "
+         "that goes on", _limits),
+)  # fmt: skip
+"""What changes; see :func:`as_megatron`."""
+
+
 def with_members(
-    source: Source, relation: Relation, membership: Membership, scalars: Mapping[str, object], report: Report
-) -> tuple[ParamGroup, ...]:
+    source: Source, relation: Relation, membership: Membership, scalars: Mapping[str, object]
+) -> DealtGroups:
     """Megatron's groups with Hugging Face's names in them, in the order of ``model.parameters()``.
 
     Args:
@@ -42,27 +74,29 @@ def with_members(
         relation: Its tensors under both names.
         membership: Which parameter Megatron puts in which group.
         scalars: What its plain optimizer keeps per parameter, equal for all.
-        report: Told who is where.
 
     Raises:
         LayoutMismatch: A parameter fits no group, or several.
     """
-    groups = _with_marks(without_classes(source.state.groups, report), membership)
+    groups = _with_marks(without_classes(source.state.groups), membership)
     if not groups:
-        return ()
+        return DealtGroups(source.state.groups)
     into = _merged_with(groups)
     members: list[list[str]] = [[] for _ in groups]
     for name, shares in relation.of_huggingface().items():
         spec = source.model.get(shares[0].name)
         if spec is not None and spec.trainable:
             members[into[_position(spec, groups, membership)]].append(name)
+    otherwise = [
+        one
+        for group, names in zip(groups, members, strict=True)
+        if (one := _otherwise(group, names, relation.huggingface))
+    ]
     for group, names in zip(groups, members, strict=True):
-        _order_for_muon(group, names, relation.huggingface, report)
+        if group.fields.get(USE_MUON) is True:  # DeepSpeed sorts what its Muon trains, and loads by position
+            names.sort(key=relation.huggingface.__getitem__, reverse=True)
     made = [_with_step(group, names, scalars) for group, names in zip(groups, members, strict=True) if names]
-    for number, group in enumerate(made):
-        text = f"param group {number}: {len(group.params)} parameters ({group.params[0]}, …)"
-        report.add(Fate.DERIVED, f"{text}, as Megatron's rule for weight decay deals them", Item(Kind.GROUP))
-    return tuple(made)
+    return DealtGroups(source.state.groups, tuple(made), otherwise)
 
 
 def _with_marks(groups: Sequence[ParamGroup], membership: Membership) -> Sequence[ParamGroup]:
@@ -83,16 +117,12 @@ def _with_marks(groups: Sequence[ParamGroup], membership: Membership) -> Sequenc
     return found
 
 
-def _order_for_muon(group: ParamGroup, names: list[str], shapes: Mapping[str, Shape], report: Report) -> None:
-    """DeepSpeed sorts what its Muon trains, and loads by position; who trains otherwise than it would is said."""
+def _otherwise(group: ParamGroup, names: Sequence[str], shapes: Mapping[str, Shape]) -> Values | None:
+    """What a group trains otherwise than DeepSpeed would."""
     mark = group.fields.get(USE_MUON)
     others = [name for name in names if mark is not None and is_for_muon(name, shapes[name]) != mark]
-    if others:
-        does, would = ("does", "would not") if mark else ("does not", "would")
-        text = f"{', '.join(others)}: Megatron's Muon {does} train it, DeepSpeed's {would}: these states load where its use_muon is {mark}"
-        report.add(Fate.NOTE, text)
-    if mark is True:
-        names.sort(key=shapes.__getitem__, reverse=True)
+    does, would = ("does", "would not") if mark else ("does not", "would")
+    return {"others": others, "does": does, "would": would, "mark": mark} if others else None
 
 
 def _position(spec: ParamSpec, groups: Sequence[ParamGroup], membership: Membership) -> int:
@@ -130,16 +160,14 @@ def as_megatron(
     source: Source,
     relation: Relation,
     membership: Membership,
-    report: Report,
     lr_limits: tuple[float, float] | None = None,
-) -> tuple[ParamGroup, ...]:
+) -> DealtGroups:
     """Groups of Hugging Face's names as Megatron makes them: one for each weight-decay multiplier.
 
     Args:
         source: Whose groups say which parameters are in them.
         relation: Its tensors under both names.
         membership: The multiplier that Megatron, or the user's rules, give a parameter.
-        report: Told what changes.
         lr_limits: ``max_lr`` and ``min_lr`` of groups that have none.
 
     Raises:
@@ -148,7 +176,7 @@ def as_megatron(
     """
     groups = source.state.groups
     if not groups:
-        return ()
+        return DealtGroups(groups)
     where = {name: number for number, group in enumerate(groups) for name in group.params}
     if not where:
         raise LayoutMismatch(f"{source.root}: does not say which parameters are in which param group")
@@ -166,26 +194,25 @@ def as_megatron(
     _check_muon(groups, found, problems)
     problems.raise_if_any()
     kept = _without_twins(made)
-    for key, group in kept.items():
-        _note_group(groups, key, found[key], group, report)
-    return tuple(_with_limits(group, lr_limits, report) for group in kept.values())
+    told = [_merged_of(groups, key, found[key], group) for key, group in kept.items()]
+    return DealtGroups(groups, tuple(_with_limits(group, lr_limits) for group in kept.values()), told)
 
 
-def _with_limits(group: ParamGroup, limits: tuple[float, float] | None, report: Report) -> ParamGroup:
+def _with_limits(group: ParamGroup, limits: tuple[float, float] | None) -> ParamGroup:
     """The group with the learning rates between which its schedule runs: only the run that goes on knows them.
 
     Source: megatron-core 0.19.2, ``optimizer/optimizer.py`` (``param_group_identifier_keys``): a group is looked for by both; before,
     one that lacks them had those of the run.
     """
-    missing = [key for key in LR_LIMITS if group.fields.get(key) is None]
-    if not missing:
-        return group
-    if limits is None:
-        text = f"param groups have no {' and '.join(missing)}, by which megatron-core 0.19 finds them"
-        report.add(Fate.NOTE, f"{text}: --lr-limits MAX,MIN writes those of the run that goes on")
+    missing = _unlimited(group)
+    if not missing or limits is None:
         return group
     given = dict(zip(LR_LIMITS, limits, strict=True))
     return replace(group, fields={**group.fields, **{key: given[key] for key in missing}})
+
+
+def _unlimited(group: ParamGroup) -> list[str]:
+    return [key for key in LR_LIMITS if group.fields.get(key) is None]
 
 
 def _without_twins(made: Mapping[_Key, ParamGroup]) -> dict[_Key, ParamGroup]:
@@ -229,22 +256,14 @@ def _merged(
     return ParamGroup({**_KINDS, **first, "wd_mult": wd_mult, _EXPERT: expert}, expert)
 
 
-def _note_group(
-    groups: Sequence[ParamGroup], key: _Key, numbers: Mapping[int, str], made: ParamGroup, report: Report
-) -> None:
+def _merged_of(groups: Sequence[ParamGroup], key: _Key, numbers: Mapping[int, str], made: ParamGroup) -> Values:
+    """Of which groups one is made, and what of them it changes."""
     expert, wd_mult, _ = key
     had = groups[next(iter(numbers))].fields.get(_WEIGHT_DECAY)
-    if had != made.fields.get(_WEIGHT_DECAY):
-        report.add(
-            Fate.CHANGED,
-            f"weight decay of vectors such as {next(iter(numbers.values()))}: {had} → 0, as Megatron has it; "
-            "--rules (wd_mult: 1) keeps it",
-        )
-    report.add(
-        Fate.DERIVED,
-        f"param group {'of experts ' if expert else ''}with weight-decay multiplier {wd_mult:g}: of group "
-        f"{', '.join(map(str, numbers))} of the source",
-    )
+    return {
+        "experts": "of experts " if expert else "", "wd_mult": wd_mult, "numbers": [*numbers], "had": had,
+        "name": next(iter(numbers.values())), "changed": had != made.fields.get(_WEIGHT_DECAY),
+    }  # fmt: skip
 
 
 def _plain(group: ParamGroup, *, has_variance: bool) -> dict[str, object]:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.catalog import Box, Shape
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.core.shares import Share, Shares
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.module import ModuleState
@@ -133,6 +133,9 @@ def _check(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     problems.raise_if_any()
 
 
+_REPACKED: Rule[Values] = Rule(Fate.CHANGED, "experts: {how} ({old} → {new} tensors)", dict, [Item(Kind.MODEL)])
+
+
 def repacked(source: Source, config: Mapping[str, object], *, packs_experts: bool) -> Source:
     """The source with the experts of a layer packed, or with every expert a tensor of its own; itself where it has them so.
 
@@ -156,7 +159,7 @@ def repacked(source: Source, config: Mapping[str, object], *, packs_experts: boo
     else:
         shapes, shares, text = packing.files, packing.of_files(), "one by one, as on disk"
     notes = source.notes.copy()
-    notes.add(Fate.CHANGED, f"experts: {text} ({len(source.model.params)} → {len(shapes)} tensors)", Item(Kind.MODEL))
+    notes.through([_REPACKED], {"how": text, "old": len(source.model.params), "new": len(shapes)})
     seen = recast(replace(source, notes=notes), shares, shapes)
     return replace(seen, family=replace(ModuleState.needed(seen), packs_experts=packs_experts))
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from mcore_rlhf.core.account import Fate, Reason
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
     PARAM,
@@ -28,6 +27,7 @@ from mcore_rlhf.core.catalog import (
     dtype_of,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Reason, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -130,7 +130,7 @@ class _Dequantizing:
         family = replace(
             self.family, config=config, order=tuple(name for name in self.family.order if name not in gone)
         )
-        self._report(list(made), activations)
+        self.source.notes.through(_RULES, {"made": len(made), "dtype": self.dtype, "activations": activations})
         return replace(
             source, model=source.model.having(kept), catalog=self._catalog(made, gone), family=family,
             computed=Computed(source.root, {found.record.file: found for found in made.values()}),
@@ -180,18 +180,13 @@ class _Dequantizing:
                 entries[name] = stored
         return Chunks.of(entries.values())
 
-    def _report(self, made: list[str], activations: list[str]) -> None:
-        notes = self.source.notes
-        text = f"{len(made)} weights become fp8 element · scale, computed in fp32 and rounded once to {self.dtype}"
-        notes.add(Fate.CHANGED, f"--dequantize: {text}")
-        notes.add(
-            Fate.LOST, f"the fp8 elements and scales by themselves: they cannot be had back exactly from {self.dtype}"
-        )
-        if activations:
-            notes.add(
-                Fate.LOST,
-                f"{len(activations)} scales of activations, such as {activations[0]}: plain weights have none",
-            )
+
+_RULES: tuple[Rule[Values], ...] = (
+    Rule(Fate.CHANGED, "--dequantize: {made} weights become fp8 element · scale, computed in fp32 and rounded once to {dtype}", dict),
+    Rule(Fate.LOST, "the fp8 elements and scales by themselves: they cannot be had back exactly from {dtype}", dict),
+    Rule(Fate.LOST, "{count} scales of activations, such as {activations:1}: plain weights have none",
+         lambda v: {**v, "count": len(v["activations"])} if v["activations"] else None),
+)  # fmt: skip
 
 
 def _block(weight: Shape, scale: Shape, config: Config) -> tuple[int, int] | None:

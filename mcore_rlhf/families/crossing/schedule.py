@@ -11,12 +11,22 @@ from dataclasses import replace
 from math import isclose
 from typing import cast
 
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
 
 _LAST, _INNER = "_last_lr", "_schedulers"
 PER_GROUP = (BASE_LRS, _LAST, "lr_lambdas", "max_lrs", "min_lrs")
 """What torch's schedulers keep for each group."""
+
+
+_UNKNOWN: Rule[Values] = Rule(
+    Fate.LOST, "lr_scheduler: its learning rates of {had} param groups, [{base}]: which of the {has} groups has which, nobody can tell; "
+    "its step alone is left", dict, [Item(Kind.SCHEDULER)],
+)  # fmt: skip
+_FITTING: Rule[Values] = Rule(
+    Fate.DERIVED, "lr_scheduler: its learning rates of {had} param groups become those of {has}, each with that of the group it comes from",
+    dict, [Item(Kind.SCHEDULER)],
+)  # fmt: skip
 
 
 def with_fitting_schedule(source: Source) -> Source:
@@ -27,15 +37,10 @@ def with_fitting_schedule(source: Source) -> Source:
     """
     scheduler, groups = source.state.scheduler or {}, source.state.groups
     base = cast(list[object], scheduler[BASE_LRS])
-    notes, counts = source.notes.copy(), f"its learning rates of {len(base)} param groups"
-    order = _owners(scheduler, base, groups)
-    if order is None:
-        text = f"lr_scheduler: {counts}, {base}: which of the {len(groups)} groups has which, nobody can tell; its step alone is left"
-        notes.add(Fate.LOST, text, Item(Kind.SCHEDULER))
-        dealt: dict[str, object] = {"last_batch_iteration": source.state.iteration - 1}
-    else:
-        text = f"lr_scheduler: {counts} become those of {len(groups)}, each with that of the group it comes from"
-        notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
+    notes, order = source.notes.copy(), _owners(scheduler, base, groups)
+    notes.through([_FITTING if order else _UNKNOWN], {"base": base, "had": len(base), "has": len(groups)})
+    dealt: dict[str, object] = {"last_batch_iteration": source.state.iteration - 1}
+    if order is not None:
         dealt = _dealt(scheduler, len(base), order)
     return replace(source, state=replace(source.state, scheduler=dealt), notes=notes)
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.families.source import Computed, Source
 
+SHIFTED: Rule[Mapping[str, float]] = Rule(
+    Fate.LOST,
+    "{count} norms such as {first}: {number:+g} on every element, since one side counts from 1 and the other from 0; rounded once, which "
+    "loses nothing of norms between 0.5 and 2 on the way to Megatron",
+    lambda by: by and {
+        "count": len(by), "first": next(iter(by)), "number": next(iter(by.values())),
+        "of": [Item(Kind.TENSOR, name) for name in (*by, PARAM, MASTER)],
+    },
+)  # fmt: skip
+"""What is said of what :func:`shifted` adds."""
 
-def shifted(source: Source, by: Mapping[str, float], notes: Report, stored: Iterable[str] = ()) -> Source:
+
+def shifted(source: Source, by: Mapping[str, float]) -> Source:
     """The source with a number added to some parameters and their masters; a parameter is rounded from its master, where it has one.
 
     Args:
         source: Under either family's names.
-        by: What is added, by parameter; at least one.
-        notes: Told of it.
-        stored: Other names under which the source may have them.
+        by: What is added, by parameter.
     """
     from mcore_rlhf.core.computed import Shifted  # needs numpy, which looking at a folder does not
 
@@ -34,13 +43,6 @@ def shifted(source: Source, by: Mapping[str, float], notes: Report, stored: Iter
     before = source.computed or Computed(source.root, {})
     entries = {one.name: one.entry for one in made}
     computations = {entries[one.name].chunks[0].record.file: one for one in made}
-    first, number = next(iter(by.items()))
-    notes.add(
-        Fate.LOST,
-        f"{len(by)} norms such as {first}: {number:+g} on every element, since one side counts from 1 and the other from 0; rounded once, "
-        "which loses nothing of norms between 0.5 and 2 on the way to Megatron",
-        *(Item(Kind.TENSOR, name) for name in (*by, *stored)),
-    )
     return replace(
         source,
         catalog=source.catalog.replaced({name: Tensor.of(entry) for name, entry in entries.items()}),

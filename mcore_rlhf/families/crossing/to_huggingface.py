@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16, MASTER, PARAM
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import FROM_MASTERS
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.described import refuse_contradictions
 from mcore_rlhf.families.inventory import ELEMENTS, WAITING, value_items
 from mcore_rlhf.families.megatron.groups import Membership
-from mcore_rlhf.families.megatron.state import OF_RANKS, PER_RANK_KEYS, MegatronState, names_of, opaque_item
-from mcore_rlhf.families.module import ModuleState, read_config, scaler_of, static_scaler
+from mcore_rlhf.families.megatron.state import NO_PARAMETERS, NO_RNG, OF_RANKS, PER_RANK_KEYS, MegatronState
+from mcore_rlhf.families.module import CONFIG, ModuleState, read_config, scaler_of, static_scaler
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.sidecar import WAITS, FormerFamily, origin_of_megatron, plain
+from mcore_rlhf.families.sidecar import ORIGIN, WAITS, FormerFamily, origin_of_megatron, plain
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES
@@ -35,9 +35,19 @@ from mcore_rlhf.models.implied import against_config
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
-from .description import EMBEDDING, LM_HEAD, Described, arguments_to_config, build_of, travelled_config
-from .groups import with_members
-from .shifting import shifted
+from .description import (
+    EMBEDDING,
+    LM_HEAD,
+    Described,
+    Difference,
+    arguments_to_config,
+    build_of,
+    differences,
+    travelled_config,
+)
+from .groups import OF_HUGGINGFACE, DealtGroups, with_members
+from .rules import IGNORED, OF_PLACES, Places, listed
+from .shifting import SHIFTED, shifted
 
 
 def to_huggingface(source: Source, options: WriteOptions) -> Source:
@@ -53,44 +63,44 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
     family, model, notes = MegatronState.needed(source), source.model, source.notes.copy()
     given = options.reference_config
     reference = None if given is None else text_of(read_config(given))
-    travelled = travelled_config(source, notes) if given is None else None
+    travelled, unused = travelled_config(source) if given is None else (None, "")
     sizes = _sizes(source, family, reference or travelled, options.vocab_size)
     among = _among(source.state.args, travelled, options) if reference is None else architecture_of(reference)
     shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     _refuse_query_norm(source, shapes)
     relation = from_megatron(shapes, sizes, among)
-    if relation.shifts:
-        source = shifted(source, {name: -by for _, name, by in relation.shifts}, notes)
+    shifts = {name: -by for _, name, by in relation.shifts}
+    if shifts:
+        source = shifted(source, shifts)
     build = build_of(relation, model.tied)
-    described = Described(source.state.args, sizes, relation.architecture, build, options, notes)
+    described = Described(source.state.args, sizes, relation.architecture, build, options)
     config = described.config(reference, travelled)
     if reference is not None:
         found = against_config(config, relation.huggingface)
         refuse_contradictions(found, f"--reference-config {given}", source)
-    _note(source, family, relation, sizes, notes)
-    for doubt in doubts(source.state.args):
-        notes.add(Fate.LOST, doubt)
-    groups = with_members(source, relation, Membership(family.args, options.rules), family.scalars, notes)
+    dealt = with_members(source, relation, Membership(family.args, options.rules), family.scalars)
     shares = relation.of_huggingface()
     tensors = source.catalog
     if not source.parity and MASTER in source.states:
         tensors = tensors.states({PARAM: FROM_MASTERS[PARAM]})
-        notes.add(
-            Fate.CHANGED, "parameters: rounded from their fp32 masters; the run itself computes with fewer bits of them"
-        )
     left = FormerFamily.of(source).module(source.state.iteration)
-    if source.origin:
-        _note_left(left, notes)
+    places, state = arguments_to_config(source.state.args, relation.architecture, config), _state(source, dealt.groups)
+    notes.through(
+        _RULES,
+        _InHuggingface(
+            source, family, relation, described, reference, travelled, unused, shifts, dealt, left, places, state
+        ),
+    )
     return replace(
         source, model=_model(source, relation, sizes, build.tied), parallel=ParallelConfig(dp=source.parallel.world_size),
         catalog=tensors.recut(source.role, shares, relation.huggingface), parity=True,
-        state=_with_left(_state(source, notes, groups), left), notes=notes,
+        state=_with_left(state, left), notes=notes,
         family=ModuleState(
             str(left.get("tag") or f"global_step{source.state.iteration}"), (*relation.huggingface, *([LM_HEAD] if build.tied else [])),
             buffers=tuple(name for name, parts in shares.items() if is_buffer(parts[0].name)),
             shared={LM_HEAD: EMBEDDING} if build.tied else {}, config=config, optimizer=_section(left, "optimizer"), packs_experts=False,
             laid_out=FormerFamily.of(source).laid_out,
-        ), moved={**_waiting(source), **arguments_to_config(source.state.args, relation.architecture, config, notes)},
+        ), moved={**_waiting(source), **places.moved},
         origin=origin_of_megatron(source, config, relation.spelling),
     )  # fmt: skip
 
@@ -98,7 +108,7 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
 def as_release(source: Source) -> Source:
     """A release that becomes a model's folder, which has no run whose counters and arguments would be lost; its config says all."""
     notes = source.notes.copy()
-    notes.leave(Reason.NO_RUN, Item(Kind.ARGUMENT), Item(Kind.SCHEDULER), Item(Kind.VALUE))
+    notes.through([Rule(Reason.NO_RUN, of=[Item(Kind.ARGUMENT), Item(Kind.SCHEDULER), Item(Kind.VALUE)])], source)
     return replace(source, state=replace(source.state, other={}, scheduler=None), notes=notes, origin={})
 
 
@@ -156,14 +166,6 @@ def _model(source: Source, relation: Relation, sizes: Sizes, tied: bool) -> Mode
     return ModelSpec(tuple(specs), sizes.layers, tied, vocab_size=sizes.vocabulary, padded_vocab_size=sizes.vocabulary)
 
 
-def _note_left(left: Mapping[str, object], notes: Report) -> None:
-    """What a run under a module's names has left here is of one step: whoever trained on has other values."""
-    if left:
-        notes.add(Fate.KEPT, f"{', '.join(left)}: as the step had them before it became Megatron's", WAITING)
-    else:
-        notes.add(Fate.CHANGED, f"what {WAITS} is of another step than this one, and is not used", WAITING)
-
-
 def _with_left(state: TrainingState, left: Mapping[str, object]) -> TrainingState:
     known: dict[str, Any] = {key: left[key] for key in ("args", "scheduler", "grad_scaler") if key in left}
     return replace(state, other={**state.other, **_section(left, "other")}, **known)
@@ -174,21 +176,12 @@ def _section(left: Mapping[str, object], name: str) -> dict[str, object]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def _state(source: Source, notes: Report, groups: tuple[ParamGroup, ...]) -> TrainingState:
+def _state(source: Source, groups: tuple[ParamGroup, ...]) -> TrainingState:
     old = source.state
     other: dict[str, object] = {"skipped_steps": 0}
     samples = old.args.get("consumed_train_samples")
     if isinstance(samples, int):
         other["global_samples"] = samples
-        text = f"consumed_train_samples {samples}: as global_samples"
-        notes.add(Fate.KEPT, text, Item(Kind.ARGUMENT, "consumed_train_samples"))
-    if old.scheduler is not None:
-        notes.add(
-            Fate.DERIVED,
-            f"lr_scheduler: last_batch_iteration {old.iteration - 1}, which is all that DeepSpeed's own schedulers keep; "
-            f"Megatron's own state {WAITS}",
-            Item(Kind.SCHEDULER),
-        )
     trained = (
         old.iteration > 0 and not old.release
     )  # DeepSpeed wants to load a scheduler, even where Megatron stored none
@@ -199,24 +192,27 @@ def _state(source: Source, notes: Report, groups: tuple[ParamGroup, ...]) -> Tra
         args=_ds_config(source),
         groups=groups,
         scheduler=scheduler,
-        grad_scaler=_scaler(source, notes),
+        grad_scaler=_scaler(source),
         other=other,
     )
 
 
-def _scaler(source: Source, notes: Report) -> object | None:
+def _stored_scaler(source: Source) -> Mapping[str, Any]:
+    return source.state.grad_scaler if isinstance(source.state.grad_scaler, Mapping) else {}
+
+
+def _scaler(source: Source) -> object | None:
     """DeepSpeed's loss scaler in the state of Megatron's: a run in fp16 must not go on with a scale of 1.
 
     Source: megatron-core 0.16.1, ``optimizer/grad_scaler.py``; DeepSpeed 0.19.8, ``runtime/fp16/loss_scaler.py``.
     """
-    stored, at = source.state.grad_scaler, source.state.iteration
-    if not isinstance(stored, Mapping):
+    stored, at = _stored_scaler(source), source.state.iteration
+    if not isinstance(source.state.grad_scaler, Mapping):
         return None
     constant = source.state.args.get("loss_scale")
     if "growth_tracker" not in stored:  # a constant scale has no state
         return static_scaler(float(constant)) if isinstance(constant, int | float) else None
     scale = float(stored["scale"])
-    notes.add(Fate.DERIVED, f"loss_scaler: dynamic, at Megatron's scale of {scale:g}", Item(Kind.SCALER))
     clean = {"cur_iter": at, "last_overflow_iter": at - int(stored["growth_tracker"])}
     window = source.state.args.get("loss_scale_window")
     more = {"scale_window": int(window)} if isinstance(window, int | float) else {}
@@ -241,54 +237,109 @@ def _ds_config(source: Source) -> dict[str, object]:
     return config
 
 
-def _note(source: Source, family: MegatronState, relation: Relation, sizes: Sizes, notes: Report) -> None:
-    known = relation.architecture
-    notes.add(
-        Fate.CHANGED,
-        f"names and shapes: Megatron's become those of {known.class_name} ({len(relation.megatron)} → {len(relation.huggingface)} tensors)",
-    )
-    rows = source.model.padded_vocab_size
-    if rows is not None and rows > sizes.vocabulary:
-        _note_cut(family.args.vocab_size, sizes.vocabulary, rows, notes)
-    if sizes.mtp:
-        notes.add(
-            Fate.NOTE,
-            f"multi-token prediction: layer {sizes.layers} and further ones; transformers passes over them, and saves the model without",
+@dataclass(frozen=True, slots=True)
+class _InHuggingface:
+    """What is asked about a source that is seen under Hugging Face's names."""
+
+    source: Source
+    family: MegatronState
+    relation: Relation
+    described: Described
+    reference: Mapping[str, object] | None
+    travelled: Mapping[str, object] | None
+    unused: str
+    shifts: Mapping[str, float]
+    dealt: DealtGroups
+    left: Mapping[str, object]
+    places: Places
+    state: TrainingState
+
+    def kept_args(self) -> list[str]:
+        """Arguments that nobody declares, and that wait in ``config.json``."""
+        return list(plain(self.described.undeclared()))
+
+    def lost_args(self) -> list[str]:
+        """Those that no JSON can hold."""
+        return [name for name in self.described.undeclared() if name not in self.kept_args()]
+
+    def objects(self) -> Values | None:
+        """Values that are no numbers and no texts."""
+        other = self.source.state.other
+        items = [item for item, _ in value_items(other) if item.name not in plain(other)]
+        return {"names": [item.name for item in items], "of": items} if items else None
+
+    def words_cut(self) -> Values | None:
+        """Words of the run's own that the number goes without which the user gave."""
+        stored, words, rows = (
+            self.family.args.vocab_size,
+            self.described.sizes.vocabulary,
+            self.source.model.padded_vocab_size,
         )
-    if not source.state.release:  # nobody trains on with those of a release
-        text = "RNG states: Megatron's belong to its ranks, and formats under module names store none"
-        notes.add(Fate.LOST, text, Item(Kind.RNG))
-    notes.leave(Reason.NO_RUN, Item(Kind.RNG))
-    notes.leave(Reason.OF_LAYOUT, *(OF_RANKS[key] for key in PER_RANK_KEYS))
-    notes.settle(
-        Fate.DERIVED, "as torch's optimizers keep it", Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER)
-    )
-    _note_objects(source, notes)
-    opaque = list(family.opaque())
-    if opaque:
-        text = f"values that are no parameters: {names_of(opaque)}"
-        notes.add(Fate.LOST, text, *map(opaque_item, opaque))
-
-
-def _note_objects(source: Source, notes: Report) -> None:
-    """Values that are no numbers and no texts are understood by Megatron only."""
-    state = source.state
-    other = [item for item, _ in value_items(state.other) if item.name not in plain(state.other)]
-    if other:
-        notes.add(Fate.LOST, f"values that only Megatron understands: {', '.join(item.name for item in other)}", *other)
-
-
-def _note_cut(stored: int | None, words: int, rows: int, notes: Report) -> None:
-    """Rows behind the last word go; a number that the user gave may make words of the run's own go as well."""
-    loses = stored is not None and words < stored <= rows
-    if stored is not None and loses:
-        notes.add(
-            Fate.LOST,
-            f"vocabulary rows {words}–{stored - 1}: words of the run, which has {stored} as its args say; cut, as the {words} words "
-            "of --vocab-size or --reference-config ask",
-            ELEMENTS,
+        return (
+            {"words": words, "last": stored - 1, "stored": stored}
+            if stored and rows and words < stored <= rows
+            else None
         )
-    first = words if stored is None or stored > rows else max(words, stored)
-    if first < rows:
-        text = f"vocabulary rows {first}–{rows - 1} are Megatron's padding, and are cut"
-        notes.add(Fate.CHANGED, text, *([] if loses else [ELEMENTS]))  # a loss of some is what counts of them all
+
+    def padding_cut(self) -> Values | None:
+        """Rows behind the last word; a loss of some is what counts of them all."""
+        stored, words, rows = (
+            self.family.args.vocab_size,
+            self.described.sizes.vocabulary,
+            self.source.model.padded_vocab_size,
+        )
+        first = words if stored is None or stored > (rows or 0) else max(words, stored)
+        there = rows is not None and rows > words and first < rows
+        return (
+            {"first": first, "last": (rows or 0) - 1, "of": [] if self.words_cut() else [ELEMENTS]} if there else None
+        )
+
+
+def _rows(found: Sequence[Difference]) -> list[Values]:
+    return [{"argument": one.argument, "said": one.said, "other": one.other} for one in found]
+
+
+_RULES: tuple[Rule[_InHuggingface], ...] = (
+    Rule(Fate.NOTE, f"{CONFIG}: the one that travelled with the checkpoint is not used, the run is another: {{found}}", lambda s: s.unused),
+    SHIFTED.of_part(lambda s: s.shifts),
+    *(rule.of_part(lambda s: (s.described.options.ignore_fields, s.source.state.args)) for rule in IGNORED),
+    Rule(Fate.KEPT, f"arguments that nobody declares: {{found}}: in config.json, under {ORIGIN}",
+         lambda s: s.kept_args() and listed(s.kept_args())),
+    Rule(Fate.LOST, "arguments that nobody declares, and that no JSON can hold: {found}",
+         lambda s: s.lost_args() and listed(s.lost_args())),
+    Rule(Fate.CHANGED, "args: {argument} is {said!r}, and --reference-config makes it {other!r}, which counts",
+         lambda s: s.reference and _rows([*differences(s.source.state.args, s.reference, s.described.known)])),
+    Rule(Fate.DERIVED, "args: do not say {found}: taken as Megatron's own defaults",
+         lambda s: s.reference is None and s.travelled is None and s.described.unsaid()),
+    Rule(Fate.CHANGED, "args: {argument} is {said!r}, and was {other!r} in the config.json that travelled with it",
+         lambda s: s.travelled and _rows(s.described.differences(s.travelled))),
+    Rule(Fate.CHANGED, "names and shapes: Megatron's become those of {0.relation.architecture.class_name} ({old} → {new} tensors)",
+         lambda s: {"old": len(s.relation.megatron), "new": len(s.relation.huggingface)}),
+    Rule(Fate.LOST, "vocabulary rows {words}–{last}: words of the run, which has {stored} as its args say; cut, as the {words} words of "
+         "--vocab-size or --reference-config ask", _InHuggingface.words_cut, [ELEMENTS]),
+    Rule(Fate.CHANGED, "vocabulary rows {first}–{last} are Megatron's padding, and are cut", _InHuggingface.padding_cut),
+    Rule(Fate.NOTE, "multi-token prediction: layer {0.described.sizes.layers} and further ones; transformers passes over them, and saves "
+         "the model without", lambda s: s.described.sizes.mtp),
+    Rule(Fate.LOST, NO_RNG, lambda s: not s.source.state.release, [Item(Kind.RNG)]),  # nobody trains on with those of a release
+    Rule(Reason.NO_RUN, of=[Item(Kind.RNG)]),
+    Rule(Reason.OF_LAYOUT, of=[OF_RANKS[key] for key in PER_RANK_KEYS]),
+    Rule(Fate.DERIVED, "as torch's optimizers keep it", of=[Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER)], told=False),
+    Rule(Fate.LOST, "values that only Megatron understands: {names}", _InHuggingface.objects),
+    NO_PARAMETERS.of_part(lambda s: s.family),
+    Rule(Fate.LOST, "{doubt}", lambda s: [{"doubt": doubt} for doubt in doubts(s.source.state.args)]),
+    *(rule.of_part(lambda s: s.dealt) for rule in OF_HUGGINGFACE),
+    Rule(Fate.CHANGED, "parameters: rounded from their fp32 masters; the run itself computes with fewer bits of them",
+         lambda s: not s.source.parity and MASTER in s.source.states),
+    Rule(Fate.KEPT, "{found}: as the step had them before it became Megatron's", lambda s: s.source.origin and [*s.left], [WAITING]),
+    Rule(Fate.CHANGED, f"what {WAITS} is of another step than this one, and is not used",
+         lambda s: s.source.origin and not s.left, [WAITING]),
+    Rule(Fate.KEPT, "consumed_train_samples {found[0]}: as global_samples",
+         lambda s: [s.state.other["global_samples"]] if "global_samples" in s.state.other else [],
+         [Item(Kind.ARGUMENT, "consumed_train_samples")]),
+    Rule(Fate.DERIVED, "lr_scheduler: last_batch_iteration {last}, which is all that DeepSpeed's own schedulers keep; Megatron's own state "
+         + WAITS, lambda s: s.source.state.scheduler is not None and {"last": s.source.state.iteration - 1}, [Item(Kind.SCHEDULER)]),
+    Rule(Fate.DERIVED, "loss_scaler: dynamic, at Megatron's scale of {found[0]:g}",
+         lambda s: "growth_tracker" in (scaler := _stored_scaler(s.source)) and [float(scaler["scale"])], [Item(Kind.SCALER)]),
+    *(rule.of_part(lambda s: s.places) for rule in OF_PLACES),
+)  # fmt: skip
+"""What formats under a module's names have of it, or under other names."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import new_rows
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.inventory import WAITING, inventory_of
+from mcore_rlhf.families.inventory import FROM_ZERO3, WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
@@ -38,12 +38,12 @@ from .description import (
     arguments,
     config_to_arguments,
     description,
-    note_fields,
-    note_ignored,
+    undeclared_fields,
 )
-from .groups import as_megatron
+from .groups import OF_MEGATRON, DealtGroups, as_megatron
 from .packing import repacked
-from .shifting import shifted
+from .rules import CARRIED_FIELDS, IGNORED, OF_PLACES, Places
+from .shifting import SHIFTED, shifted
 
 _TEXT, _IMAGES = "model.language_model.", "model.visual."
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
@@ -68,39 +68,36 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     config = description(source, options)
     among = architecture_of(config)
     source = repacked(source, config, packs_experts=False)
-    notes = source.notes.copy()
-    sizes = sizes_of_config(config)
-    shapes, sizes = _with_next_layers(source.model.shapes, sizes, notes)
+    counted = sizes_of_config(config)
+    shapes, sizes, copies = _with_next_layers(source.model.shapes, counted)
     spelling = origin.spelling(_implementation(among, options))
     relation = from_huggingface(shapes, sizes, spelling, among, frozenset(family.buffers))
     by = {name: number for name, _, number in relation.shifts}
     if by:
-        source = shifted(source, by, notes, stored=[name.replace("model.", _TEXT, 1) for name in by])
+        source = shifted(source, by)
     tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes
     if tied and config.get("tie_word_embeddings") is False:
         raise LayoutMismatch(
             f"{source.root}: has neither {LM_HEAD} nor {VALUE_HEAD}, but config.json says that the embedding is not tied"
         )
     described = arguments(source, origin, config, relation, sizes, options.ignore_fields)
-    args = Arguments({**described, **_muon_arguments(source, notes)})
+    args = Arguments({**described, **_muon_arguments(source)})
     model = _model(source, relation, args, tied, sizes)
-    _note(source, relation, model, notes, family)
-    note_ignored(options.ignore_fields, config, notes)
-    note_fields(config, relation.architecture, options.ignore_fields, notes)
-    for doubt in doubts(args.values):
-        notes.add(Fate.LOST, doubt)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
     catalog = source.catalog.recut(source.role, relation.of_megatron(), relation.megatron).rows(rows)
-    groups = as_megatron(source, relation, Membership(args, options.rules), notes, options.lr_limits)
+    dealt = as_megatron(source, relation, Membership(args, options.rules), options.lr_limits)
+    places = config_to_arguments(family.config, relation.architecture, args.values, carried=_goes_along(source))
+    seen = _InMegatron(
+        source, family, relation, model, args.values, config, options, counted, copies, by, dealt, places
+    )
+    notes = source.notes.copy()
+    notes.through(_RULES, seen)
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
-        state=_state(source, origin, args, groups, notes), notes=notes,
+        state=_state(source, origin, args, dealt.groups), notes=notes,
         optimizer=None if source.optimizer is None else "distributed",
         family=MegatronState(located=None, args=args, shards=[], order=list(_with_extra_states(relation)), unknown=[]),
-        moved={
-            **config_to_arguments(family.config, relation.architecture, args.values, notes, carried=_goes_along(source)),
-            **_waiting(source),
-        }, origin=origin_of_module(source, family),
+        moved={**places.moved, **_waiting(source)}, origin=origin_of_module(source, family),
     )  # fmt: skip
 
 
@@ -117,9 +114,7 @@ def _text_alone(source: Source) -> Source:
 
     gone = [spec.name for spec in source.model.params if of_text(spec.name) is None]
     source = renamed(source, of_text)
-    if gone:
-        text = f"the model of images, {len(gone)} tensors such as {gone[0]}: left out, since Megatron's GPT is the text alone"
-        source.notes.add(Fate.LOST, text, *(Item(Kind.TENSOR, name) for name in gone))
+    source.notes.through([_WITHOUT_IMAGES], gone)
     return source
 
 
@@ -140,30 +135,27 @@ def _waiting(source: Source) -> dict[Item, Item]:
     return {item: WAITING for item in inventory_of(source) if item.kind in kinds and item not in placed}
 
 
-def _muon_arguments(source: Source, notes: Report) -> dict[str, object]:
+def _of_muon(source: Source) -> list[ParamGroup]:
+    return [group for group in source.state.groups if group.fields.get(USE_MUON) is True]
+
+
+def _momentum(groups: Sequence[ParamGroup]) -> object:
+    return groups[0].fields.get("momentum", 0.95)
+
+
+def _muon_arguments(source: Source) -> dict[str, object]:
     """What a Megatron run that goes on with DeepSpeed's Muon has to be told; the momentum is the same moving average in both.
 
     Sources: deepspeed 0.19.8, ``runtime/zero/muon/original_muon.py`` (``muon_update``, ``_aspect_ratio_scale``); emerging_optimizers
     0.3.0, ``orthogonalized_optimizers/orthogonalized_optimizer.py`` (``step``), ``muon.py`` (``get_muon_scale_factor``);
     megatron-core 0.19.2, ``optimizer/optimizer_config.py``.
     """
-    muon = [group for group in source.state.groups if group.fields.get(USE_MUON) is True]
+    muon = _of_muon(source)
     if not muon:
         return {}
-    momentum = muon[0].fields.get("momentum", 0.95)
-    notes.add(
-        Fate.CHANGED,
-        f"DeepSpeed's Muon of {sum(len(group.params) for group in muon)} matrices becomes Megatron's (0.18 and later): {MOMENTUM} is the "
-        f"same in both, and how updates are made of it is the run's affair. --optimizer muon --muon-momentum {momentum} --muon-nesterov "
-        "--muon-scale-mode shape_scaling --muon-coefficient-type simple comes nearest: Megatron orthogonalizes gate and up as one matrix",
-    )
-    rates = {group.fields.get("lr") for group in source.state.groups}
-    if len(rates) > 1:
-        text = f"learning rates {', '.join(map(str, rates))} of Muon's and Adam's groups: Megatron's scheduler gives both that of --lr"
-        notes.add(Fate.CHANGED, text)
     return {
         "optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False,
-        "muon_momentum": momentum, "muon_nesterov": True, "muon_scale_mode": "shape_scaling", "muon_coefficient_type": "simple",
+        "muon_momentum": _momentum(muon), "muon_nesterov": True, "muon_scale_mode": "shape_scaling", "muon_coefficient_type": "simple",
     }  # fmt: skip
 
 
@@ -172,27 +164,17 @@ def _goes_along(source: Source) -> bool:
     return source.carried is not None and CONFIG in source.carried.files
 
 
-def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes, notes: Report) -> tuple[dict[str, Shape], Sizes]:
-    """The layers of multi-token prediction that there really are, without the copies that release files have in them.
+def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str, Shape], Sizes, list[str]]:
+    """The layers of multi-token prediction that there really are, without the copies that release files have in them, which come last.
 
     A ``config.json`` counts them also where transformers has saved the model, which leaves them out.
     """
     found = {name: match for name in shapes if (match := _IN_LAYER.fullmatch(name))}
     further = {int(match.group(1)) for match in found.values() if int(match.group(1)) >= sizes.layers}
     copies = [name for name, match in found.items() if match.group(2) in COPIES and int(match.group(1)) in further]
-    if sizes.mtp and not further:
-        notes.add(
-            Fate.NOTE, f"config.json counts {sizes.mtp} layers of multi-token prediction; there are none in the files"
-        )
-    if copies:
-        notes.add(
-            Fate.NOTE,
-            f"copies of the embedding and the output layer are taken as such, and left out: {', '.join(copies)}",
-        )
-        notes.settle(Fate.DERIVED, "a copy of another one", *(Item(Kind.TENSOR, name) for name in copies))
     kept = {name: shape for name, shape in shapes.items() if name not in copies}
     beside = {match.group(1) for name in shapes if (match := IN_LAYER.match(name))}
-    return kept, replace(sizes, mtp=len(beside) or (len(further) if sizes.mtp else 0))
+    return kept, replace(sizes, mtp=len(beside) or (len(further) if sizes.mtp else 0)), copies
 
 
 def _with_extra_states(relation: Relation) -> Iterator[str]:
@@ -249,23 +231,14 @@ def _model(source: Source, relation: Relation, args: Arguments, tied: bool, size
     )
 
 
-def _state(
-    source: Source, origin: FormerFamily, args: Arguments, groups: tuple[ParamGroup, ...], notes: Report
-) -> TrainingState:
+def _state(source: Source, origin: FormerFamily, args: Arguments, groups: tuple[ParamGroup, ...]) -> TrainingState:
     old = source.state
-    scheduler = origin.scheduler(old.iteration)
-    if scheduler is None and old.scheduler is not None:
-        notes.add(
-            Fate.LOST,
-            "lr_scheduler: DeepSpeed's knows only its step; Megatron will want --override-opt-param-scheduler",
-            Item(Kind.SCHEDULER),
-        )
     return TrainingState(
         iteration=old.iteration,
         release=old.release,
         args=dict(args.values),
         groups=groups,
-        scheduler=scheduler,
+        scheduler=origin.scheduler(old.iteration),
         other={"checkpoint_version": 3.0, "iteration": old.iteration, **_counters(origin, old.iteration)},
     )
 
@@ -275,58 +248,112 @@ def _counters(origin: FormerFamily, iteration: int) -> dict[str, object]:
     return {key: value for key, value in origin.other.items() if key != "iteration"} if same else {}
 
 
-def _note(source: Source, relation: Relation, model: ModelSpec, notes: Report, family: ModuleState) -> None:
-    known, words, rows = relation.architecture, model.vocab_size or 0, model.padded_vocab_size or 0
-    notes.add(
-        Fate.CHANGED,
-        f"names and shapes: those of {known.class_name} become Megatron's ({len(relation.huggingface)} → {len(relation.megatron)} "
-        f"tensors), spelled as with --transformer-impl {relation.spelling.implementation}",
-    )
-    if rows > words:
-        notes.add(Fate.CHANGED, new_rows(words, rows))
-    if any(name.endswith(FULL_QUERY) for name in relation.megatron):
-        notes.add(
-            Fate.NOTE,
-            "queries without q_lora_rank: for megatron-core 0.16 to 0.18. 0.19 has a norm before linear_q_proj, with which it computes "
-            "something else than this model; it does not load these files",
-        )
-    if model.mtp_layers and relation.spelling.mtp == MTP_MODEL_LAYER:
-        notes.add(
-            Fate.NOTE,
-            f"multi-token prediction: its layer is called {MTP_MODEL_LAYER}, as since megatron-core 0.17; for 0.16 use --to megatron-dist, "
-            "whose keys are the same for all",
-        )
-    if source.optimizer == "zero3":
-        notes.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
-    notes.add(Fate.DERIVED, "args: those that describe the model; all others are the new run's")
-    _account(source, notes)
-    computed = [name for name in family.buffers if is_frequencies(name)]
-    if computed:
-        text = f"rotary frequencies, {len(computed)} tensors such as {computed[0]}: computed from the arguments, as transformers does"
-        notes.add(Fate.DERIVED, text, *(Item(Kind.TENSOR, name) for name in computed))
-    gone = [name for name in family.buffers if name not in relation.huggingface and name not in computed]
-    if gone:
-        items = [Item(Kind.TENSOR, name) for name in gone]
-        notes.add(Fate.LOST, f"buffers that Megatron does not have: {', '.join(gone[:3])}", *items)
-    if model.num_experts:
-        notes.add(Fate.DERIVED, f"experts: spelled as Megatron's {EXPERTS[relation.spelling.experts]}")
-    placed = {"global_samples", *_ENGINE_VALUES}
-    left = sorted(key for key, value in source.state.other.items() if key not in placed and value is not None)
-    notes.settle(
-        Fate.DERIVED, "there is none", *(Item(Kind.VALUE, k) for k, v in source.state.other.items() if v is None)
-    )
-    if left:
-        items = [item for key in left for item in (Item(Kind.VALUE, key), Item(Kind.RNG, key))]
-        notes.add(Fate.KEPT, f"client state, for which Megatron has no place: {', '.join(left)}: {WAITS}", *items)
-    if getattr(source.state.grad_scaler, "dynamic", False):
-        text = "loss_scaler: Megatron's and DeepSpeed's count differently; the run starts with its own"
-        notes.add(Fate.LOST, text, Item(Kind.SCALER))
+@dataclass(frozen=True, slots=True)
+class _InMegatron:
+    """What is asked about a source that is seen under Megatron's names."""
+
+    source: Source
+    family: ModuleState
+    relation: Relation
+    model: ModelSpec
+    args: Mapping[str, object]
+    config: Mapping[str, object]
+    options: WriteOptions
+    counted: Sizes
+    copies: Sequence[str]
+    shifts: Mapping[str, float]
+    dealt: DealtGroups
+    places: Places
+
+    def further(self) -> bool:
+        """Whether there are layers behind those of the model itself."""
+        found = (_IN_LAYER.fullmatch(name) for name in self.source.model.shapes)
+        return any(int(match.group(1)) >= self.counted.layers for match in found if match)
+
+    def padding(self) -> str:
+        """The rows of words that are new."""
+        words, rows = self.model.vocab_size or 0, self.model.padded_vocab_size or 0
+        return new_rows(words, rows) if rows > words else ""
+
+    def frequencies(self) -> list[str]:
+        """Buffers of rotary frequencies."""
+        return [name for name in self.family.buffers if is_frequencies(name)]
+
+    def without_place(self) -> list[str]:
+        """Buffers that Megatron does not have."""
+        there = (*self.relation.huggingface, *self.frequencies())
+        return [name for name in self.family.buffers if name not in there]
+
+    def client_state(self) -> list[str]:
+        """Values for which Megatron has no place."""
+        placed = {"global_samples", *_ENGINE_VALUES}
+        return sorted(key for key, value in self.source.state.other.items() if key not in placed and value is not None)
+
+    def muon(self) -> Values | None:
+        """What DeepSpeed's Muon trains."""
+        groups = _of_muon(self.source)
+        return {"count": sum(len(g.params) for g in groups), "momentum": _momentum(groups)} if groups else None
+
+    def rates(self) -> list[object]:
+        """Learning rates, where Muon's groups and others have not all the same."""
+        found = {group.fields.get("lr") for group in self.source.state.groups if _of_muon(self.source)}
+        return list(found) if len(found) > 1 else []
 
 
-def _account(source: Source, notes: Report) -> None:
-    """What a run of Megatron's has of its own, or under other names."""
-    notes.settle(Fate.DERIVED, "as Megatron's optimizers keep it", Item(Kind.GROUP))
-    told = [WAITING, Item(Kind.VALUE, "global_samples"), Item(Kind.SCHEDULER)]
-    notes.settle(Fate.DERIVED, "as Megatron stores it", *told, Item(Kind.MODEL))
-    notes.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER), Item(Kind.SCALER))
-    notes.leave(Reason.OF_LAYOUT, Item(Kind.MODEL, "keys"))
+def _tensors(key: str, names: Sequence[str]) -> Values | None:
+    return {key: names, "count": len(names), "of": [Item(Kind.TENSOR, name) for name in names]} if names else None
+
+
+_WITHOUT_IMAGES: Rule[Sequence[str]] = Rule(
+    Fate.LOST, "the model of images, {count} tensors such as {names:1}: left out, since Megatron's GPT is the text alone",
+    lambda gone: _tensors("names", gone),
+)  # fmt: skip
+_RULES: tuple[Rule[_InMegatron], ...] = (
+    Rule(Fate.NOTE, "config.json counts {0.counted.mtp} layers of multi-token prediction; there are none in the files",
+         lambda s: s.counted.mtp and not s.further()),
+    Rule(Fate.NOTE, "copies of the embedding and the output layer are taken as such, and left out: {found}", lambda s: s.copies),
+    Rule(Fate.DERIVED, "a copy of another one", lambda s: _tensors("copies", s.copies), told=False),
+    SHIFTED.of_part(lambda s: s.shifts),
+    Rule(Fate.CHANGED, "DeepSpeed's Muon of {count} matrices becomes Megatron's (0.18 and later): " + MOMENTUM + " is the same in both, "
+         "and how updates are made of it is the run's affair. --optimizer muon --muon-momentum {momentum} --muon-nesterov "
+         "--muon-scale-mode shape_scaling --muon-coefficient-type simple comes nearest: Megatron orthogonalizes gate and up as one matrix",
+         _InMegatron.muon),
+    Rule(Fate.CHANGED, "learning rates {found} of Muon's and Adam's groups: Megatron's scheduler gives both that of --lr",
+         _InMegatron.rates),
+    Rule(Fate.CHANGED, "names and shapes: those of {0.relation.architecture.class_name} become Megatron's ({old} → {new} tensors), spelled "
+         "as with --transformer-impl {0.relation.spelling.implementation}",
+         lambda s: {"old": len(s.relation.huggingface), "new": len(s.relation.megatron)}),
+    Rule(Fate.CHANGED, "{found}", _InMegatron.padding),
+    Rule(Fate.NOTE, "queries without q_lora_rank: for megatron-core 0.16 to 0.18. 0.19 has a norm before linear_q_proj, with which it "
+         "computes something else than this model; it does not load these files",
+         lambda s: any(name.endswith(FULL_QUERY) for name in s.relation.megatron)),
+    Rule(Fate.NOTE, f"multi-token prediction: its layer is called {MTP_MODEL_LAYER}, as since megatron-core 0.17; for 0.16 use --to "
+         "megatron-dist, whose keys are the same for all",
+         lambda s: s.model.mtp_layers and s.relation.spelling.mtp == MTP_MODEL_LAYER),
+    Rule(Fate.DERIVED, FROM_ZERO3, lambda s: s.source.optimizer == "zero3"),
+    Rule(Fate.DERIVED, "args: those that describe the model; all others are the new run's"),
+    Rule(Fate.DERIVED, "as Megatron's optimizers keep it", of=[Item(Kind.GROUP)], told=False),
+    Rule(Fate.DERIVED, "as Megatron stores it",
+         of=[WAITING, Item(Kind.VALUE, "global_samples"), Item(Kind.SCHEDULER), Item(Kind.MODEL)], told=False),
+    Rule(Reason.OF_ENGINE, of=[Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER), Item(Kind.SCALER)]),
+    Rule(Reason.OF_LAYOUT, of=[Item(Kind.MODEL, "keys")]),
+    Rule(Fate.DERIVED, "rotary frequencies, {count} tensors such as {names:1}: computed from the arguments, as transformers does",
+         lambda s: _tensors("names", s.frequencies())),
+    Rule(Fate.LOST, "buffers that Megatron does not have: {names:3}", lambda s: _tensors("names", s.without_place())),
+    Rule(Fate.DERIVED, "experts: spelled as Megatron's {found}", lambda s: s.model.num_experts and EXPERTS[s.relation.spelling.experts]),
+    Rule(Fate.DERIVED, "there is none",
+         lambda s: {"of": [Item(Kind.VALUE, key) for key, value in s.source.state.other.items() if value is None]}, told=False),
+    Rule(Fate.KEPT, "client state, for which Megatron has no place: {keys}: " + WAITS,
+         lambda s: (keys := s.client_state()) and {"keys": keys, "of": [Item(of, key) for key in keys for of in (Kind.VALUE, Kind.RNG)]}),
+    Rule(Fate.LOST, "loss_scaler: Megatron's and DeepSpeed's count differently; the run starts with its own",
+         lambda s: getattr(s.source.state.grad_scaler, "dynamic", False), [Item(Kind.SCALER)]),
+    *(rule.of_part(lambda s: (s.options.ignore_fields, s.config)) for rule in IGNORED),
+    CARRIED_FIELDS.of_part(lambda s: undeclared_fields(s.config, s.relation.architecture, s.options.ignore_fields)),
+    Rule(Fate.LOST, "{doubt}", lambda s: [{"doubt": doubt} for doubt in doubts(s.args)]),
+    *(rule.of_part(lambda s: s.dealt) for rule in OF_MEGATRON),
+    Rule(Fate.LOST, "lr_scheduler: DeepSpeed's knows only its step; Megatron will want --override-opt-param-scheduler",
+         lambda s: s.source.state.scheduler is not None and FormerFamily.of(s.source).scheduler(s.source.state.iteration) is None,
+         [Item(Kind.SCHEDULER)]),
+    *(rule.of_part(lambda s: s.places) for rule in OF_PLACES),
+)  # fmt: skip
+"""What a run of Megatron's has of its own, or under other names."""

@@ -7,7 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any, cast
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state
 
@@ -86,19 +87,25 @@ def _number(value: object) -> int | None:
     return None
 
 
-def scheduler_state(source: Source, report: Report) -> dict[str, object]:
+MADE: Rule[Source] = Rule(
+    Fate.DERIVED,
+    "lr_scheduler: torch's, at last_epoch {found.state.iteration}, with the learning rates of the param groups",
+    lambda source: source if EPOCH not in (source.state.scheduler or {}) else None,
+)
+"""What is said of a scheduler that :func:`scheduler_state` makes."""
+
+
+def scheduler_state(source: Source) -> dict[str, object]:
     """The scheduler's own state if it is torch's, otherwise that of a LambdaLR which has made as many steps.
 
     Args:
         source: A source under a module's names.
-        report: Told what was derived.
     """
     stored = source.state.scheduler
     if stored is not None and EPOCH in stored:
         return dict(stored)
     fields = [completed(group.fields, group.scalars) for group in source.state.groups]
     at = source.state.iteration
-    report.add(Fate.DERIVED, f"lr_scheduler: torch's, at last_epoch {at}, with the learning rates of the param groups")
     return {
         "base_lrs": [group["initial_lr"] for group in fields], EPOCH: at, "verbose": False, "_step_count": at + 1,
         "_is_initial": False, "_get_lr_called_within_step": False, "_last_lr": [group["lr"] for group in fields],

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report, Said
 from mcore_rlhf.core.catalog import MASTER, PARAM, Box, Shape
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
 from mcore_rlhf.families.inventory import OF_OPTIMIZER
-from mcore_rlhf.families.megatron.state import MegatronState, names_of, opaque_item
+from mcore_rlhf.families.megatron.state import NO_PARAMETERS, NO_RNG, MegatronState
 from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.selection import renamed
@@ -182,11 +183,12 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
         specs = [*(replace(spec, trainable=False) for spec in frozen.model.params), *specs]
         catalog = frozen.catalog.of_states(_WEIGHTS).joined(adapter)
         own = replace(module, order=(*module.order, *own.order), packs_experts=True)
-    notes.add(Fate.CHANGED, f"Megatron-Bridge's adapters become peft's, of {len(relation.adapted)} modules")
-    if relation.repeated:
-        text = f"{relation.repeated} matrices A are copies: in Megatron one serves all that is fused in a layer"
-        notes.add(Fate.CHANGED, text)
-    _account(source, notes, alone=frozen is None)
+    joined = _Joined(source, relation, frozen is None)
+    if (
+        joined.optimizer()
+    ):  # what was said of the base's way to Hugging Face's names is not said of the adapters' optimizer
+        notes.said = {item: said for item, said in notes.said.items() if item not in _OF_ADAPTERS}
+    notes.through(_RULES, joined)
     model = ModelSpec(tuple(specs), source.model.num_layers, frozen is not None and frozen.model.tied)
     state = replace((frozen or source).state, groups=(), scheduler=None, grad_scaler=None)
     return replace(
@@ -195,28 +197,34 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
     )  # fmt: skip
 
 
-def _account(source: Source, notes: Report, *, alone: bool) -> None:
-    """Say what becomes of the run: what was said of the base's way to Hugging Face's names is not said of the adapters' optimizer.
+class _Joined(NamedTuple):
+    """What is asked about adapters that get peft's names: whether they are alone, without a base."""
 
-    Args:
-        source: Megatron's.
-        notes: Told.
-        alone: Whether there are adapters and no base.
-    """
-    notes.settle(Fate.CHANGED, "as a module's, under peft's names", Item(Kind.TENSOR, PARAM))
-    if source.optimizer is not None:
-        text = "the adapters' optimizer: its states are of matrices that several modules share"
-        what = (*OF_OPTIMIZER, Item(Kind.SCHEDULER))
-        notes.said.update(dict.fromkeys(what, Said(Fate.LOST, text)))
-        notes.add(Fate.LOST, text, *what)
-    if alone:
-        text = "RNG states: Megatron's belong to its ranks, and formats under module names store none"
-        notes.add(Fate.LOST, text, *(item for item in source.family.inventory() if item.kind is Kind.RNG))
-        notes.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT))
-        notes.leave(Reason.OF_LAYOUT, Item(Kind.MODEL))
-        opaque = MegatronState.needed(source).opaque()
-        if opaque:
-            notes.add(Fate.LOST, f"values that are no parameters: {names_of(opaque)}", *map(opaque_item, opaque))
+    source: Source
+    relation: _Relation
+    alone: bool
+
+    def optimizer(self) -> bool:
+        """Whether there is one."""
+        return self.source.optimizer is not None
+
+    def rng(self) -> Values | None:
+        """Random states, of which nobody speaks yet where there is no base."""
+        items = [item for item in self.source.family.inventory() if item.kind is Kind.RNG]
+        return {"of": items} if self.alone else None
+
+
+_OF_ADAPTERS = (*OF_OPTIMIZER, Item(Kind.SCHEDULER))
+_RULES: tuple[Rule[_Joined], ...] = (
+    Rule(Fate.CHANGED, "Megatron-Bridge's adapters become peft's, of {found} modules", lambda j: len(j.relation.adapted)),
+    Rule(Fate.CHANGED, "{found} matrices A are copies: in Megatron one serves all that is fused in a layer", lambda j: j.relation.repeated),
+    Rule(Fate.CHANGED, "as a module's, under peft's names", of=[Item(Kind.TENSOR, PARAM)], told=False),
+    Rule(Fate.LOST, "the adapters' optimizer: its states are of matrices that several modules share", _Joined.optimizer, _OF_ADAPTERS),
+    Rule(Fate.LOST, NO_RNG, _Joined.rng),
+    Rule(Reason.OF_ENGINE, when=lambda j: j.alone, of=[Item(Kind.ARGUMENT)]),
+    Rule(Reason.OF_LAYOUT, when=lambda j: j.alone, of=[Item(Kind.MODEL)]),
+    NO_PARAMETERS.of_part(lambda j: MegatronState.of(j.source) if j.alone else None),
+)  # fmt: skip
 
 
 def _in_memory(name: str, adapted: set[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
     MASTER,
     PARAM,
@@ -24,6 +24,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import COMPUTED
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.core.lowrank import LowRank, LowRankSum
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.inventory import OF_OPTIMIZER
@@ -247,24 +248,9 @@ class Merge:
         for item, said in self.adapter.notes.said.items():
             notes.said.setdefault(item, said)
         whole = f", and {len(found.saved_modules)} modules replaced" if found.saved_modules else ""
-        notes.add(
-            Fate.CHANGED,
-            f"--merge-adapter: {len(self._sums)} weights become base + scale · B·A, computed in fp32 and rounded once{whole}",
-        )
-        alone = "the adapter by itself: once added, it cannot be taken out of the weights exactly"
-        notes.add(Fate.LOST, alone, Item(Kind.VALUE, CARRIED))
-        tensors = (Item(Kind.TENSOR, tensor.memory) for tensor in found.tensors)
-        notes.settle(
-            Fate.CHANGED,
-            "of the merged model",
-            Item(Kind.MODEL),
-            Item(Kind.CONFIG),
-            Item(Kind.VALUE, "iteration"),
-            *tensors,
-        )
-        if self.adapter.optimizer is not None:
-            what = (*OF_OPTIMIZER, Item(Kind.SCHEDULER))
-            notes.add(Fate.LOST, "the optimizer: its states belong to the adapter's matrices", *what)
+        tensors = [Item(Kind.TENSOR, tensor.memory) for tensor in found.tensors]
+        trained = self.adapter.optimizer is not None
+        notes.through(_RULES, {"sums": len(self._sums), "whole": whole, "tensors": tensors, "trained": trained})
         return notes
 
     def _made(
@@ -401,3 +387,13 @@ def _strided(entry: TensorEntry, first: int, step: int) -> Iterator[Chunk]:
             box = Box((chunk.box.offset[0], (at - first) // step), (chunk.box.shape[0], count))
             start = chunk.start + (at - begin) * chunk.strides[1]
             yield Chunk(box, chunk.record, start, (chunk.strides[0], chunk.strides[1] * step))
+
+
+_MERGED = (Item(Kind.MODEL), Item(Kind.CONFIG), Item(Kind.VALUE, "iteration"))
+_RULES: tuple[Rule[Values], ...] = (
+    Rule(Fate.CHANGED, "--merge-adapter: {sums} weights become base + scale · B·A, computed in fp32 and rounded once{whole}", dict),
+    Rule(Fate.LOST, "the adapter by itself: once added, it cannot be taken out of the weights exactly", of=[Item(Kind.VALUE, CARRIED)]),
+    Rule(Fate.CHANGED, "of the merged model", lambda merged: {"of": merged["tensors"]}, _MERGED, told=False),
+    Rule(Fate.LOST, "the optimizer: its states belong to the adapter's matrices", lambda merged: merged["trained"],
+         (*OF_OPTIMIZER, Item(Kind.SCHEDULER))),
+)  # fmt: skip

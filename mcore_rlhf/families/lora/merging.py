@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Computed, Names, Source, bytes_of
@@ -85,22 +85,26 @@ def _moved(source: Source, root: ReadablePath, old: ReadablePath) -> Source:
     return replace(source, root=root, catalog=source.catalog.below(folder), files=files)
 
 
+_UNCHECKED: Rule[Source] = Rule(
+    Fate.NOTE, "{0.root}: the adapter has no fingerprint of its base, so that this was not checked"
+)
+_CHECKED: Rule[Source] = Rule(
+    Fate.NOTE, "{0.root} is the base on which the adapter was trained: their fingerprints are equal"
+)
+
+
 def _check_base(adapter: Source, base: Source) -> None:
     """The base must be the one that the adapter was trained on, where the adapter says which."""
     said = carried(adapter).get("base")
     known = None if said is None else record_of(BaseModel, said, f"{adapter.root}: base", sparse=True)
     if known is None or known.fingerprint is None:
-        adapter.notes.add(
-            Fate.NOTE, f"{base.root}: the adapter has no fingerprint of its base, so that this was not checked"
-        )
+        adapter.notes.through([_UNCHECKED], base)
         return
     found = _fingerprint(base)
     if found != known.fingerprint:  # a running model has its experts packed
         found = _fingerprint(_packed(base))
     known.check(found, str(base.root))
-    adapter.notes.add(
-        Fate.NOTE, f"{base.root} is the base on which the adapter was trained: their fingerprints are equal"
-    )
+    adapter.notes.through([_CHECKED], base)
 
 
 def _packed(base: Source) -> Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.source import Source
@@ -59,6 +59,12 @@ def adapter_in(source: Source, bias: str = "none") -> Adapter:
     return Adapter(tuple(tensors), dict(_ranks(source, own)))
 
 
+_WITHOUT_BASE: Rule[int] = Rule(
+    Fate.CHANGED, "{found} tensors of the base model are left out, which an adapter's folder does not have", int,
+    [Item(Kind.TENSOR), Item(Kind.MODEL)],
+)  # fmt: skip
+
+
 def adapter_alone(source: Source, reference: str | None) -> Source:
     """The adapter of a source and nothing of its base, under the names that peft gives it in memory.
 
@@ -72,10 +78,7 @@ def adapter_alone(source: Source, reference: str | None) -> Source:
     found = adapter_in(source, known_config(source, reference).bias)
     names = {tensor.memory: in_file(tensor.file, found.saved_modules).memory for tensor in found.tensors}
     part = renamed(source, names.get)
-    rest = len(source.model.params) - len(part.model.params)
-    if rest:
-        text = f"{rest} tensors of the base model are left out, which an adapter's folder does not have"
-        part.notes.add(Fate.CHANGED, text, Item(Kind.TENSOR), Item(Kind.MODEL))
+    part.notes.through([_WITHOUT_BASE], len(source.model.params) - len(part.model.params))
     return part
 
 

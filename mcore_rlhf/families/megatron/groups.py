@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import DType, Shape
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.inventory import Unplaced, of_torch
 from mcore_rlhf.families.source import ParamGroup
@@ -253,7 +253,20 @@ def groups_by_member(
     ]
 
 
-def without_classes(groups: Sequence[ParamGroup], report: Report) -> tuple[ParamGroup, ...]:
+def _classes(groups: Sequence[ParamGroup]) -> list[str]:
+    return list(
+        dict.fromkeys(key for group in groups for key, value in group.fields.items() if isinstance(value, StubType))
+    )
+
+
+CLASSES: Sequence[Rule[Sequence[ParamGroup]]] = [
+    Rule(Fate.DERIVED, "param groups: {names}: classes, which every run gives its groups itself",
+         lambda groups: (names := _classes(groups)) and {"names": names, "of": [Item(Kind.GROUP, key) for key in names]}),
+]  # fmt: skip
+"""What is said of the fields that go; see :func:`without_classes`."""
+
+
+def without_classes(groups: Sequence[ParamGroup]) -> tuple[ParamGroup, ...]:
     """Param groups without the classes that those of an offloaded optimizer name, and that every run gives itself.
 
     Megatron reads ``common.pt`` with ``weights_only``, and would refuse it; another trainer would have to import Transformer Engine.
@@ -261,12 +274,8 @@ def without_classes(groups: Sequence[ParamGroup], report: Report) -> tuple[Param
 
     Args:
         groups: Megatron's.
-        report: Told which fields go.
     """
-    classes = {key: None for group in groups for key, value in group.fields.items() if isinstance(value, StubType)}
-    if classes:
-        text = f"param groups: {', '.join(classes)}: classes, which every run gives its groups itself"
-        report.add(Fate.DERIVED, text, *(Item(Kind.GROUP, key) for key in classes))
+    classes = _classes(groups)
     return tuple(replace(one, fields={k: v for k, v in one.fields.items() if k not in classes}) for one in groups)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_rlhf.core.account import Fate, Item, Kind, same
+from mcore_rlhf.core.account import same
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.hybrid import Pattern
@@ -152,13 +153,24 @@ def _gpt_name(name: str) -> str:
     return f"decoder.layers.{int(match.group(1)) // 2}.{match.group(2)}"
 
 
+_RENAMED: tuple[Rule[Values], ...] = (
+    Rule(Fate.CHANGED, "{text}: names, and the arguments that describe its layers", dict),
+    Rule(
+        Fate.DERIVED,
+        "as a run of the other model stores it",
+        lambda v: {"of": v["differs"]},
+        [Item(Kind.MODEL)],
+        told=False,
+    ),
+)
+
+
 def _renamed(source: Source, names: Mapping[str, str], layers: int, changed: Mapping[str, object], text: str) -> Source:
     """The source under other names and with other arguments."""
     family, notes = MegatronState.needed(source), source.notes.copy()
     args = _with(source.state.args, changed)
     differs = [Item(Kind.ARGUMENT, k) for k, v in source.state.args.items() if not same(v, args.get(k))]
-    notes.add(Fate.CHANGED, f"{text}: names, and the arguments that describe its layers")
-    notes.settle(Fate.DERIVED, "as a run of the other model stores it", *differs, Item(Kind.MODEL))
+    notes.through(_RENAMED, {"text": text, "differs": differs})
     new = {names[spec.name]: spec for spec in source.model.params}
     order = [name for name in registration_order(names.values()) if not name.endswith("layer_norm__extra_state")]
     specs = tuple(replace(new[name], name=name) for name in order if name in new)

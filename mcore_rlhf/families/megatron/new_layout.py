@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
-from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, model_chunks, split_from_option
 from mcore_rlhf.layouts.tensor import padded_vocab_size, repadded
 from mcore_rlhf.models.hybrid import STAGE, heads_to_divide
-from mcore_rlhf.models.spec import ModelSpec
 
 from .arguments import DISTRIBUTED, LAYER_WISE, PATTERNS, PLAIN, Arguments
 
@@ -42,14 +39,14 @@ class NewLayout:
     rng: str
 
 
-def choose(source: Source, args: Arguments, options: WriteOptions, report: Report) -> NewLayout:
-    """Decide the layout; what the user did not say is kept from the source, and what follows from it is reported.
+def choose(source: Source, args: Arguments, options: WriteOptions) -> NewLayout:
+    """Decide the layout; what the user did not say is kept from the source, and what follows from it is said in :mod:`.rules`.
 
     Raises:
         CheckpointError: It contradicts itself or does not fit the model.
     """
-    parallel = choose_parallel(source, options, report)
-    split = _choose_split(source, args, options, parallel, report)
+    parallel = choose_parallel(source, options)
+    split = _choose_split(source, args, options, parallel)
     parallel = replace(parallel, pipeline_layout=split.layout)
     _check_heads(args, parallel)
     _check_blocks(args, source.parallel, parallel)
@@ -60,8 +57,8 @@ def choose(source: Source, args: Arguments, options: WriteOptions, report: Repor
             "Use --rng derive (the default for a changed layout) or --rng drop."
         )
     return NewLayout(
-        parallel, split, choose_rows(source.model, source.parallel, args, options, parallel.tp, report),
-        _choose_dtype(source, options), _choose_optimizer(source, args, options, report), rng,
+        parallel, split, choose_rows(source, args, options, parallel.tp),
+        _choose_dtype(source, options), optimizers(source, args, options)[1], rng,
     )  # fmt: skip
 
 
@@ -70,7 +67,7 @@ def same_coordinates(a: ParallelConfig, b: ParallelConfig) -> bool:
     return (a.tp, a.pp, a.ep, a.etp) == (b.tp, b.pp, b.ep, b.etp)
 
 
-def choose_parallel(source: Source, options: WriteOptions, report: Report) -> ParallelConfig:
+def choose_parallel(source: Source, options: WriteOptions) -> ParallelConfig:
     """The new degrees: as asked, otherwise the source's."""
     old = source.parallel
     tp, pp = options.tp or old.tp, options.pp or old.pp
@@ -84,9 +81,7 @@ def choose_parallel(source: Source, options: WriteOptions, report: Report) -> Pa
     vpp = options.vpp or _vpp_of_layout(options, pp) or (old.vpp if pp > 1 else 1)
     if vpp > 1 and pp == 1:
         raise UsageError(f"--vpp {vpp}: virtual pipeline stages need more than one pipeline stage (--pp)")
-    if vpp != old.vpp and options.vpp is None:
-        report.add(Fate.CHANGED, f"virtual pipeline stages: {old.vpp} → {vpp}, since there is one pipeline stage")
-    dp = options.dp or _default_dp(old, tp, pp, ep, etp, report)
+    dp = options.dp or default_dp(old, tp, pp, ep, etp)[0]
     return ParallelConfig(tp, pp, vpp, old.cp, ep, etp, dp)
 
 
@@ -100,46 +95,35 @@ def _vpp_of_layout(options: WriteOptions, pp: int) -> int | None:
     return None if rest else chunks
 
 
-def _default_dp(old: ParallelConfig, tp: int, pp: int, ep: int, etp: int, report: Report) -> int:
+def default_dp(old: ParallelConfig, tp: int, pp: int, ep: int, etp: int) -> tuple[int, str]:
+    """The data-parallel size that follows from the other degrees, and why."""
     model_ranks = tp * pp * old.cp
     dp, rest = divmod(old.world_size, model_ranks)
     if dp and not rest and (tp * old.cp * dp) % (etp * ep) == 0:
-        why = f"the source's {old.world_size} ranks ÷ {model_ranks}"
-    else:
-        dp = least_dp(tp, old.cp, ep, etp)
-        why = f"the smallest that fits, since {old.world_size} ranks do not divide into TP {tp} × PP {pp} × CP {old.cp}"
-    if dp != old.dp:
-        report.add(Fate.CHANGED, f"data-parallel size: {old.dp} → {dp} ({why})")
-    return dp
+        return dp, f"the source's {old.world_size} ranks ÷ {model_ranks}"
+    why = f"the smallest that fits, since {old.world_size} ranks do not divide into TP {tp} × PP {pp} × CP {old.cp}"
+    return least_dp(tp, old.cp, ep, etp), why
 
 
-def _choose_split(
-    source: Source, args: Arguments, options: WriteOptions, parallel: ParallelConfig, report: Report
-) -> PipelineSplit:
+def _choose_split(source: Source, args: Arguments, options: WriteOptions, parallel: ParallelConfig) -> PipelineSplit:
     model = source.model
     if options.pipeline_layout is not None:
         said = split_from_option(options.pipeline_layout, model.num_layers, parallel.pp, parallel.vpp, model.mtp_layers)
-        return said if args.pattern is None else _hybrid_split(args, source, parallel, said, report)
+        return said if args.pattern is None else _hybrid_split(args, source, parallel, said)
     old = args.pipeline_split
     same = (parallel.pp, parallel.vpp) == (source.parallel.pp, source.parallel.vpp)
     if args.pattern is not None:
         marked = args.pattern.counts
         fits = same and parallel.vpp == 1 if marked is None else len(marked) == parallel.pp * parallel.vpp
-        return old if fits else _hybrid_split(args, source, parallel, PipelineSplit(), report)
+        return old if fits else _hybrid_split(args, source, parallel, PipelineSplit())
     if same or old.even:
         return old
     if parallel.pp == 1:
-        new = PipelineSplit()
-    else:
-        new = PipelineSplit(count_embedding=old.count_embedding, count_loss=old.count_loss)
-    if new != old:
-        report.add(Fate.CHANGED, f"pipeline split: {_describe(old)} → {_describe(new)}")
-    return new
+        return PipelineSplit()
+    return PipelineSplit(count_embedding=old.count_embedding, count_loss=old.count_loss)
 
 
-def _hybrid_split(
-    args: Arguments, source: Source, parallel: ParallelConfig, wanted: PipelineSplit, report: Report
-) -> PipelineSplit:
+def _hybrid_split(args: Arguments, source: Source, parallel: ParallelConfig, wanted: PipelineSplit) -> PipelineSplit:
     """A hybrid model's stages are marked in its pattern, and no other argument may deal its layers.
 
     Source: megatron-core 0.19.2, ``megatron/training/arguments.py`` (``validate_args``), ``models/hybrid/hybrid_layer_allocation.py``
@@ -156,18 +140,7 @@ def _hybrid_split(
                 f"and has no virtual ones; chunks of {', '.join(map(str, counts))} layers are wanted"
             )
         return PipelineSplit()
-    if str(old) != str(old.dealt(counts)):
-        report.add(Fate.CHANGED, f"{PATTERNS[0]}: {old} → {old.dealt(counts)}, which marks the new stages")
     return PipelineSplit(counts=counts)
-
-
-def _describe(split: PipelineSplit) -> str:
-    parts = [f"layout {split.layout}"] if split.layout else []
-    parts += [f"first stage {split.first}"] if split.first is not None else []
-    parts += [f"last stage {split.last}"] if split.last is not None else []
-    parts += ["embedding counted"] if split.count_embedding else []
-    parts += ["loss counted"] if split.count_loss else []
-    return ", ".join(parts) or "even"
 
 
 def _check_heads(args: Arguments, parallel: ParallelConfig) -> None:
@@ -207,19 +180,17 @@ def _check_blocks(args: Arguments, old: ParallelConfig, new: ParallelConfig) -> 
     problems.raise_if_any()
 
 
-def choose_rows(
-    model: ModelSpec, old: ParallelConfig, args: Arguments, options: WriteOptions, tp: int, report: Report
-) -> int | None:
+def choose_rows(source: Source, args: Arguments, options: WriteOptions, tp: int) -> int | None:
     """Rows of the new embedding: Megatron's own rule, or what the user says.
 
     Raises:
         UsageError: The true vocabulary is not known and decides, or the size that was given does not fit.
     """
-    rows = model.padded_vocab_size
+    rows, old = source.model.padded_vocab_size, source.parallel
     if rows is None:
         return None
-    divisor = args.integer("make_vocab_size_divisible_by", _DEFAULT_DIVISOR) or _DEFAULT_DIVISOR
-    words = options.vocab_size or _trusted_words(model, args, divisor, old.tp, rows, report)
+    divisor = _divisor(args)
+    words = options.vocab_size or (None if padded_otherwise(source, args, options) else source.model.vocab_size)
     if options.padded_vocab_size is not None:
         new = options.padded_vocab_size
     elif tp == old.tp and options.vocab_size is None:
@@ -238,16 +209,17 @@ def choose_rows(
     return new
 
 
-def _trusted_words(model: ModelSpec, args: Arguments, divisor: int, tp: int, rows: int, report: Report) -> int | None:
-    """The true vocabulary, unless Megatron's rule would not have made the stored rows of it: then it decides nothing."""
-    words = model.vocab_size
-    if words is None or words != args.vocab_size or padded_vocab_size(words, divisor, tp) == rows:
-        return words
-    report.add(
-        Fate.NOTE,
-        f"args.vocab_size would be padded to {padded_vocab_size(words, divisor, tp)} rows at TP {tp}, the files have {rows}",
-    )
-    return None
+def _divisor(args: Arguments) -> int:
+    return args.integer("make_vocab_size_divisible_by", _DEFAULT_DIVISOR) or _DEFAULT_DIVISOR
+
+
+def padded_otherwise(source: Source, args: Arguments, options: WriteOptions) -> int | None:
+    """Rows that Megatron's rule makes of the stored vocabulary, where the files have others: it decides nothing then."""
+    words, rows = source.model.vocab_size, source.model.padded_vocab_size
+    if words is None or rows is None or words != args.vocab_size or options.vocab_size:
+        return None
+    made = padded_vocab_size(words, _divisor(args), source.parallel.tp)
+    return None if made == rows else made
 
 
 def _check_rows(rows: int, new: int, words: int | None, tp: int) -> None:
@@ -272,19 +244,19 @@ def _choose_dtype(source: Source, options: WriteOptions) -> DType | None:
     return None if current == {wanted} else wanted
 
 
-def _choose_optimizer(source: Source, args: Arguments, options: WriteOptions, report: Report) -> str | None:
-    """Which kind is written. Beside Muon, ``--use-distributed-optimizer`` means the layer-wise one; the source's own is in its args."""
+def optimizers(source: Source, args: Arguments, options: WriteOptions) -> tuple[str | None, str | None]:
+    """Which kind the source has, and which is written; none where it is left out.
+
+    Beside Muon, ``--use-distributed-optimizer`` means the layer-wise one; the source's own is in its args.
+    """
     if options.no_optimizer:
         if options.optimizer:
             raise UsageError("--no-optimizer and --optimizer contradict each other")
-        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
-        return None
+        return None, None
     if options.optimizer and source.optimizer is None:
         raise UsageError(f"--optimizer {options.optimizer}: the source has no optimizer state")
     old, wanted = source.optimizer, options.optimizer or source.optimizer
     if args.has_matrix_optimizer and old is not None:
         old = LAYER_WISE if args.layer_wise else PLAIN
         wanted = {None: old, DISTRIBUTED: LAYER_WISE}.get(options.optimizer, options.optimizer)
-    if wanted != old:
-        report.add(Fate.CHANGED, f"optimizer: {old} → {wanted}; param groups are dealt as Megatron derives them")
-    return wanted
+    return old, wanted

@@ -8,23 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, same
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import BFLOAT16, FLOAT32, MASTER, PARAM, DType, TensorName
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.shares import EITHER, FROM_MASTERS, new_rows
+from mcore_rlhf.core.facts import Inventory, Kind
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import LayoutMismatch, Lossy, UsageError
-from mcore_rlhf.families.inventory import ELEMENTS, state_items
+from mcore_rlhf.families.inventory import state_items
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.models.megatron import OUTPUT
 from mcore_rlhf.storage.torch_values import torch_dtype
 
 from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments, arguments_for, stored_arguments
 from .folders import FileRank
-from .groups import Membership, without_classes
+from .groups import CLASSES, Membership, without_classes
 from .new_layout import NewLayout, choose, same_coordinates
 from .remainders import has_remainders, kept_remainders
-from .state import LAID_OUT, OF_RANKS, PER_RANK_KEYS, MegatronState, RankValues, RngMaker, saved_rng
+from .state import LAID_OUT, MegatronState, RankValues, RngMaker, saved_rng
 
 _PRECISE = "use_precision_aware_optimizer"
 _OF_PRECISE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -70,8 +70,7 @@ class NewRun:
             CheckpointError: It cannot be done.
         """
         family = MegatronState.needed(source, to)
-        report = source.notes.for_target()
-        choices = _without_ranks(choose(source, family.args, options, report), family, options)
+        choices = _without_ranks(choose(source, family.args, options), family, options)
         if family.unknown and choices.parallel.tp > 1:
             raise LayoutMismatch(
                 f"{len(family.unknown)} parameters are in no table, and with one tensor-parallel rank their copies cannot be "
@@ -79,9 +78,10 @@ class NewRun:
                 "Say how they are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
             )
         _check_own_copies(source, choices.parallel.tp, ckpt_format)
+        report = source.notes.for_target()
         if ckpt_format == "torch_dist":
-            groups = without_classes(source.state.groups, report)
-            source = replace(source, state=replace(source.state, groups=groups))
+            report.through(CLASSES, source.state.groups)
+            source = replace(source, state=replace(source.state, groups=without_classes(source.state.groups)))
         return cls(source, family, choices, options, report, ckpt_format)
 
     @property
@@ -233,108 +233,15 @@ class NewRun:
             kept = {item: value for item, value in kept.items() if item.kind is not Kind.RNG}
         return kept
 
-    def note(self) -> None:
-        """Say what becomes of the vocabulary's padding, random states, masters, and of what only fits one layout."""
-        self._note_arguments()
-        self._note_vocabulary()
-        self._note_rng()
-        if self.choices.optimizer == DISTRIBUTED and MASTER not in self.source.states:
-            self.report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
-        if (
-            self.choices.optimizer not in (None, DISTRIBUTED)
-            and MASTER in self.source.states
-            and self.choices.dtype is None
-        ):
-            text = "fp32 parameters are their own masters, and are kept"
-            self.report.settle(Fate.DERIVED, text, Item(Kind.TENSOR, MASTER))
-        if self.needs:
-            kept = "remainders of 16 bits, as the source stores them" if self.keeps_remainders else "written whole"
-            self.report.add(Fate.NOTE, f"fp32 master parameters: {kept}{self.needs}")
-        if self.choices.dtype is not None and MASTER in self.source.states and self.choices.optimizer is not None:
-            text = f"parameters: converted to {self.choices.dtype} from their fp32 masters, which are kept"
-            self.report.add(Fate.DERIVED, text)
-        if any(key in shard.top for shard in self.family.shards for key in PER_RANK_KEYS) and not self.same_world:
-            self.report.add(
-                Fate.LOST,
-                "rerun_state_machine: belongs to the ranks of the source; Megatron ignores it as well",
-                *(OF_RANKS[key] for key in PER_RANK_KEYS),
-            )
-        if OUTPUT in self.source.model.unused and self.choices.parallel.pp == 1:
-            self.report.add(
-                Fate.NOTE, f"{OUTPUT}: left out; on one stage Megatron has no such weight, the embedding is tied"
-            )
-        self._note_batch()
-
-    def _note_arguments(self) -> None:
-        """Arguments that describe the layout are made true for the new one; the run itself changes those again as it starts."""
-        old, new = self.source.state.args, self.arguments(None)
-        changed = [Item(Kind.ARGUMENT, name) for name, value in old.items() if not same(new.get(name), value)]
-        self.report.settle(Fate.DERIVED, "as a run at the new layout stores it", *changed)
-        if self.choices.optimizer == DISTRIBUTED:
-            scalars = [Item(Kind.OPTIMIZER, name) for name in self.family.scalars]
-            self.report.settle(Fate.DERIVED, "the distributed optimizer counts it in its param groups", *scalars)
-
-    def _note_vocabulary(self) -> None:
-        """Say which rows of the embedding are new, or cut."""
-        rows, new = self.source.model.padded_vocab_size, self.choices.padded_vocab_size
-        if rows is None or new is None or rows == new:
-            return
-        if new > rows:
-            text = f"{new_rows(rows, new)}; all others are kept"
-        else:
-            text = f"vocabulary rows {new}–{rows - 1} are padding that the new layout does not have, and are cut"
-        self.report.add(Fate.CHANGED, text, ELEMENTS)
-
-    def _note_rng(self) -> None:
-        fates = {
-            "keep": (Fate.KEPT, "RNG states of every rank")
-            if self.rng.saved
-            else (Fate.NOTE, "the source has no RNG states"),
-            "derive": (
-                Fate.DERIVED,
-                "RNG states: seeded from the source's, since its ranks are not those of the new layout",
-            ),
-            "drop": (Fate.LOST, "RNG states: fresh ones from args.seed, as --rng drop asks"),
-        }
-        if self.choices.rng == "keep" and (apart := self._rng_apart()):
-            fates["keep"] = apart
-        if not self.family.shards:
-            fates["drop"] = (
-                Fate.DERIVED,
-                "RNG states: fresh ones from args.seed, since Megatron did not write the source",
-            )
-        self.report.add(*fates[self.choices.rng], *([] if self.choices.rng == "keep" else [Item(Kind.RNG)]))
-
-    def _rng_apart(self) -> tuple[Fate, str] | None:
-        """What is to be said where data-parallel ranks have random states of their own, and there are others of them now."""
-        had, parallel = self.family.rng_ranks, self.choices.parallel
-        if self.ckpt_format == "torch":  # one for each folder, of which expert-parallel ranks have their own
-            has = parallel.dp if self.family.args.flag("data_parallel_random_init") else parallel.ep
-        else:
-            has = parallel.dp * parallel.cp
-        if had > has:
-            return (
-                Fate.LOST,
-                f"RNG states of {had - has} of {had} data-parallel ranks: the new layout has {has}; of the others they are kept",
-            )
-        if 1 < had < has:
-            return (
-                Fate.DERIVED,
-                f"RNG states of {has - had} more data-parallel ranks than the source has; of its own {had} they are kept",
-            )
-        return None
-
-    def _note_batch(self) -> None:
-        """Megatron asserts that the global batch divides into micro-batches of all data-parallel ranks."""
-        args = self.family.args
-        micro, batch = args.optional("micro_batch_size"), args.optional("global_batch_size")
-        dp = self.choices.parallel.dp
-        if micro and batch and batch % (micro * dp):
-            self.report.add(
-                Fate.NOTE,
-                f"global_batch_size {batch} is not a multiple of micro_batch_size {micro} × DP {dp}: Megatron will want another --dp, "
-                "or other batch sizes",
-            )
+    @property
+    def own_rng_ranks(self) -> int:
+        """Data-parallel ranks that have random states of their own in the target."""
+        if self.ckpt_format != "torch":
+            return self.choices.parallel.dp * self.choices.parallel.cp
+        # one for each folder, of which expert-parallel ranks have their own
+        return (
+            self.choices.parallel.dp if self.family.args.flag("data_parallel_random_init") else self.choices.parallel.ep
+        )
 
 
 def _single(value: object) -> object:

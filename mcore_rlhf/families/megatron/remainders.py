@@ -18,7 +18,6 @@ from math import prod
 
 import numpy as np
 
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.cast import Words, differing_after_rounding
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
@@ -38,6 +37,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import COMPUTED, words_of
 from mcore_rlhf.core.execute import WINDOW_BYTES, SourceBytes
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.core.rows import Rows, Strip, Tensor
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.source import Computed, Source, bytes_of
@@ -203,6 +203,13 @@ def _numbered(entry: TensorEntry) -> Iterator[tuple[int, Chunk]]:
         yield number, chunk
 
 
+_JOINED: Rule[Source] = Rule(
+    Fate.DERIVED,
+    "fp32 master parameters: the precision-aware optimizer stored what bf16 cuts off of them (store_param_remainders); joined with the "
+    "parameters they are the masters again, bit for bit",
+)
+
+
 def with_masters_joined(source: Source) -> Source:
     """The checkpoint of a precision-aware optimizer with masters, where it stored remainders; otherwise as it is.
 
@@ -211,11 +218,7 @@ def with_masters_joined(source: Source) -> Source:
     """
     if MASTER not in source.states or not _holds_remainders(source):
         return source
-    source.notes.add(
-        Fate.DERIVED,
-        "fp32 master parameters: the precision-aware optimizer stored what bf16 cuts off of them (store_param_remainders); joined with "
-        "the parameters they are the masters again, bit for bit",
-    )
+    source.notes.through([_JOINED], source)
     joins = Joins(source.catalog, source.role)
     return replace(source, catalog=joined_masters(source.catalog), computed=Computed(source.root, joins))
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import random
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any, ClassVar, Protocol
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
@@ -178,6 +179,14 @@ def names_of(names: Iterable[str]) -> str:
     every = list(names)
     more = f", … ({len(every)}; all of them in the account of --json)" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more
+
+
+def of_opaque(names: Collection[str]) -> Values | None:
+    """What a rule says of values under parameters' names, if there are any: how many, which, and their items."""
+    return {"count": len(names), "names": names_of(names), "of": [*map(opaque_item, names)]} if names else None
+
+
+NO_RNG = "RNG states: Megatron's belong to its ranks, and formats under module names store none"
 
 
 def scheduler_in(top: Mapping[str, object], notes: Report) -> Mapping[str, object] | None:
@@ -408,3 +417,9 @@ def saved_rng(shard: RankValues) -> list[Mapping[str, object]]:
         stored = [{key: shard.top[key] for key in OLD_RNG_KEYS if key in shard.top}]
     listed = shard.materialize(stored)
     return listed if isinstance(listed, list) else []
+
+
+NO_PARAMETERS: Rule[MegatronState] = Rule(
+    Fate.LOST, "values that are no parameters: {names}", lambda family: of_opaque(list(family.opaque()))
+)
+"""What becomes of them where there are no ranks."""

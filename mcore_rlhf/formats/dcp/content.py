@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
-from mcore_rlhf.core.catalog import FLOATING, MASTER, PARAM, DType, Shape, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
@@ -47,28 +46,27 @@ def for_run(source: Source, options: WriteOptions) -> Source:
     return replace(source, family=replace(ModuleState.needed(source, "dcp").base(), laid_out={}))
 
 
-def rest_of(source: Source, choices: Choices, report: Report) -> dict[str, object]:
+def rest_of(source: Source, choices: Choices) -> dict[str, object]:
     """Everything beside model and optimizer, as the nested dict that is saved.
 
     Args:
         source: The source.
         choices: What the target is to be.
-        report: Told what was derived.
     """
     own = DcpState.of(source)
     if own is not None:
-        return _with_rng(dict(own.rest), source.state.iteration, choices.rng or "keep", report)
+        return _with_rng(dict(own.rest), source, choices)
     former = _former_layout(source)
     if former is not None:
-        return _with_rng(_as_before(source, choices, report), source.state.iteration, choices.rng or "keep", report)
+        return _with_rng(_as_before(source, choices), source, choices)
     rest: dict[str, object] = {}
     if choices.optimizer:
-        rest[SCHEDULERS] = [scheduler_state(source, report)]
+        rest[SCHEDULERS] = [scheduler_state(source)]
     rest[VERSION] = source.state.other.get(VERSION, _FSDP2)
     stored = source.state.other.get(RNG)
     if isinstance(stored, Mapping):
         rest[RNG] = dict(stored)
-    return _with_rng(rest, source.state.iteration, choices.rng or ("keep" if RNG in rest else "derive"), report)
+    return _with_rng(rest, source, choices)
 
 
 def _former_layout(source: Source) -> KeyLayout | None:
@@ -78,14 +76,14 @@ def _former_layout(source: Source) -> KeyLayout | None:
     return None if found is None or found.rest == RLINF.rest else found
 
 
-def _as_before(source: Source, choices: Choices, report: Report) -> dict[str, object]:
+def _as_before(source: Source, choices: Choices) -> dict[str, object]:
     """What the run kept beside model and optimizer, without what its stay in another format has added."""
     rest = {key: value for key, value in source.state.other.items() if key not in _ADDED}
     if choices.optimizer and source.state.scheduler is not None:
         laid_out = ModuleState.needed(source, "dcp").laid_out
         groups = laid_out.get("groups")
         known = isinstance(groups, int) and groups <= len(source.model.params)  # no group is without a parameter
-        scheduler = _of_run(scheduler_state(source, report), groups if known else None)
+        scheduler = _of_run(scheduler_state(source), groups if known else None)
         rest |= {SCHEDULER: scheduler} if laid_out.get("scheduler") == SCHEDULER else {SCHEDULERS: [scheduler]}
     return rest
 
@@ -105,14 +103,11 @@ _ADDED = ("skipped_steps", "global_samples")
 """Counters of DeepSpeed's, which every source has that was Megatron's."""
 
 
-def _with_rng(rest: dict[str, object], iteration: int, wanted: str, report: Report) -> dict[str, object]:
-    if wanted == "drop":
-        if rest.pop(RNG, None) is not None:
-            report.add(Fate.LOST, "rng: left out, as --rng drop asks", Item(Kind.RNG))
-    elif wanted == "derive":
-        rest[RNG] = of_iteration(iteration)
-        text = f"rng: new states, the same on every rank, from iteration {iteration}"
-        report.add(Fate.DERIVED, text, Item(Kind.RNG))
+def _with_rng(rest: dict[str, object], source: Source, choices: Choices) -> dict[str, object]:
+    if choices.rng == "drop":
+        rest.pop(RNG, None)
+    elif choices.rng == "derive":
+        rest[RNG] = of_iteration(source.state.iteration)
     return rest
 
 
@@ -128,7 +123,8 @@ class Choices:
         optimizer: Whether the optimizer is written.
         masters: Whether the model's tensors are the fp32 masters, as FSDP trains them.
         dtype: What trained parameters become, or None to leave them.
-        rng: ``keep``, ``derive``, ``drop``, or None for what the keys ask for.
+        rng: ``keep``, ``derive`` or ``drop``.
+        made: Whether a scheduler of torch's is made up.
         apart: The folders of model and optimizer, where each is a DCP folder of its own; empty where both are in one.
     """
 
@@ -139,8 +135,14 @@ class Choices:
     optimizer: bool
     masters: bool
     dtype: DType | None = None
-    rng: str | None = None
+    rng: str = "keep"
+    made: bool = False
     apart: tuple[str, ...] = ()
+
+    @property
+    def loses_masters(self) -> bool:
+        """Whether trained parameters are rounded, which are the masters."""
+        return self.dtype is not None and self.optimizer and self.dtype != FLOAT32
 
     def folder_of(self, path: Path_) -> str:
         """The DCP folder, below the target's, in which a key lies."""
@@ -149,13 +151,12 @@ class Choices:
         return self.apart[self.optimizer and path[:1] == (self.layout.optimizer or ())[:1]]
 
 
-def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
+def choose(source: Source, options: WriteOptions) -> Choices:
     """Decide what the target is to be.
 
     Args:
         source: Any source of module names.
         options: What the user asked for.
-        report: Told what changes.
 
     Raises:
         Unsupported: The source is of another family.
@@ -181,16 +182,13 @@ def choose(source: Source, options: WriteOptions, report: Report) -> Choices:
         )
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     dp = options.dp or source.parallel.dp
-    if dp != source.parallel.dp:
-        parts = "one part" if dp == 1 else f"{dp} parts"
-        report.add(
-            Fate.CHANGED,
-            f"every tensor is cut in {parts}, which any number of ranks loads; {source.parallel.world_size} ranks wrote the source",
-        )
+    was = DcpState.of(source), _former_layout(source)
+    made = was[0] is None and optimizer and (was[1] is None or source.state.scheduler is not None)
+    kept = any(was) or isinstance(source.state.other.get(RNG), Mapping)
     return Choices(
         dp, layout, apart[0] if apart else own.inner if own else RLINF_FOLDER if former is None else "",
         own.weights if own else former is None, optimizer, optimizer, dtype,
-        options.rng, apart,
+        options.rng or ("keep" if kept else "derive"), made, apart,
     )  # fmt: skip
 
 

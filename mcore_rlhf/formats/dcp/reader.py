@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
 from mcore_rlhf.families.fsdp.state import RNG, iteration_of, scheduler_key, scheduler_of

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mcore_rlhf.core import account
-from mcore_rlhf.core.account import Fate, Inventory, Kind, Report
+from mcore_rlhf.core import facts
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
-    FLOAT32,
     FLOATING,
     MASTER,
     PARAM,
     Box,
     Chunk,
+    DType,
     Record,
     Shape,
     TensorEntry,
@@ -22,11 +22,13 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Inventory, Kind, Rule
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
-from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of, value_items
+from mcore_rlhf.families.fsdp.state import MADE, RNG
+from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.sidecar import Sidecar
+from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.fsdp import cut
@@ -55,7 +57,7 @@ def dcp_target(source: Source, options: WriteOptions, *, apart: bool = False) ->
         CheckpointError: It cannot be done; all problems together.
     """
     source, report = for_run(source, options), source.notes.for_target()
-    choices = choose(source, options, report)
+    choices = choose(source, options)
     if apart:
         layout = ACCELERATE if choices.optimizer else replace(ACCELERATE, optimizer=None)
         choices = replace(choices, layout=layout, inner="", weights=False, apart=APART)
@@ -65,17 +67,23 @@ def dcp_target(source: Source, options: WriteOptions, *, apart: bool = False) ->
     names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
     order = FROM_MASTERS if choices.masters else EITHER
     view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
-    content = Content(source, module, choices, view, {} if apart else rest_of(source, choices, report))
+    content = Content(source, module, choices, view, {} if apart else rest_of(source, choices))
+    described = _DcpTarget(source, module, choices, content, view)
     if not apart:
-        _report(source, choices, options, report)
-    return _DcpTarget(source, module, choices, content, view).target(report)
+        report.through(_RULES, described)
+        report.through(LEAVES_OUT, options)
+    return described.target(report)
 
 
 def _holds(source: Source, content: Content) -> Inventory:
     """Everything that is carried: what the keys have no place for travels in an item of its own."""
     rest = dict(value_items(content.rest))
-    held = {item: value for item, value in inventory_of(source).items() if item.kind is not Kind.RNG}
+    held = {item: value for item, value in inventory_of(source).items() if item != _STATES}
     return {**held, **{item: value for item, value in rest.items() if item.kind is Kind.RNG}}
+
+
+_STATES = facts.Item(Kind.RNG, RNG)
+"""The random states that RLinf's loader asks for; a run's own, under other keys, are client state, and lie beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +107,7 @@ class _DcpTarget:
             texts[_below(folder, METADATA_FILE)] = dcp_metadata(_shapes(parts), items, _paths(parts))
         if self.choices.weights:
             files.append(TargetFile(FULL_WEIGHTS, self._weights_layout))
-        for what in lost:
-            report.add(Fate.LOST, f"{what}: no JSON can hold it")
+        report.through(UNHELD, lost)
         return Target(
             format="dcp",
             parallel=ParallelConfig(dp=self.choices.dp),
@@ -179,34 +186,40 @@ def _paths(parts: Sequence[Part]) -> dict[str, Path_]:
     return {joined(part.path): part.path for part in parts}
 
 
-def _report(source: Source, choices: Choices, options: WriteOptions, report: Report) -> None:
-    if DcpState.of(source) is None and choices.inner:
-        where = ".".join(map(str, choices.layout.rest))
-        report.add(
-            Fate.NOTE,
-            f"keys: RLinf's, {where}.model.<name> and {where}.optimizers.…, as torch's get_state_dict names them; settings of "
-            "AdamW that the source does not have get torch's own values",
-        )
-        report.add(
-            Fate.NOTE,
-            f"the folder is {choices.inner}/, where RLinf looks; a trainer that wants {METADATA_FILE} in the step itself, or other keys, "
-            "passes over it and may begin anew without a word: dcp.load finds it by this path and these keys, and --like a step of that "
-            "trainer's makes them its own",
-        )
-    elif DcpState.of(source) is None:
-        report.add(Fate.KEPT, "keys as the DCP folder had them that the run came from, at the top of the folder")
-    trained = [spec for spec in source.model.params if spec.trainable]
-    halves = [spec for spec in trained if spec.dtype in FLOATING and spec.dtype.itemsize == 2]
-    if choices.dtype is not None and choices.optimizer and choices.dtype != FLOAT32:
-        report.add(
-            Fate.LOST,
-            f"fp32 masters: the parameters become {choices.dtype}, and FSDP has no other place for them",
-            account.Item(Kind.TENSOR, MASTER),
-        )
-    elif choices.masters and halves and MASTER in source.states:
-        report.add(
-            Fate.DERIVED,
-            f"parameters: the fp32 masters, which FSDP trains and rounds as it computes; {halves[0].dtype} is written nowhere",
-        )
-    if options.no_optimizer:
-        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
+def _is_new(t: _DcpTarget) -> bool:
+    return DcpState.of(t.source) is None
+
+
+def _halves(t: _DcpTarget) -> list[DType]:
+    """Types of parameters that FSDP rounds as it computes."""
+    return [s.dtype for s in t.source.model.params if s.trainable and s.dtype in FLOATING and s.dtype.itemsize == 2]
+
+
+def _had_rng(t: _DcpTarget) -> bool:
+    own = DcpState.of(t.source)
+    return RNG in (t.source.state.other if own is None else own.rest)
+
+
+_OF_RNG = [facts.Item(Kind.RNG)]
+_RULES: tuple[Rule[_DcpTarget], ...] = (
+    Rule(Fate.CHANGED, "every tensor is cut in {found}, which any number of ranks loads; "
+         "{0.source.parallel.world_size} ranks wrote the source",
+         lambda t: t.choices.dp != t.source.parallel.dp and ("one part" if t.choices.dp == 1 else f"{t.choices.dp} parts")),
+    MADE.of_part(lambda t: t.source if t.choices.made else None),
+    Rule(Fate.LOST, "rng: left out, as --rng drop asks", lambda t: t.choices.rng == "drop" and _had_rng(t), _OF_RNG),
+    Rule(Fate.DERIVED, "rng: new states, the same on every rank, from iteration {0.source.state.iteration}",
+         lambda t: t.choices.rng == "derive", _OF_RNG),
+    Rule(Fate.NOTE, "keys: RLinf's, {found}.model.<name> and {found}.optimizers.…, as torch's get_state_dict names them; settings of AdamW "
+         "that the source does not have get torch's own values",
+         lambda t: _is_new(t) and t.choices.inner and ".".join(map(str, t.choices.layout.rest))),
+    Rule(Fate.NOTE, f"the folder is {{0.choices.inner}}/, where RLinf looks; a trainer that wants {METADATA_FILE} in the step itself, or "
+         "other keys, passes over it and may begin anew without a word: dcp.load finds it by this path and these keys, and --like a step "
+         "of that trainer's makes them its own",
+         lambda t: _is_new(t) and t.choices.inner),
+    Rule(Fate.KEPT, "keys as the DCP folder had them that the run came from, at the top of the folder",
+         lambda t: _is_new(t) and not t.choices.inner),
+    Rule(Fate.LOST, "fp32 masters: the parameters become {0.choices.dtype}, and FSDP has no other place for them",
+         lambda t: t.choices.loses_masters, [facts.Item(Kind.TENSOR, MASTER)]),
+    Rule(Fate.DERIVED, "parameters: the fp32 masters, which FSDP trains and rounds as it computes; {found[0]} is written nowhere",
+         lambda t: not t.choices.loses_masters and t.choices.masters and MASTER in t.source.states and _halves(t)),
+)  # fmt: skip

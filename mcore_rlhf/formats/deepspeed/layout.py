@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
-from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
     FLOAT32,
@@ -86,7 +85,7 @@ class ZeroConfig:
         return self.pp * self.tp
 
 
-def zero_config(source: Source, family: ModuleState, options: WriteOptions, report: Report) -> ZeroConfig:
+def zero_config(source: Source, family: ModuleState, options: WriteOptions) -> ZeroConfig:
     """Decide what the target is to be.
 
     Raises:
@@ -118,7 +117,7 @@ def zero_config(source: Source, family: ModuleState, options: WriteOptions, repo
         bf16=bf16,
         half=half,
         bf16_optimizer=own,
-        fused=stage == 0 and half and _is_fused(source, family, report),
+        fused=stage == 0 and half and _is_fused(source, family),
         round_robin=flat and bool(zero.get("round_robin_gradients")),
         aligned=flat and bool(zero.get("parameter_alignment")),
         flat_momentum=not flat or momentum_is_flat(source.state.args, bf16_optimizer=own),
@@ -182,18 +181,13 @@ def _is_bf16_optimizer(source: Source, family: ModuleState) -> bool:
     return accumulates in ("fp32", "float32")
 
 
-def _is_fused(source: Source, family: ModuleState, report: Report) -> bool:
+def _is_fused(source: Source, family: ModuleState) -> bool:
     """Whether the run's own optimizer is ``FusedAdam``: one that DeepSpeed made of ``ds_config``."""
     if source.optimizer == "zero0":
         return "clip_grad" in family.optimizer
     config = section(source.state.args, "optimizer")
     name, params = str(config.get("type", "")).lower(), section(config, "params")
-    fused = name in _FUSED_ADAM and not params.get("torch_adam")
-    if fused:
-        report.add(
-            Fate.NOTE, "stage 0: ds_config asks for Adam, which is FusedAdam on a GPU: written as its flat groups"
-        )
-    return fused
+    return name in _FUSED_ADAM and not params.get("torch_adam")
 
 
 def _sub_group_size(zero: Mapping[str, object]) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report, Said, same
+from mcore_rlhf.core.account import Report, same
 from mcore_rlhf.core.catalog import MASTER, PARAM
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, Known, Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState, scaler_of
@@ -35,6 +36,13 @@ from .tag import OpenedTag, open_tag
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d{1,18})\.")
 
 
+APART: Rule[DeepSpeedState] = Rule(
+    Fate.LOST, "of values that differ between the source's ranks, only rank 0's: {keys}",
+    lambda own: own.of_first and {"keys": own.of_first, "of": [Item(kind, key) for key in own.of_first for kind in (Kind.VALUE, Kind.RNG)]},
+)  # fmt: skip
+"""What ranks of stage 3 have each their own of, and others once."""
+
+
 @dataclass(slots=True)
 class DeepSpeedState(ModuleState):
     """What only a native target needs of a native source.
@@ -46,6 +54,7 @@ class DeepSpeedState(ModuleState):
         apart: Keys of client state of which not all ranks have the same.
     """
 
+    homeless: ClassVar[Sequence[Rule[Any]]] = (*ModuleState.homeless, APART)
     opened: OpenedTag | None = None
     modules: list[StoredModule] = field(default_factory=list)
     shards: Mapping[str, Mapping[int, MpShard]] = field(default_factory=dict)
@@ -56,12 +65,10 @@ class DeepSpeedState(ModuleState):
         opaque = tuple(value for module in self.modules for value in module.opaque.values() if value is not None)
         return {**ModuleState.inventory(self), **({OPAQUE: opaque} if opaque else {})}
 
-    def homeless(self) -> Mapping[Item, Said]:
-        """Besides, what ranks of stage 3 have each their own of: other formats have it once."""
-        apart = self.apart if self.opened is not None and self.opened.sliced else ()
-        said = Said(Fate.LOST, only_of_the_first(apart))
-        items = (Item(kind, key) for key in apart for kind in (Kind.VALUE, Kind.RNG))
-        return {**ModuleState.homeless(self), **dict.fromkeys(items, said)}
+    @property
+    def of_first(self) -> tuple[str, ...]:
+        """Keys of which every rank of stage 3 has its own, where others have one."""
+        return self.apart if self.opened is not None and self.opened.sliced else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +90,15 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
-    notes = Report()
     opened = open_tag(locate(path, options.step), options.stubs, optimizer=options.optimizer)
     modules = [read_module(opened, mp_rank) for mp_rank in range(opened.mp)]
-    if buffers := [name for module in modules for name in module.apart]:
-        notes.add(Fate.LOST, f"of buffers that differ between the source's ranks, only rank 0's: {', '.join(buffers)}")
-    optimizer = _read_optimizer(opened, modules, options, notes)
+    optimizer = _read_optimizer(opened, modules, options)
     shards, specs = _shards(opened, modules, optimizer, options)
     states = dict.fromkeys(s for of in shards.values() for shard in of.values() for s in shard.stored if s != PARAM)
     tied = any(module.shared for module in modules)
     model = ModelSpec(tuple(specs), _num_layers(specs), tied=tied, vocab_size=options.vocab_size)
     apart = _differing_keys(opened)
-    if apart:
-        notes.add(Fate.NOTE, f"differs between ranks, and goes with them only into the same layout: {', '.join(apart)}")
+    notes = Report.of(_RULES, _Found(opened, modules, optimizer, apart))
     without = opened.sliced and not options.optimizer
     tensors = StoredTensors(
         role=options.role or "actor",
@@ -121,11 +124,9 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
     )
 
 
-def _read_optimizer(
-    opened: OpenedTag, modules: list[StoredModule], options: ReadOptions, notes: Report
-) -> _StoredOptimizer:
+def _read_optimizer(opened: OpenedTag, modules: list[StoredModule], options: ReadOptions) -> _StoredOptimizer:
     if opened.optim:
-        return _read_partitions(opened, notes, wanted=options.optimizer)
+        return _read_partitions(opened, wanted=options.optimizer)
     if options.optimizer and opened.files.expert_optim:
         raise Unsupported(
             f"{opened.files.folder / opened.files.expert_optim[0]}: stage 0 stores no names for its optimizer's states, and with "
@@ -141,19 +142,15 @@ def _read_optimizer(
     return _StoredOptimizer(plain=plain, groups=_same_groups(opened, plain))
 
 
-def _read_partitions(opened: OpenedTag, notes: Report, *, wanted: bool) -> _StoredOptimizer:
+def _read_partitions(opened: OpenedTag, *, wanted: bool) -> _StoredOptimizer:
     """Stages 1 to 3; stage 3 has its weights there, wherefore they are read also where the optimizer is not wanted."""
     problems = Problems()
     flat = [read_groups(opened, mp_rank, problems) for mp_rank in range(opened.mp)]
     problems.raise_if_any()
-    round_robin = not opened.sliced and is_round_robin(opened.first.get("ds_config"))
-    if round_robin:
-        text = "round_robin_gradients: param_slice_mappings are wrong in such files; param_shapes has the order"
-        notes.add(Fate.NOTE, text)
-    else:
+    round_robin = _in_round_robin(opened)
+    if not round_robin:
         _check_mappings(opened, flat)
     groups = _joined_groups(opened, flat, round_robin)
-    _note_unreduced(opened, flat, notes)
     return _StoredOptimizer(flat, groups=groups if wanted else ())
 
 
@@ -216,15 +213,37 @@ def _check_mappings(opened: OpenedTag, flat: Sequence[Sequence[StoredFlatGroup]]
     problems.raise_if_any()
 
 
-def _note_unreduced(opened: OpenedTag, flat: Sequence[Sequence[StoredFlatGroup]], notes: Report) -> None:
-    names = [name for groups in flat for group in groups if group.unreduced for name in group.at_borders()]
-    if names:
-        notes.add(
-            Fate.LOST,
-            f"momentum_buffer of {len(names)} parameters at borders of partitions such as {names[0]}: DeepSpeed "
-            f"{opened.first.get('ds_version')} computed it of gradients that were reduced only where a rank's own elements lie, which are "
-            "taken; the ranks' further elements, on which they do not agree, are left out",
-        )
+def _in_round_robin(opened: OpenedTag) -> bool:
+    """Whether files of partitions have their parameters in turn."""
+    return bool(opened.optim) and not opened.sliced and is_round_robin(opened.first.get("ds_config"))
+
+
+class _Found(NamedTuple):
+    """What is asked about files that were read: besides them, which keys of client state ranks have each their own of."""
+
+    opened: OpenedTag
+    modules: Sequence[StoredModule]
+    optimizer: _StoredOptimizer
+    apart: Sequence[str]
+
+    def unreduced(self) -> Values | None:
+        """Parameters whose momentum is not the same where two ranks have it."""
+        groups = [group for of in self.optimizer.flat for group in of if group.unreduced]
+        names = [name for group in groups for name in group.at_borders()]
+        return {"names": names, "count": len(names), "version": self.opened.first.get("ds_version")} if names else None
+
+
+_RULES: tuple[Rule[_Found], ...] = (
+    Rule(Fate.LOST, "of buffers that differ between the source's ranks, only rank 0's: {found}",
+         lambda f: [name for module in f.modules for name in module.apart]),
+    Rule(Fate.NOTE, "round_robin_gradients: param_slice_mappings are wrong in such files; param_shapes has the order",
+         lambda f: _in_round_robin(f.opened)),
+    Rule(Fate.LOST, "momentum_buffer of {count} parameters at borders of partitions such as {names:1}: DeepSpeed {version} computed it of "
+         "gradients that were reduced only where a rank's own elements lie, which are taken; the ranks' further elements, on which they do "
+         "not agree, are left out", _Found.unreduced),
+    Rule(Fate.NOTE, "differs between ranks, and goes with them only into the same layout: {found}", lambda f: f.apart),
+)  # fmt: skip
+"""What a reader should know."""
 
 
 def _refuse_pipeline(opened: OpenedTag) -> None:
@@ -335,11 +354,6 @@ def _outline(opened: OpenedTag, dp_rank: int, mp_rank: int) -> dict[str, object]
         return stored.shape, stored.start, str(stored.record.dtype), pt.directory.members[stored.record.key].crc32
 
     return {key: map_tensors(value, stand_in) for key, value in pt.tree.items() if key not in LAYOUT_KEYS}
-
-
-def only_of_the_first(keys: Sequence[str]) -> str:
-    """The line of the report about such values."""
-    return f"of values that differ between the source's ranks, only rank 0's: {', '.join(keys)}"
 
 
 def _differing_keys(opened: OpenedTag) -> list[str]:

@@ -15,12 +15,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import ANY, Fate, Inventory, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
-from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.inventory import (
+    FROM_ZERO3,
+    LEAVES_OUT,
+    LEFT_OUT,
+    NEVER_MADE,
+    OF_OPTIMIZER,
+    UNUSED,
+    inventory_of,
+)
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, is_dynamic, loose_values, static_scaler
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -35,7 +43,7 @@ from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
 from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name, section
 from .layout import LocalParam, NewFile, NewFlatGroup, TagLayout, zero_config
-from .reader import DeepSpeedState, only_of_the_first
+from .reader import APART, DeepSpeedState
 from .tag import expert_name
 
 StateDict = dict[str, Any]
@@ -64,9 +72,11 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
             "Convert it --to universal, which has every expert under its global number."
         )
     report = source.notes.for_target()
-    zero = zero_config(source, family, options, report)
-    if options.no_optimizer and not (source.carried and source.carried.of_model):
-        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)  # a source of which it was not read does not say that it has one
+    zero = zero_config(source, family, options)
+    if not (
+        source.carried and source.carried.of_model
+    ):  # a source of which it was not read does not say that it has one
+        report.through(LEAVES_OUT, options)
     if zero.optimizer:
         _check_masters(source)
     tag = TagLayout(
@@ -77,7 +87,9 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
         states=(MASTER, *(state for state in source.states if state != MASTER)) if zero.optimizer else (),
         catalog=source.catalog.states(EITHER if zero.dtype is None else FROM_MASTERS),
     )
-    _note(tag, report)
+    report.through(_RULES, tag)
+    if source.optimizer is None and not options.no_optimizer:
+        report.through(UNUSED, source)
     parallel = ParallelConfig(tp=zero.tp, pp=zero.pp, etp=zero.tp, dp=zero.dp)
     files = tuple(_files(tag))
     return Target(
@@ -87,7 +99,7 @@ def deepspeed_target(source: Source, options: WriteOptions) -> Target:
         files=files,
         texts={LATEST: zero.tag},
         report=report,
-        holds=_holds(tag, report),
+        holds=_holds(tag),
     )
 
 
@@ -112,11 +124,14 @@ def _has(source: Source, spec: ParamSpec, state: str) -> bool:
     return TensorName(source.role, spec.name, state) in source.catalog
 
 
-def _holds(tag: TagLayout, report: Report) -> Inventory:
+def _of_cut(tag: TagLayout) -> list[Item]:
+    """What says how the source's own files were cut."""
+    return [_KEYS] if tag.zero.tp == tag.source.parallel.tp else [_KEYS, Item(Kind.VALUE, INFO)]
+
+
+def _holds(tag: TagLayout) -> Inventory:
     """Everything that is carried; ``ds_config`` says the stage that is written."""
-    report.settle(Fate.DERIVED, "with the stage that is written", Item(Kind.ARGUMENT, "zero_optimization"))
-    cut = [_KEYS] if tag.zero.tp == tag.source.parallel.tp else [_KEYS, Item(Kind.VALUE, INFO)]
-    report.leave(Reason.OF_LAYOUT, *cut)
+    cut = _of_cut(tag)
     held = {item: value for item, value in inventory_of(tag.source).items() if item not in cut}
     if tag.zero.optimizer:
         return held
@@ -152,71 +167,64 @@ def _lay_out(tag: TagLayout, path: str, make: _Content) -> FileLayout:
     return FileLayout(Chunks.of(file.holds), file.records, Pt.of(content))
 
 
-def _note(tag: TagLayout, report: Report) -> None:
-    """Say what changes, what is made and what is left out."""
-    source, zero = tag.source, tag.zero
-    was = (source.optimizer or "weights alone").replace("zero", "ZeRO ")
-    now = f"ZeRO {zero.stage}" if zero.optimizer else "weights alone"
-    if (was, source.parallel.dp) != (now, zero.dp):
-        report.add(Fate.CHANGED, f"{was} on DP {source.parallel.dp} becomes {now} on DP {zero.dp}")
-    if zero.tp != source.parallel.tp:
-        report.add(Fate.CHANGED, f"TP {source.parallel.tp} becomes TP {zero.tp}; values of rank 0 stand for all")
-    if zero.stage == 3 and source.optimizer != "zero3":
-        size = f"{zero.sub_group_size:,} elements"
-        report.add(Fate.NOTE, f"stage 3: sub-groups of {size}; the run that loads it needs the same sub_group_size")
-    if zero.optimizer and MASTER not in source.states:
-        report.add(Fate.DERIVED, "fp32 masters: copies of the fp32 parameters")
-    if zero.optimizer and zero.stage == 0 and not zero.half and MASTER in source.states:
-        text = "fp32 masters: not kept apart, since stage 0 trains the fp32 parameters themselves"
-        report.add(Fate.DERIVED, text)
-    _note_parameters(tag, report)
-    _note_momenta(tag, report)
-    _note_missing_states(tag, report)
-    _note_ranks(tag, report)
-    if not zero.optimizer and source.optimizer is not None:
-        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
+def _kind(tag: TagLayout) -> Values | None:
+    """What the source is, and what is written, where these are two things."""
+    was = (tag.source.optimizer or "weights alone").replace("zero", "ZeRO ")
+    now = f"ZeRO {tag.zero.stage}" if tag.zero.optimizer else "weights alone"
+    return None if (was, tag.source.parallel.dp) == (now, tag.zero.dp) else {"was": was, "now": now}
 
 
-def _note_parameters(tag: TagLayout, report: Report) -> None:
-    dtype, masters = tag.zero.dtype, MASTER in tag.source.states
-    if dtype is not None and any(s.dtype != dtype for s in tag.source.model.params if s.trainable):
-        if masters and tag.zero.optimizer:
-            report.add(Fate.DERIVED, f"parameters: converted to {dtype} from their fp32 masters, which are kept")
-    elif tag.source.optimizer == "zero3" and tag.zero.stage < 3:
-        report.add(Fate.DERIVED, "parameters: rounded from their fp32 masters, since stage 3 does not store them")
+def _rounds(tag: TagLayout) -> bool:
+    """Whether parameters are to be of another type than in the source."""
+    dtype = tag.zero.dtype
+    return dtype is not None and any(s.dtype != dtype for s in tag.source.model.params if s.trainable)
 
 
-def _note_momenta(tag: TagLayout, report: Report) -> None:
+def _muon(tag: TagLayout) -> Values | None:
     """Two runs of one stage keep Muon's momenta in two ways, and DeepSpeed does not notice the other one."""
-    if tag.zero.stage in (1, 2) and any(group.fields.get(USE_MUON) is True for group in tag.groups):
-        kept = "cut as all other states" if tag.zero.flat_momentum else "in whole parameters"
-        whose = "BF16_Optimizer or an" if tag.zero.flat_momentum else "neither BF16_Optimizer nor an"
-        report.add(
-            Fate.NOTE,
-            f"{MOMENTUM} of DeepSpeed's Muon: {kept}, for a run with {whose} offloaded optimizer, as ds_config says",
-        )
+    if tag.zero.stage not in (1, 2) or not any(group.fields.get(USE_MUON) is True for group in tag.groups):
+        return None
+    kept = "cut as all other states" if tag.zero.flat_momentum else "in whole parameters"
+    return {
+        "kept": kept,
+        "whose": "BF16_Optimizer or an" if tag.zero.flat_momentum else "neither BF16_Optimizer nor an",
+    }
 
 
-def _note_missing_states(tag: TagLayout, report: Report) -> None:
+def _never_made(tag: TagLayout) -> list[str]:
     """States that some parameters have and others of their group do not: ZeRO has them all, as zeros."""
     missing = []
-    for group in tag.groups:
+    for group in tag.groups if tag.zero.stage > 0 else ():
         members = [spec for name in group.params if (spec := tag.source.model.get(name)) is not None]
         for state in tag.states[1:]:
             without = [spec.name for spec in members if not _has(tag.source, spec, state)]
             if len(without) < len(members):  # else the group is trained without it
                 missing += [f"{name} ({state})" for name in without]
-    if missing and tag.zero.stage > 0:
-        report.add(Fate.DERIVED, f"zeros for states that were never made: {', '.join(missing[:3])}")
+    return missing
 
 
-def _note_ranks(tag: TagLayout, report: Report) -> None:
-    """Stage 3 has client state of every rank, which other ranks have no use for."""
-    own = DeepSpeedState.of(tag.source)
-    if own is None or own.opened is None or not own.opened.sliced or tag.same_ranks:
-        return
-    if own.apart:
-        report.add(Fate.LOST, only_of_the_first(own.apart), *(Item(Kind.VALUE, key) for key in own.apart))
+_RULES: tuple[Rule[TagLayout], ...] = (
+    Rule(Fate.NOTE, "stage 0: ds_config asks for Adam, which is FusedAdam on a GPU: written as its flat groups",
+         lambda t: t.zero.fused and t.source.optimizer != "zero0"),
+    Rule(Fate.CHANGED, "{was} on DP {0.source.parallel.dp} becomes {now} on DP {0.zero.dp}", _kind),
+    Rule(Fate.CHANGED, "TP {0.source.parallel.tp} becomes TP {0.zero.tp}; values of rank 0 stand for all",
+         lambda t: t.zero.tp != t.source.parallel.tp),
+    Rule(Fate.NOTE, "stage 3: sub-groups of {0.zero.sub_group_size:,} elements; the run that loads it needs the same sub_group_size",
+         lambda t: t.zero.stage == 3 and t.source.optimizer != "zero3"),
+    Rule(Fate.DERIVED, "fp32 masters: copies of the fp32 parameters", lambda t: t.zero.optimizer and MASTER not in t.source.states),
+    Rule(Fate.DERIVED, "fp32 masters: not kept apart, since stage 0 trains the fp32 parameters themselves",
+         lambda t: t.zero.optimizer and t.zero.stage == 0 and not t.zero.half and MASTER in t.source.states, [Item(Kind.TENSOR, MASTER)]),
+    Rule(Fate.DERIVED, "parameters: converted to {0.zero.dtype} from their fp32 masters, which are kept",
+         lambda t: _rounds(t) and MASTER in t.source.states and t.zero.optimizer),
+    Rule(Fate.DERIVED, FROM_ZERO3, lambda t: not _rounds(t) and t.source.optimizer == "zero3" and t.zero.stage < 3),
+    Rule(Fate.NOTE, MOMENTUM + " of DeepSpeed's Muon: {kept}, for a run with {whose} offloaded optimizer, as ds_config says", _muon),
+    Rule(Fate.DERIVED, NEVER_MADE, _never_made),
+    APART.of_part(lambda t: None if t.same_ranks else DeepSpeedState.of(t.source)),
+    Rule(Fate.LOST, LEFT_OUT, lambda t: not t.zero.optimizer and t.source.optimizer is not None, OF_OPTIMIZER),
+    Rule(Fate.DERIVED, "with the stage that is written", of=[Item(Kind.ARGUMENT, "zero_optimization")], told=False),
+    Rule(Reason.OF_LAYOUT, when=lambda t: {"of": _of_cut(t)}),
+)  # fmt: skip
+"""What becomes of a source, what is made, and what is left out."""
 
 
 def model_states(file: NewFile, dp_rank: int, mp_rank: int) -> StateDict:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import DType, Shape, dtype_of
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, UsageError
 from mcore_rlhf.models.huggingface.config import foreign_names, misfits
@@ -243,13 +242,12 @@ def loading_line(folder: ReadablePath) -> str:
     return f'{loader}.from_pretrained("{folder}"{code})'
 
 
-def files_beside(own: Mapping[str, ReadablePath], tokenizer: str | None, report: Report) -> dict[str, ReadablePath]:
+def files_beside(own: Mapping[str, ReadablePath], tokenizer: str | None) -> dict[str, ReadablePath]:
     """Everything beside the weights that goes into a new folder as it is, by its name there.
 
     Args:
         own: Files that go along with the source.
         tokenizer: Folder whose tokenizer takes the place of the source's own, or None.
-        report: Told what is replaced.
 
     Raises:
         UsageError: There is no such folder, or no tokenizer in it.
@@ -258,10 +256,7 @@ def files_beside(own: Mapping[str, ReadablePath], tokenizer: str | None, report:
     if tokenizer is None:
         return found
     given = _tokenizer_files(Path(tokenizer).expanduser())
-    gone = [name for name in found if is_of_tokenizer(name)]
-    if gone:
-        report.add(Fate.CHANGED, f"--tokenizer: its files take the place of {', '.join(gone)}")
-    return {**{name: path for name, path in found.items() if name not in gone}, **given}
+    return {**{name: path for name, path in found.items() if not is_of_tokenizer(name)}, **given}
 
 
 def _tokenizer_files(folder: ReadablePath) -> dict[str, ReadablePath]:

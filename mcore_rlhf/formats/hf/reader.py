@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorEntry, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
@@ -44,36 +45,29 @@ def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
         raise NotACheckpoint(
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
         )
-    notes, config = Report(), read_own_config(path) or read_own_config(path / DESCRIBED)
-    if found is None:
-        notes.add(
-            Fate.NOTE,
-            "weights are pieces, a file for each rank; no file says how many ranks there were, nor how large a tensor is",
-        )
-    _look_beside(path, options, notes)
+    config = read_own_config(path) or read_own_config(path / DESCRIBED)
+    beside = _beside(path, options)
     refuse_other_file(config, str(path / CONFIG))
     weights = read_parts(path) if found is None else read_series(path, *found, options.stubs)
-    sidecar = _sidecar(path, options, notes)
-    return _FolderReader(path, options, config, weights, sidecar, _step(path), notes).source()
+    sidecar, unread = _sidecar(path, options)
+    return _FolderReader(path, options, config, weights, sidecar, _step(path), found is None, beside, unread).source()
 
 
-def _look_beside(path: ReadablePath, options: ReadOptions, notes: Report) -> None:
-    """Say what belongs to these weights and lies in other folders of their role, which nobody joins with them.
+def _beside(path: ReadablePath, options: ReadOptions) -> Sequence[str]:
+    """What belongs to these weights and lies in other folders of their role, which nobody joins with them.
 
     Raises:
         Unsupported: It is an optimizer, and wanted.
     """
     role = split_role(path)
     there = () if role is None else split_beside(role)
-    if role is None or not there:
-        return
     optimizer = SPLIT_BESIDE[0]
-    if options.optimizer and optimizer in there:
+    if role is not None and options.optimizer and optimizer in there:
         raise Unsupported(
             f"{role / optimizer}: the optimizer of these weights, under Megatron's names and cut as its ranks had it; the weights are "
             "Hugging Face's; nothing joins the two\nSave the run with use_dist_checkpointing, or convert the weights alone."
         )
-    notes.add(Fate.LOST, f"what lies beside {SPLIT_WEIGHTS}/ and was not opened: {', '.join(there)}")
+    return there
 
 
 def _step(path: ReadablePath) -> int:
@@ -85,18 +79,17 @@ def _step(path: ReadablePath) -> int:
     return (listed.manifest.step if listed is not None else None) or 0
 
 
-def _sidecar(path: ReadablePath, options: ReadOptions, notes: Report) -> Sidecar | None:
-    """What was kept beside the weights; damage matters only to someone who wants the optimizer."""
+def _sidecar(path: ReadablePath, options: ReadOptions) -> tuple[Sidecar | None, str]:
+    """What was kept beside the weights, or why it cannot be read; damage matters only to someone who wants the optimizer."""
     try:
         found = Sidecar.read(path, options.stubs)
         if found is not None and found.states and not (path / OPTIMIZER).is_dir():  # somebody wants the weights alone
-            return replace(found, states=(), optimizer="", groups=())
-        return found
+            return replace(found, states=(), optimizer="", groups=()), ""
+        return found, ""
     except CheckpointError as error:
         if options.optimizer:
             raise
-        notes.add(Fate.LOST, f"what {STATE} keeps: {error}")
-        return None
+        return None, str(error)
 
 
 @dataclass
@@ -107,23 +100,18 @@ class _FolderReader:
     weights: Series
     sidecar: Sidecar | None
     step: int
-    notes: Report
+    pieces: bool
+    beside: Sequence[str]
+    unread: str
     states: dict[str, Series] = field(default_factory=dict)
+    twice: Mapping[str, str] = field(default_factory=dict)
 
     def source(self) -> Source:
-        for text in self.weights.notes:
-            self.notes.add(Fate.NOTE, text)
-        if self.config and not isinstance(self.config.get("model_type"), str):
-            self.notes.add(Fate.NOTE, f"{CONFIG}: names no model_type, so that transformers cannot load the folder")
-        method = method_of(self.config)
-        if method:
-            text = "they stay as they are in another Hugging Face folder, and are refused elsewhere"
-            self.notes.add(Fate.NOTE, f"{CONFIG}: the weights are quantized, by {method}: {text}")
         if self.sidecar is not None and self.options.optimizer:
             self.states = {s: read_series(self.path, f"{OPTIMIZER}/{s}", SAFETENSORS) for s in self.sidecar.states}
-        shared, twice = self._shared()
-        params = {name: stored for name, stored in self.weights.tensors.items() if name not in twice}
-        self._check(params, shared, twice)
+        shared, self.twice = self._shared()
+        params = {name: stored for name, stored in self.weights.tensors.items() if name not in self.twice}
+        self._check(params, shared, self.twice)
         role = self.options.role or "actor"
         model = self._model(params, shared)
         optimizer = self.sidecar.optimizer or None if self.sidecar is not None and self.options.optimizer else None
@@ -133,12 +121,12 @@ class _FolderReader:
             role=role,
             model=model,
             parallel=ParallelConfig(),
-            catalog=_table(role, self._places(params, twice)),
+            catalog=_table(role, self._places(params, self.twice)),
             state=self._training(),
             files=tuple(self._files()),
             states=tuple(self.states),
             optimizer=optimizer,
-            notes=self.notes,
+            notes=Report.of(_RULES, self),
             family=replace(self._native(model, shared), packs_experts=False),
             unplaced=self.weights.unplaced.names,
             origin={} if self.sidecar is None else self.sidecar.origin,
@@ -161,8 +149,6 @@ class _FolderReader:
             if LM_HEAD in self.weights.tensors:
                 twice[LM_HEAD] = EMBEDDING
         shared.update({alias: owner for alias, owner in known.items() if owner in self.weights.tensors})
-        for alias, owner in twice.items():
-            self.notes.add(Fate.NOTE, f"{alias} is tied to {owner} and stored a second time: both must be equal")
         return shared, twice
 
     def _known_ties(self) -> dict[str, str]:
@@ -268,3 +254,19 @@ def _entry(name: TensorName, places: tuple[StoredTensor, ...]) -> TensorEntry:
         return whole_entry(name, *places)
     chunks = [chunk for place in places for chunk in (place.chunks if isinstance(place, Scattered) else ())]
     return TensorEntry(name, first.shape, first.record.dtype, tuple(chunks))
+
+
+_RULES: tuple[Rule[_FolderReader], ...] = (
+    Rule(Fate.NOTE, "weights are pieces, a file for each rank; no file says how many ranks there were, nor how large a tensor is",
+         lambda r: r.pieces),
+    Rule(Fate.LOST, f"what lies beside {SPLIT_WEIGHTS}/ and was not opened: {{found}}", lambda r: r.beside),
+    Rule(Fate.LOST, f"what {STATE} keeps: {{found}}", lambda r: r.unread),
+    Rule(Fate.NOTE, "{text}", lambda r: [{"text": text} for text in r.weights.notes]),
+    Rule(Fate.NOTE, f"{CONFIG}: names no model_type, so that transformers cannot load the folder",
+         lambda r: r.config and not isinstance(r.config.get("model_type"), str)),
+    Rule(Fate.NOTE, f"{CONFIG}: the weights are quantized, by {{found}}: they stay as they are in another Hugging Face folder, and are "
+         "refused elsewhere", lambda r: method_of(r.config)),
+    Rule(Fate.NOTE, "{alias} is tied to {owner} and stored a second time: both must be equal",
+         lambda r: [{"alias": alias, "owner": owner} for alias, owner in r.twice.items()]),
+)  # fmt: skip
+"""What a reader should know."""

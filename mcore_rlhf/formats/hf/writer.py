@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from mcore_rlhf.core.account import ANY, Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import (
     FLOAT32,
     FLOATING,
@@ -21,16 +21,17 @@ from mcore_rlhf.core.catalog import (
     dtype_of,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.described import refuse_contradictions
-from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, UNUSED, inventory_of
 from mcore_rlhf.families.module import ModuleState, config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.sidecar import Sidecar
+from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.formats.base import Target, TargetFile
-from mcore_rlhf.formats.carried import tell_kept
+from mcore_rlhf.formats.carried import GO_ALONG
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import method_of, without_quantization
 from mcore_rlhf.models.implied import against_config
@@ -62,16 +63,12 @@ from .files import (
     SAFETENSORS,
     WrittenTensor,
     index_of,
+    is_of_tokenizer,
     shards_of,
 )
 
 _OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.VALUE, "iteration"))
 """What a folder of weights alone says beside its config; the iteration stands in its manifest."""
-_SECTIONS = {
-    "args": Kind.ARGUMENT, "scheduler": Kind.SCHEDULER, "grad_scaler": Kind.SCALER, "other": Kind.VALUE,
-    "groups": Kind.GROUP, "per_rank": Kind.MODEL, "values": Kind.OPTIMIZER, "shared": Kind.MODEL, "keys": Kind.MODEL,
-}  # fmt: skip
-"""Sections of what is kept beside the optimizer, and what their items are."""
 _STATE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
@@ -135,32 +132,51 @@ class _FolderTarget:
     config: Mapping[str, object]
     where: str
     weights: Weights
+    beside: dict[str, ReadablePath] = field(default_factory=dict)
+    changes: list[Values] = field(default_factory=list)
+    unheld: list[str] = field(default_factory=list)
+
+    @cached_property
+    def parts(self) -> list[WrittenTensor]:
+        """The weights."""
+        return self.weights.parts()
+
+    @cached_property
+    def states(self) -> dict[str, list[WrittenTensor]]:
+        """What is written of the optimizer, by state."""
+        states = self.source.states if self.options.with_optimizer else ()
+        return {state: parts for state in states if (parts := self.weights.state_parts(state))}
+
+    @property
+    def own(self) -> Mapping[str, ReadablePath]:
+        """Files that go along with the source."""
+        return self.source.carried.files if self.source.carried is not None else {}
 
     def target(self) -> Target:
-        report = self.source.notes.for_target()
-        parts = self.weights.parts()
-        if not parts:
+        """The described folder."""
+        if not self.parts:
             raise Incomplete(f"{self.source.root}: has no weights, of which a Hugging Face folder is made")
         texts: dict[str, str | bytes] = {}
-        files = self._pieces(parts) if self.options.pieces else self._series(parts, MODEL_STEM[SAFETENSORS], texts)
-        beside = self._beside(parts, report)
+        stem = MODEL_STEM[SAFETENSORS]
+        files = self._pieces(self.parts) if self.options.pieces else self._series(self.parts, stem, texts)
+        self.beside = self._beside()
         texts.update(self._generates())
-        described = self._described(parts, report) if self.config else {}
+        described = self._described() if self.config else {}
         if described:
             texts[CONFIG] = self._config_text(described)
         if self.options.with_optimizer:
-            files += self._optimizer(texts, report)
-        self._report(parts, report)
-        view, holds = self.weights.view, self._holds(described)
+            files += self._optimizer(texts)
+        report, rest = self.source.notes.for_target(), () if self.options.with_optimizer else _WITHOUT_OPTIMIZER
+        report.through((*_RULES, *rest), self)
         return Target(
             format="hf",
             parallel=ParallelConfig(),
-            source=view,
+            source=self.weights.view,
             files=tuple(files),
             texts=texts,
             report=report,
-            holds=holds,
-            carried=beside,
+            holds=self._holds(described),
+            carried=self.beside,
         )
 
     def _holds(self, config: Mapping[str, object]) -> Inventory:
@@ -183,19 +199,14 @@ class _FolderTarget:
         shards = shards_of(parts, MODEL_STEM[SAFETENSORS], limit, pieces=True)
         return [file for shard in shards for file in shard.pieces(self.options.pieces)]
 
-    def _optimizer(self, texts: dict[str, str | bytes], report: Report) -> list[TargetFile]:
+    def _optimizer(self, texts: dict[str, str | bytes]) -> list[TargetFile]:
         files: list[TargetFile] = []
-        states = {state: parts for state in self.source.states if (parts := self.weights.state_parts(state))}
-        for state, parts in states.items():
+        for state, parts in self.states.items():
             if not _STATE_NAME.fullmatch(state):
                 raise Unsupported(f"{self.source.root}: the optimizer's state {state!r} is no name for a file")
             files += self._series(parts, f"{OPTIMIZER}/{state}", texts)
-        made, lost = self._sidecar(tuple(states)).texts()
+        made, self.unheld = self._sidecar(tuple(self.states)).texts()
         texts.update(made)
-        kept = ", ".join(states)
-        report.add(Fate.KEPT, f"the optimizer ({kept}), param groups, scheduler and counters, in {OPTIMIZER}/")
-        for what in lost:
-            report.add(Fate.LOST, f"{what}: no JSON can hold it", _item_of(what))
         return files
 
     def _sidecar(self, states: tuple[str, ...]) -> Sidecar:
@@ -207,9 +218,9 @@ class _FolderTarget:
             state, module, source.model.params, source.origin, optimizer=source.optimizer or "", states=states
         )
 
-    def _described(self, parts: list[WrittenTensor], report: Report) -> dict[str, object]:
+    def _described(self) -> dict[str, object]:
         """The description, with what the conversion changes, held against the tensors."""
-        shapes, shared = shapes_of(parts), self.module.shared
+        shapes, shared = shapes_of(self.parts), self.module.shared
         pair = {LM_HEAD, EMBEDDING}
         tied = any({alias, owner} == pair for alias, owner in shared.items())
         known = tied if EMBEDDING in shapes and (tied or LM_HEAD in shapes) else None
@@ -223,23 +234,27 @@ class _FolderTarget:
             config[TIED] = known
         if method_of(config) and not quantized and (self.source.format != "hf" or self.source.computed is not None):
             text = f"{CONFIG}: does not say any more that the weights are quantized, which they are not"
-            config = _changed(config, without_quantization(config), report, text)
-        dtype, said = main_dtype(parts), dtype_in(config)
+            config = self._changed(text, config, without_quantization(config))
+        dtype, said = main_dtype(self.parts), dtype_in(config)
         if dtype is not None and not quantized and said != dtype:
             text = f"{CONFIG}: dtype {said or 'of no known name'} becomes {dtype}, as the weights are"
-            config = _changed(config, with_dtype(config, dtype), report, text)
+            config = self._changed(text, config, with_dtype(config, dtype))
         ends = with_eos(config, self.options.eos_token_ids)
-        return _changed(config, ends, report, f"{CONFIG}: eos_token_id is {ends.get('eos_token_id')}, as was asked for")
+        return self._changed(f"{CONFIG}: eos_token_id is {ends.get('eos_token_id')}, as was asked for", config, ends)
 
-    def _beside(self, parts: list[WrittenTensor], report: Report) -> dict[str, ReadablePath]:
+    def _changed(self, text: str, old: Mapping[str, object], new: dict[str, object]) -> dict[str, object]:
+        """The new description; what is said is of the fields that are other ones than in the old."""
+        fields = [Item(Kind.CONFIG, key) for key, value in old.items() if key not in new or new[key] != value]
+        self.changes += [{"text": text, "of": fields}] if fields else []
+        return new
+
+    def _beside(self) -> dict[str, ReadablePath]:
         """The tokenizer, and whatever else goes along."""
-        own = self.source.carried.files if self.source.carried is not None else {}
-        found = files_beside(own, self.options.tokenizer, report)
-        embedding = shapes_of(parts).get(EMBEDDING)
+        found = files_beside(self.own, self.options.tokenizer)
+        embedding = shapes_of(self.parts).get(EMBEDDING)
         rows = embedding[0] if embedding is not None else None
         check_vocabulary(found, rows)
         _check_ends(self.options.eos_token_ids, rows)
-        tell_kept(found, report)
         return found
 
     def _generates(self) -> dict[str, bytes]:
@@ -260,52 +275,6 @@ class _FolderTarget:
             return reading.read_bytes(carried.files[CONFIG])
         return json.dumps(config, indent=2) + "\n"
 
-    def _report(self, parts: list[WrittenTensor], report: Report) -> None:
-        source, options = self.source, self.options
-        if not self.config:
-            report.add(
-                Fate.NOTE, f"{CONFIG}: not written, since nothing describes the model; --reference-config gives one"
-            )
-        if options.pieces:
-            text = "load them with torch's HuggingFaceStorageReader, or put them together with its consolidate_safetensors_files"
-            report.add(
-                Fate.NOTE,
-                f"weights are cut into pieces for {options.pieces} ranks, which from_pretrained does not load: {text}",
-            )
-        self._report_types(parts, report)
-        padded = [s for s in source.model.params if self.weights.shape(s) != s.global_shape]
-        for spec in padded:
-            rows = self.weights.shape(spec)[0]
-            text = f"{spec.name}: rows {rows}–{spec.global_shape[0] - 1} are padding, and are cut"
-            report.add(Fate.CHANGED, text, ELEMENTS)
-        if source.optimizer is not None and not options.with_optimizer:
-            text = "a Hugging Face folder has no place for it; --with-optimizer keeps it beside the weights"
-            report.add(Fate.LOST, f"the optimizer: {text}", *OF_OPTIMIZER)
-        of_run = (Item(Kind.SCHEDULER), Item(Kind.VALUE), Item(Kind.RNG))
-        if not options.with_optimizer and _has_run(source.state):
-            text = "scheduler, counters and client state: a Hugging Face folder has no place for them"
-            report.add(Fate.LOST, text, *of_run)
-        elif not options.with_optimizer and source.state.other:
-            report.leave(Reason.NO_RUN, *of_run)
-        if not options.with_optimizer:
-            report.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))
-            report.leave(Reason.OF_LAYOUT, Item(Kind.MODEL, "keys"), Item(Kind.MODEL, "per_rank"))
-
-    def _report_types(self, parts: list[WrittenTensor], report: Report) -> None:
-        """Said of weights that are not what the source stores."""
-        specs = {spec.name: spec for spec in self.source.model.params}
-        changed = [part for part in parts if part.dtype != specs[part.source.param].dtype]
-        stored = [part.source in self.source.catalog for part in parts]
-        if not all(stored):
-            report.add(Fate.DERIVED, "weights: rounded from their fp32 masters, since the source does not store them")
-        from_masters = [part for part in changed if self._stored(part, MASTER) is not None]
-        if from_masters:
-            kinds = ", ".join(dict.fromkeys(str(part.dtype) for part in from_masters))
-            report.add(Fate.DERIVED, f"weights: {kinds}, from their fp32 masters")
-
-    def _stored(self, part: WrittenTensor, state: str) -> TensorEntry | None:
-        return self.source.catalog.get(part.source._replace(state=state))
-
 
 def _has_run(state: TrainingState) -> bool:
     """Whether anything is said of a run: what DeepSpeed writes beside weights that were never trained is no run's."""
@@ -317,20 +286,57 @@ def _has_run(state: TrainingState) -> bool:
     return state.scheduler is not None or state.iteration > 0 or next(said, None) is not None
 
 
-def _item_of(where: str) -> Item:
-    """The item of which the optimizer's file could not keep a part: ``other/replay/0 (Queue)`` is of the value ``replay``."""
-    section, *keys = where.partition(" (")[0].split("/")
-    if section == "groups":
-        return Item(Kind.GROUP, keys[2] if len(keys) > 2 else ANY)
-    return Item(_SECTIONS.get(section, Kind.VALUE), keys[0] if keys else ANY)
+def _replaced(t: _FolderTarget) -> list[str]:
+    """Files of the source's tokenizer in whose place others come."""
+    return [name for name in t.own if is_of_tokenizer(name)] if t.options.tokenizer is not None else []
 
 
-def _changed(old: Mapping[str, object], new: dict[str, object], report: Report, text: str) -> dict[str, object]:
-    """The new description; the line is about the fields that are other ones than in the old."""
-    fields = [key for key, value in old.items() if key not in new or new[key] != value]
-    if fields:
-        report.add(Fate.CHANGED, text, *(Item(Kind.CONFIG, key) for key in fields))
-    return new
+def _cut(t: _FolderTarget) -> list[Values]:
+    padded = [(spec, t.weights.shape(spec)) for spec in t.source.model.params]
+    return [
+        {"spec": s, "rows": shape[0], "last": s.global_shape[0] - 1} for s, shape in padded if shape != s.global_shape
+    ]
+
+
+def _from_masters(t: _FolderTarget) -> list[str]:
+    """Types that weights have which are not what the source stores, and are made of masters."""
+    specs, there = {spec.name: spec for spec in t.source.model.params}, t.source.catalog
+    changed = [part for part in t.parts if part.dtype != specs[part.source.param].dtype]
+    return list(dict.fromkeys(str(part.dtype) for part in changed if part.source._replace(state=MASTER) in there))
+
+
+def _without(t: _FolderTarget) -> Source | None:
+    """The source, where it has no optimizer, though nobody left it out."""
+    return None if t.source.optimizer is not None or t.options.no_optimizer else t.source
+
+
+_RULES: tuple[Rule[_FolderTarget], ...] = (
+    Rule(Fate.CHANGED, "--tokenizer: its files take the place of {found}", _replaced),
+    GO_ALONG.of_part(lambda t: t.beside),
+    Rule(Fate.CHANGED, "{text}", lambda t: t.changes),
+    Rule(Fate.KEPT, f"the optimizer ({{found}}), param groups, scheduler and counters, in {OPTIMIZER}/", lambda t: list(t.states)),
+    *(rule.of_part(lambda t: t.unheld) for rule in UNHELD),
+    Rule(Fate.NOTE, f"{CONFIG}: not written, since nothing describes the model; --reference-config gives one", lambda t: not t.config),
+    Rule(Fate.NOTE, "weights are cut into pieces for {0.options.pieces} ranks, which from_pretrained does not load: load them with torch's "
+         "HuggingFaceStorageReader, or put them together with its consolidate_safetensors_files", lambda t: t.options.pieces),
+    Rule(Fate.DERIVED, "weights: rounded from their fp32 masters, since the source does not store them",
+         lambda t: not all(part.source in t.source.catalog for part in t.parts)),
+    Rule(Fate.DERIVED, "weights: {found}, from their fp32 masters", _from_masters),
+    Rule(Fate.CHANGED, "{spec.name}: rows {rows}–{last} are padding, and are cut", _cut, [ELEMENTS]),
+)  # fmt: skip
+"""What becomes of a source."""
+_OF_RUN = (Item(Kind.SCHEDULER), Item(Kind.VALUE), Item(Kind.RNG))
+_WITHOUT_OPTIMIZER: tuple[Rule[_FolderTarget], ...] = (
+    Rule(Fate.LOST, "the optimizer: a Hugging Face folder has no place for it; --with-optimizer keeps it beside the weights",
+         lambda t: t.source.optimizer is not None, OF_OPTIMIZER),
+    Rule(Fate.LOST, "scheduler, counters and client state: a Hugging Face folder has no place for them",
+         lambda t: _has_run(t.source.state), _OF_RUN),
+    Rule(Reason.NO_RUN, when=lambda t: not _has_run(t.source.state) and t.source.state.other, of=_OF_RUN),
+    Rule(Reason.OF_ENGINE, of=(Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))),
+    *(rule.of_part(_without) for rule in UNUSED),
+    Rule(Reason.OF_LAYOUT, of=(Item(Kind.MODEL, "keys"), Item(Kind.MODEL, "per_rank"))),
+)  # fmt: skip
+"""Of one that becomes a folder of weights alone."""
 
 
 _FIXED_TYPE = ("e_score_correction_bias",)

@@ -8,10 +8,11 @@ Sources: transformers 5.23.0, ``trainer.py`` (``_save_optimizer_and_scheduler``,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Said
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup
@@ -83,6 +84,12 @@ ACCELERATE = RunFiles(
 ALIKE = (TRANSFORMERS.format, ACCELERATE.format)
 
 
+_OF_RANKS: Rule[HfRunState] = Rule(
+    Fate.LOST, "random states of {count}: only transformers' and accelerate's own files have a place for them",
+    lambda own: {"count": of_ranks(len(own.rng)), "of": [rng_item(rank) for rank in range(len(own.rng))]} if own.rng else None,
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class HfRunState(ModuleState):
     """What such a checkpoint has besides.
@@ -95,6 +102,7 @@ class HfRunState(ModuleState):
         within: What the weights' own format keeps besides; None where that is of no use to it.
     """
 
+    homeless: ClassVar[Sequence[Rule[Any]]] = (*ModuleState.homeless, _OF_RANKS)
     rng: tuple[Mapping[str, object], ...] = ()
     groups: tuple[ParamGroup, ...] = ()
     schedule: Mapping[str, object] = field(default_factory=dict)
@@ -104,14 +112,6 @@ class HfRunState(ModuleState):
     def inventory(self) -> Inventory:
         """What it has, item by item; the random states of each rank are one."""
         return {**ModuleState.inventory(self), **{rng_item(rank): states for rank, states in enumerate(self.rng)}}
-
-    def homeless(self) -> Mapping[Item, Said]:
-        """Random states are each rank's own."""
-        text = f"random states of {of_ranks(len(self.rng))}: only transformers' and accelerate's own files have a place for them"
-        return {
-            **ModuleState.homeless(self),
-            **{rng_item(rank): Said(Fate.LOST, text) for rank in range(len(self.rng))},
-        }
 
 
 def of_ranks(count: int) -> str:

@@ -17,20 +17,21 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, Chunk, Record, TensorEntry, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.families.crossing.description import known_description
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
 from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
-from mcore_rlhf.families.fsdp.state import EPOCH, random_states, scheduler_state
+from mcore_rlhf.families.fsdp.state import EPOCH, MADE, random_states, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
 from mcore_rlhf.families.module import CONFIG, ModuleState, loose_values
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.sidecar import Sidecar
+from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
 from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -81,9 +82,10 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     return _RunTarget(source, module, options, files, base, order, like, optimizer, sharded).target()
 
 
-_EXPERTS = (
+_EXPERTS: Rule[Source] = Rule(
+    Fate.NOTE,
     "experts are one by one in model.safetensors, as transformers saves them; its Trainer passes over them when it resumes (5.23.0): make "
-    "the model with from_pretrained of this folder, then resume from it"
+    "the model with from_pretrained of this folder, then resume from it",
 )
 
 
@@ -106,7 +108,7 @@ def _alone(
     wanted = replace(options, masters=trained and bool(masters), no_optimizer=True, with_optimizer=False)
     target = weights.target(alone, wanted)
     if trained and config and alone.model.params != source.model.params:
-        target.report.add(Fate.NOTE, _EXPERTS)
+        target.report.through([_EXPERTS], source)
     return target
 
 
@@ -144,14 +146,13 @@ class _RunTarget:
         source = replace(self.source, state=replace(self.source.state, groups=self._dealt(report)))
         if self.optimizer:
             self._put(self.files.scheduler, self._schedule(source, report))
-        rng = self._random_states(report)
+        rng = self._random_states()
         for rank, states in enumerate(rng):
             self._put(self.files.rng_name(rank, len(rng)), self._spelled(states))
         self._put_scaler()
         texts, lost = self._sidecar().texts()
-        for what in lost:
-            report.add(Fate.LOST, f"{what}: no JSON can hold it")
-        texts |= self._counters(report)
+        report.through((*_RULES, *(rule.of_part(lambda _: lost) for rule in UNHELD)), self)
+        texts |= self._counters()
         numbered = self.optimizer and not self.sharded
         parts = [TargetFile(self.files.optimizer, partial(self._layout, source.state.groups))] if numbered else []
         moments = self.source.catalog.of_states(self.source.states)
@@ -218,7 +219,8 @@ class _RunTarget:
             fitting = with_fitting_schedule(source)
             report.lines += [line for line in fitting.notes.lines if line not in report.lines]
             source = replace(source, state=fitting.state)
-        made, times = scheduler_state(source, report), self.like.epochs_of_schedule()
+        report.through([MADE], source)
+        made, times = scheduler_state(source), self.like.epochs_of_schedule()
         known = source.state.scheduler is not None and EPOCH in source.state.scheduler
         if not known and times > 1:
             made[EPOCH] = source.state.iteration * times
@@ -227,20 +229,30 @@ class _RunTarget:
             made if known else {**{key: value for key, value in self.like.scheduler.items() if key not in made}, **made}
         )
 
-    def _random_states(self, report: Report) -> list[Mapping[str, object]]:
-        own, at = HfRunState.of(self.source), self.source.state.iteration
-        kept = [] if own is None else [*own.rng]
-        ranks = self.options.dp or self.like.ranks or len(kept) or (self.base.parallel.dp if self.sharded else 1)
-        wanted = self.options.rng or ("keep" if len(kept) == ranks else "derive")
-        if wanted == "drop" or not self.optimizer:
-            if kept:
-                report.add(Fate.LOST, "rng: left out", Item(Kind.RNG))
-            return []
-        if wanted == "keep" and len(kept) == ranks:
-            return kept
-        text = f"rng: new states for {of_ranks(ranks)}, from iteration {at}"
-        report.add(Fate.DERIVED, text)
-        report.settle(Fate.DERIVED, text, Item(Kind.RNG))
+    @property
+    def kept_rng(self) -> list[Mapping[str, object]]:
+        """The source's random states of such a run, by rank."""
+        own = HfRunState.of(self.source)
+        return [] if own is None else [*own.rng]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that are to have some."""
+        return (
+            self.options.dp or self.like.ranks or len(self.kept_rng) or (self.base.parallel.dp if self.sharded else 1)
+        )
+
+    @property
+    def rng(self) -> str:
+        """What becomes of them: ``keep``, ``derive`` or ``drop``."""
+        fits = len(self.kept_rng) == self.ranks
+        wanted = self.options.rng or ("keep" if fits else "derive")
+        return "drop" if wanted == "drop" or not self.optimizer else "keep" if wanted == "keep" and fits else "derive"
+
+    def _random_states(self) -> list[Mapping[str, object]]:
+        at, ranks = self.source.state.iteration, self.ranks
+        if self.rng != "derive":
+            return self.kept_rng if self.rng == "keep" else []
         made = (random_states(_seed(f"mcore_rlhf rng {at} rank {rank}")) for rank in range(ranks))
         return [{key: value for key, value in states.items() if key != "cuda"} for states in made]
 
@@ -260,21 +272,17 @@ class _RunTarget:
             made = {"scale": float(values["cur_scale"]), "growth_factor": growth, "backoff_factor": 1 / growth}
             self._put(SCALER, {**made, "growth_interval": values["scale_window"], "_growth_tracker": max(0, passed)})
 
-    def _counters(self, report: Report) -> dict[str, str | bytes]:
+    def own_counters(self) -> dict[str, object] | None:
+        """The source's counters, where they are of its step."""
+        own = self.source.state.other.get(COUNTERS)
+        return dict(own) if isinstance(own, dict) and own.get(GLOBAL_STEP) == self.source.state.iteration else None
+
+    def _counters(self) -> dict[str, str | bytes]:
         """The Trainer's counters: the source's, those of ``--like``, or the step alone."""
         if not self.files.counters:
             return {}
-        state = self.source.state
-        own = state.other.get(COUNTERS)
-        known = isinstance(own, dict) and own.get(GLOBAL_STEP) == state.iteration
-        counters = dict(own) if known and isinstance(own, dict) else self.like.counters_at(state.iteration)
-        if not known:
-            whence = (
-                "as --like has them, at this step"
-                if self.like.counters
-                else f"{GLOBAL_STEP} alone; --like FOLDER gives the others"
-            )
-            report.add(Fate.DERIVED, f"{self.files.counters}: {whence}")
+        own = self.own_counters()
+        counters = self.like.counters_at(self.source.state.iteration) if own is None else own
         return {self.files.counters: json.dumps(counters, indent=2, sort_keys=True) + "\n"}
 
     def _sidecar(self) -> Sidecar:
@@ -308,3 +316,15 @@ def _seed(text: str) -> bytes:
 def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, object]:
     fields = {key: value for key, value in group.fields.items() if key not in (*group.scalars, STEP, *OF_MEGATRON)}
     return {**fields, PARAMS: [numbers[name] for name in group.params]}
+
+
+_RULES: tuple[Rule[_RunTarget], ...] = (
+    Rule(Fate.LOST, "rng: left out", lambda t: t.rng == "drop" and t.kept_rng, [Item(Kind.RNG)]),
+    Rule(Fate.DERIVED, "rng: new states for {found}, from iteration {0.source.state.iteration}",
+         lambda t: t.rng == "derive" and of_ranks(t.ranks), [Item(Kind.RNG)]),
+    Rule(Fate.DERIVED, "{0.files.counters}: as --like has them, at this step",
+         lambda t: t.files.counters and t.own_counters() is None and t.like.counters),
+    Rule(Fate.DERIVED, f"{{0.files.counters}}: {GLOBAL_STEP} alone; --like FOLDER gives the others",
+         lambda t: t.files.counters and t.own_counters() is None and not t.like.counters),
+)  # fmt: skip
+"""What becomes of random states and counters."""

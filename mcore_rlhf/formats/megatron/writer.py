@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
@@ -30,14 +30,14 @@ from mcore_rlhf.families.megatron.modelopt import keys as modelopt_keys
 from mcore_rlhf.families.megatron.modelopt import of_modules
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.ranks import LocalItem, RankLayout, Records
+from mcore_rlhf.families.megatron.rules import RULES
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     PER_RANK_KEYS,
     MegatronState,
     OpaqueValue,
     RankValues,
-    names_of,
-    opaque_item,
+    of_opaque,
 )
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
@@ -62,12 +62,10 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
     """
     run = NewRun.of(source, options, "megatron", "torch")
     writer = _LegacyWriter(run)
-    run.note()
     if run.choices.optimizer == LAYER_WISE:
         _check_layer_wise(run)
-    writer.opaque.note(run.family, run.report)
-    if MODELOPT in run.source.state.other:
-        _note_modelopt(run)
+    run.report.through(RULES, run)
+    run.report.through(_RULES, writer)
     files = [file for at in file_ranks(run.choices.parallel) for file in writer.files(at)]
     return Target(
         format="megatron",
@@ -79,14 +77,6 @@ def megatron_target(source: Source, options: WriteOptions) -> Target:
         holds=run.holds(),
         needs=run.needs,
     )
-
-
-def _note_modelopt(run: NewRun) -> None:
-    """Say what of ModelOpt's state is under the names of modules that other ranks have here."""
-    names = of_modules(run.source.state.other[MODELOPT])
-    if names and not run.same_ranks:
-        text = f"{MODELOPT}: {', '.join(names)} names modules of the source's ranks, and is not renamed"
-        run.report.add(Fate.LOST, text, Item(Kind.VALUE, MODELOPT))
 
 
 def _check_layer_wise(run: NewRun) -> None:
@@ -102,12 +92,6 @@ def _check_layer_wise(run: NewRun) -> None:
             f"a layer-wise optimizer at CP {run.choices.parallel.cp}: in Megatron's torch format the ranks of a context-parallel "
             "group write one file, and the states of all but one are lost\n"
             "Write --to megatron-dist, give --optimizer plain, or leave the optimizer out with --no-optimizer."
-        )
-    if run.family.args.flag(BY_LAYOUT) and not run.family.by_size:
-        run.report.add(
-            Fate.CHANGED,
-            "layer-wise optimizer: parameters are dealt by size, since Megatron's torch format cannot hold its layout; the run needs "
-            "--no-use-layer-wise-param-layout to load it",
         )
 
 
@@ -184,6 +168,21 @@ class _LegacyWriter:
         shard = self.run.shard_of(at)
         keys = (COUNTER, *PER_RANK_KEYS) if self.run.same_world else (COUNTER,)
         return {key: shard.materialize(shard.top[key]) for key in keys if key in shard.top}
+
+
+_RULES: tuple[Rule[_LegacyWriter], ...] = (
+    Rule(Fate.CHANGED, "layer-wise optimizer: parameters are dealt by size, since Megatron's torch format cannot hold its layout; the run "
+         "needs --no-use-layer-wise-param-layout to load it",
+         lambda w: w.run.choices.optimizer == LAYER_WISE and w.run.family.args.flag(BY_LAYOUT) and not w.run.family.by_size),
+    Rule(Fate.LOST, "{count} opaque values belong to tensor-parallel ranks of the source, which are others here, and are set to "
+         "None: {names}",
+         lambda w: of_opaque(w.opaque.lost(w.run.family))),
+    Rule(Fate.LOST, "{count} opaque values are not the same on all expert-parallel ranks of the source, which are others here: all have "
+         "those of the first: {names}", lambda w: of_opaque(w.opaque.unlike(w.run.family))),
+    Rule(Fate.LOST, MODELOPT + ": {found} names modules of the source's ranks, and is not renamed",
+         lambda w: not w.run.same_ranks and of_modules(w.run.source.state.other.get(MODELOPT)), [Item(Kind.VALUE, MODELOPT)]),
+)  # fmt: skip
+"""What only fits one layout, and the values of keys that are no parameters."""
 
 
 def _layout(records: Records, tree: Callable[[], object]) -> FileLayout:
@@ -364,20 +363,14 @@ class OpaqueValues:
 
         return value
 
-    def note(self, family: MegatronState, report: Report) -> None:
-        """Say which values are lost: set to None, or another rank's, though there is something in them."""
-        there = family.opaque()
-        lost = [name for name in there if not self._kept(name)]
-        unlike = [name for name in there if self._kept(name) and self._old.ep != self._new.ep and _differ(there[name])]
-        for names, text in (
-            (lost, "belong to tensor-parallel ranks of the source, which are others here, and are set to None"),
-            (
-                unlike,
-                "are not the same on all expert-parallel ranks of the source, which are others here: all have those of the first",
-            ),
-        ):
-            if names:
-                report.add(Fate.LOST, f"{len(names)} opaque values {text}: {names_of(names)}", *map(opaque_item, names))
+    def lost(self, family: MegatronState) -> list[str]:
+        """Values that are set to None, though there is something in them."""
+        return [name for name in family.opaque() if not self._kept(name)]
+
+    def unlike(self, family: MegatronState) -> list[str]:
+        """Values in whose place another rank's are."""
+        there = family.opaque() if self._old.ep != self._new.ep else {}
+        return [name for name, values in there.items() if self._kept(name) and _differ(values)]
 
     def _kept(self, name: str) -> bool:
         """Whether the ranks to which a value belongs are the same in both layouts."""

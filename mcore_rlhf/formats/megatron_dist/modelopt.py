@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.families.megatron.folders import Located
 from mcore_rlhf.families.megatron.modelopt import FOLDER, KEY, of_modules, without_modules
 from mcore_rlhf.families.megatron.new_run import NewRun
@@ -54,22 +54,16 @@ def modelopt_files(run: NewRun, folder: str) -> tuple[list[TargetFile], dict[str
     return [TargetFile(f"{path}/{COMMON}", lambda: layout)], {f"{path}/{CONFIG}": CONFIG_TEXT}
 
 
-def note_modelopt(run: NewRun) -> None:
-    """Say where ModelOpt's state is, and what of it finds no place."""
-    gone, report = of_modules(run.source.state.other[KEY]), run.report
-    if run.choices.parallel.vpp > 1:
-        _lose(
-            report,
-            f"VPP {run.choices.parallel.vpp}: ModelOpt loads it from torch_dist with one model chunk per stage alone",
-        )
-    elif gone:
-        _lose(
-            report,
-            f"{', '.join(gone)}: what belongs to single modules is in no torch_dist checkpoint; the rest is in {FOLDER}/",
-        )
-    else:
-        report.add(Fate.KEPT, f"{KEY}: in the folder {FOLDER}, where ModelOpt looks for it", ITEM)
+def _state(run: NewRun) -> object:
+    return run.source.state.other.get(KEY)
 
 
-def _lose(report: Report, why: str) -> None:
-    report.add(Fate.LOST, f"{KEY}: {why}", ITEM)
+RULES: tuple[Rule[NewRun], ...] = (
+    Rule(Fate.LOST, KEY + ": VPP {0.choices.parallel.vpp}: ModelOpt loads it from torch_dist with one model chunk per stage alone",
+         lambda r: _state(r) is not None and r.choices.parallel.vpp > 1, [ITEM]),
+    Rule(Fate.LOST, f"{KEY}: {{found}}: what belongs to single modules is in no torch_dist checkpoint; the rest is in {FOLDER}/",
+         lambda r: r.choices.parallel.vpp == 1 and of_modules(_state(r)), [ITEM]),
+    Rule(Fate.KEPT, f"{KEY}: in the folder {FOLDER}, where ModelOpt looks for it",
+         lambda r: _state(r) is not None and r.choices.parallel.vpp == 1 and not of_modules(_state(r)), [ITEM]),
+)  # fmt: skip
+"""Where ModelOpt's state is, and what of it finds no place."""

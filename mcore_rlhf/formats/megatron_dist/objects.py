@@ -11,12 +11,12 @@ Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Said
 from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.families.megatron.folders import FileRank, folder_name
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import (
@@ -25,8 +25,7 @@ from mcore_rlhf.families.megatron.state import (
     MegatronState,
     ModelPart,
     RankValues,
-    names_of,
-    opaque_item,
+    of_opaque,
 )
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import is_routed_expert
@@ -151,6 +150,18 @@ def other_objects(folder: DistFolder) -> dict[ShardKey, DcpObject]:
     return {key: item for key, item in folder.objects.items() if key.key != RNG and not key.key.endswith(EXTRA)}
 
 
+def _others(own: DistState, *, idle: bool) -> Values | None:
+    found = list(dict.fromkeys(key.key for key in own.others if (key.key in own.idle) == idle))
+    return {"found": found, "of": [Item(Kind.VALUE, key) for key in found]} if found else None
+
+
+LEFT_OBJECTS: Sequence[Rule[DistState]] = (
+    Rule(Fate.LOST, "objects that belong to ranks of the source: {found:3}", lambda own: _others(own, idle=False)),
+    Rule(Reason.OF_LAYOUT, when=lambda own: _others(own, idle=True)),
+)
+"""What becomes of the other objects where a target has no place for them."""
+
+
 @dataclass(slots=True)
 class DistState(MegatronState):
     """What only a ``torch_dist`` target needs besides what every Megatron target does.
@@ -162,6 +173,7 @@ class DistState(MegatronState):
         idle: Objects among the others that say nothing, since what they belong to was not running.
     """
 
+    homeless: ClassVar[Sequence[Rule[Any]]] = LEFT_OBJECTS
     rng: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
     others: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
     sharding: str | None = None
@@ -179,16 +191,6 @@ class DistState(MegatronState):
             **({OF_RANKS[RNG]: tuple(self.rng.values())} if self.rng else {}),
             **{Item(Kind.VALUE, key.key): item for key, item in self.others.items()},
         }
-
-    def homeless(self) -> Mapping[Item, Said]:
-        """Objects of ranks."""
-        return {Item(Kind.VALUE, key): said for key, said in self.left_objects().items()}
-
-    def left_objects(self) -> dict[str, Said]:
-        """What becomes of the other objects where a target has no place for them."""
-        lost = Said(Fate.LOST, f"objects that belong to ranks of the source: {_some(self.others, self.idle)}")
-        left = Said(Fate.LEFT, Reason.OF_LAYOUT.value, Reason.OF_LAYOUT)
-        return {key.key: left if key.key in self.idle else lost for key in self.others}
 
 
 _NOT_STORED = ("output_layer._extra_state", "core_attention._extra_state")
@@ -218,6 +220,11 @@ class Objects:
         nothing = DistState(located=None, args=self.run.family.args, shards=(), order=[], unknown=[])
         return DistState.of(self.run.source) or nothing
 
+    @property
+    def left_behind(self) -> DistState:
+        """The same where ranks are others: nothing where all go along."""
+        return replace(self.own, others={}) if self.run.same_world else self.own
+
     def items(self) -> Iterator[ObjectItem]:
         """All objects."""
         for key, value in self.opaque().items():
@@ -240,33 +247,22 @@ class Objects:
             found[self._shard(home)] = shard.materialize(value) if shard else None
         return found | dict.fromkeys(self._packed_experts())
 
-    def note(self) -> None:
-        """Say what of the source's values finds no place."""
+    def lost(self) -> Iterator[Values]:
+        """What of the source's values finds no place, and what each is."""
         there = self.run.family.opaque()
         nowhere = [name for name in there if not name.endswith(EXTRA)]
         left_out = [name for name in there if name.endswith(self._left_out)]
         packed = [name for name in there if name.endswith(EXTRA) and self._in_one_module(name)]
-        unlike = [
-            name
-            for name, values in there.items()
-            if name not in (*nowhere, *left_out, *packed) and len({value.digest for value in values}) > 1
-        ]
-        for names, text in (
+        others = {name: values for name, values in there.items() if name not in (*nowhere, *left_out, *packed)}
+        unlike = [name for name, values in others.items() if len({value.digest for value in values}) > 1]
+        for names, what in (
             (nowhere, "values that are no parameters, for which torch_dist has no place"),
             (left_out, "opaque values that Megatron-core leaves out of torch_dist"),
             (packed, "opaque values of all experts of a rank are set to None, since each expert has one here"),
-            (
-                unlike,
-                "opaque values that ranks have each for itself: torch_dist has one for all, that of the first",
-            ),
+            (unlike, "opaque values that ranks have each for itself: torch_dist has one for all, that of the first"),
         ):
-            if names:
-                self.run.report.add(Fate.LOST, f"{text}: {names_of(names)}", *map(opaque_item, names))
-        for key, said in self.own.left_objects().items() if not self.run.same_world else ():
-            if said.reason is None:
-                self.run.report.add(said.fate, said.text, Item(Kind.VALUE, key))
-            else:
-                self.run.report.leave(said.reason, Item(Kind.VALUE, key))
+            if found := of_opaque(names):
+                yield {"what": what, **found}
 
     @property
     def _left_out(self) -> tuple[str, ...]:
@@ -350,10 +346,6 @@ def idle_objects(top: Mapping[str, object]) -> frozenset[str]:
     return frozenset({RERUN_RANKS} if getattr(state, "stub_args", None) == (_NOT_RUNNING,) else ())
 
 
-def _some(others: Mapping[ShardKey, DcpObject], idle: frozenset[str]) -> str:
-    return ", ".join([key for key in dict.fromkeys(other.key for other in others) if key not in idle][:3])
-
-
 def _fqn(key: ShardKey) -> str:
     """The name of a part of an object.
 
@@ -366,3 +358,10 @@ def _fqn(key: ShardKey) -> str:
 
 def _text(numbers: Shape) -> str:
     return ".".join(map(str, numbers))
+
+
+RULES: tuple[Rule[Objects], ...] = (
+    Rule(Fate.LOST, "{what}: {names}", lambda objects: list(objects.lost())),
+    *(rule.of_part(lambda objects: objects.left_behind) for rule in LEFT_OBJECTS),
+)
+"""What of the source's values and objects finds no place."""

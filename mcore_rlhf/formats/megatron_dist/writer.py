@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import (
     FLOAT32,
     MASTER,
@@ -31,6 +30,7 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
@@ -39,6 +39,7 @@ from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.remainders import remainder_dtype
+from mcore_rlhf.families.megatron.rules import RULES
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
@@ -53,8 +54,10 @@ from mcore_rlhf.storage.stored import Namespace
 
 from .buckets import BucketContents, FilePart, dealt
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
-from .modelopt import modelopt_files, note_modelopt
+from .modelopt import RULES as OF_MODELOPT
+from .modelopt import modelopt_files
 from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
+from .objects import RULES as OF_OBJECTS
 from .objects import DistState, Objects, rng_ranks
 from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, SHARDING
 
@@ -94,11 +97,9 @@ class _DistWriter:
             buckets = BucketContents(_blueprint(self.run), self.run.moments, values, master)
             self.contents.append(buckets)
             self.objects += buckets.objects
-        self.run.note()
-        objects.note()
-        if KEY in self.run.source.state.other:
-            note_modelopt(self.run)
-        self._note_sharding()
+        self.run.report.through(RULES, self.run)
+        self.run.report.through(OF_OBJECTS, objects)
+        self.run.report.through((*OF_MODELOPT, *_RULES), self.run)
 
     @property
     def folder(self) -> str:
@@ -134,19 +135,8 @@ class _DistWriter:
         )
 
     def _sums(self) -> Mapping[str, Callable[[Mapping[str, str]], str]]:
-        """``integrity.json`` where it is wanted; where the source had one and it is not, that is said."""
-        there = bool(self.run.source.digests)
-        if self.run.options.integrity:
-            self.run.report.add(
-                Fate.DERIVED, f"{INTEGRITY}: {'made anew, of the new files' if there else 'of the new files'}"
-            )
-            return {f"{self.folder}/{INTEGRITY}": integrity_of}
-        if there:
-            self.run.report.add(
-                Fate.NOTE,
-                f"{INTEGRITY}: left out, it is of the source's files; --integrity writes one, which --verify-integrity wants",
-            )
-        return {}
+        """``integrity.json`` where it is wanted."""
+        return {f"{self.folder}/{INTEGRITY}": integrity_of} if self.run.options.integrity else {}
 
     def _items(self, at: _At) -> list[Item]:
         """What a file holds: the first the objects, the others tensors."""
@@ -162,29 +152,37 @@ class _DistWriter:
         _, first = next(rng_ranks(self.run.choices.parallel))
         return FileLayout(Chunks(), (), Pt(lambda: common_tree(self.run, first)))
 
-    def _note_sharding(self) -> None:
-        """Say what the optimizer's states become where the source had them otherwise, or where they load on one layout alone."""
-        family, parallel = DistState.of(self.run.source), self.run.choices.parallel
-        old = family.sharding if family else None
-        if self.sharding == DP_RESHARDABLE:
-            changed = "" if old in (None, DP_RESHARDABLE) else f"{old} → "
-            text = f"which Megatron loads at {parallel} and with other data-parallel ranks alone"
-            self.run.report.add(
-                Fate.CHANGED if changed else Fate.NOTE, f"optimizer states: {changed}{DP_RESHARDABLE}, {text}"
-            )
-            frozen = [
-                spec.name for spec in self.run.source.model.params if not (spec.trainable or is_buffer(spec.name))
-            ]
-            if frozen:
-                self.run.report.add(
-                    Fate.NOTE,
-                    f"flat buffers do not say which parameters they leave out: Megatron knows, and who reads this folder says it with "
-                    f"--rules (trainable: false) of {', '.join(frozen[:3])}{f', … ({len(frozen)})' if len(frozen) > 3 else ''}",
-                )
-        elif self.run.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and old not in (None, FULLY_RESHARDABLE):
-            self.run.report.add(
-                Fate.CHANGED, f"optimizer states: {old} → {FULLY_RESHARDABLE}, which loads on any layout"
-            )
+
+def _old_sharding(run: NewRun) -> str | None:
+    """How the source's distributed optimizer is stored."""
+    family = DistState.of(run.source)
+    return family.sharding if family else None
+
+
+def _unsaid_frozen(run: NewRun) -> str:
+    """Parameters that flat buffers leave out."""
+    params = run.source.model.params if _sharding(run) == DP_RESHARDABLE else ()
+    frozen = [spec.name for spec in params if not (spec.trainable or is_buffer(spec.name))]
+    return ", ".join(frozen[:3]) + (f", … ({len(frozen)})" if len(frozen) > 3 else "")
+
+
+_BUCKETS = f"{DP_RESHARDABLE}, which Megatron loads at {{0.choices.parallel}} and with other data-parallel ranks alone"
+_RULES: tuple[Rule[NewRun], ...] = (
+    Rule(Fate.NOTE, f"optimizer states: {_BUCKETS}",
+         lambda r: _sharding(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
+    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {_BUCKETS}",
+         lambda r: _sharding(r) == DP_RESHARDABLE and _old_sharding(r) != DP_RESHARDABLE and _old_sharding(r)),
+    Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: Megatron knows, and who reads this folder says it with "
+         "--rules (trainable: false) of {found}", _unsaid_frozen),
+    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {FULLY_RESHARDABLE}, which loads on any layout",
+         lambda r: _sharding(r) != DP_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
+         and _old_sharding(r) != FULLY_RESHARDABLE and _old_sharding(r)),
+    Rule(Fate.DERIVED, f"{INTEGRITY}: made anew, of the new files", lambda r: r.options.integrity and r.source.digests),
+    Rule(Fate.DERIVED, f"{INTEGRITY}: of the new files", lambda r: r.options.integrity and not r.source.digests),
+    Rule(Fate.NOTE, f"{INTEGRITY}: left out, it is of the source's files; --integrity writes one, which --verify-integrity wants",
+         lambda r: not r.options.integrity and r.source.digests),
+)  # fmt: skip
+"""What optimizer states become where the source had them otherwise, or where they load on one layout alone; and its sums."""
 
 
 def _sharding(run: NewRun) -> str:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Reason, Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, DType, Record, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
@@ -28,6 +29,34 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 _HELD = (Item(Kind.VALUE, "iteration"), Item(Kind.VALUE, CARRIED))
 _BASE_PATH = "base_model_name_or_path"
+
+
+class _Written(NamedTuple):
+    """What is asked about a folder that is written: besides source, options and adapter, which settings the source does not give."""
+
+    source: Source
+    options: WriteOptions
+    adapter: Adapter
+    made: list[str]
+
+    def of_run(self) -> list[Item]:
+        """What the run around the adapter has, for which there is no place."""
+        there = inventory_of(self.source)
+        return [item for item in there if item not in _HELD and item.kind in (Kind.SCHEDULER, Kind.VALUE, Kind.RNG)]
+
+
+_RULES: tuple[Rule[_Written], ...] = (
+    Rule(Fate.KEPT, "the adapter: {tensors} tensors of {modules} modules",
+         lambda w: {"tensors": len(w.adapter.tensors), "modules": len(w.adapter.ranks)}),
+    Rule(Fate.LOST, "the optimizer: peft's folder has no place for it; the checkpoint itself goes on training",
+         lambda w: w.source.optimizer is not None and not w.options.no_optimizer, OF_OPTIMIZER),
+    Rule(Fate.DERIVED, f"{CONFIG}: {{found}} follow from the tensors, or are peft's own defaults", lambda w: w.made),
+    Rule(Fate.LOST, "scheduler, counters and client state: an adapter's folder has no place for them",
+         lambda w: w.of_run() and {"of": w.of_run()}),
+    Rule(Reason.OF_ENGINE, of=(Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))),
+    Rule(Reason.OF_LAYOUT, of=[Item(Kind.MODEL)]),
+    Rule(Reason.NOT_ASKED, of=[Item(Kind.CONFIG)]),
+)  # fmt: skip
 
 
 def peft_target(source: Source, options: WriteOptions) -> Target:
@@ -59,7 +88,9 @@ class _AdapterTarget:
         if base is not None and base.path and not values.get(_BASE_PATH):
             values[_BASE_PATH] = base.path
         report = self.source.notes.for_target()
-        self._report(report, adapter, config)
+        report.through(
+            _RULES, _Written(self.source, self.options, adapter, sorted({*config.values} - {*self.given.values}))
+        )
         texts: dict[str, str | bytes] = {CONFIG: json.dumps(values, indent=2, sort_keys=True)}
         if base is not None or self.source.state.iteration:
             texts.update(SavedAdapter(self.source.state.iteration, base).texts())
@@ -72,22 +103,8 @@ class _AdapterTarget:
             files=files,
             texts=texts,
             report=report,
-            holds=self._holds(report),
+            holds={item: value for item, value in inventory_of(self.source).items() if item in _HELD},
         )
-
-    def _holds(self, report: Report) -> Inventory:
-        """The adapter's configuration and base, and the iteration; of the run around it nothing else."""
-        there = inventory_of(self.source)
-        held = {item: value for item, value in there.items() if item in _HELD}
-        gone = [item for item in there if item not in held and item.kind in (Kind.SCHEDULER, Kind.VALUE, Kind.RNG)]
-        if gone:
-            report.add(
-                Fate.LOST, "scheduler, counters and client state: an adapter's folder has no place for them", *gone
-            )
-        report.leave(Reason.OF_ENGINE, Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))
-        report.leave(Reason.OF_LAYOUT, Item(Kind.MODEL))
-        report.leave(Reason.NOT_ASKED, Item(Kind.CONFIG))
-        return held
 
     def _base(self) -> BaseModel | None:
         found = carried(self.source).get("base")
@@ -125,15 +142,3 @@ class _AdapterTarget:
         assert spec is not None  # the adapter was found among these
         found = next((entry for entry in entries if entry is not None), None)
         return spec.dtype if found is None or not self.options.masters else found.dtype
-
-    def _report(self, report: Report, adapter: Adapter, config: AdapterConfig) -> None:
-        report.add(Fate.KEPT, f"the adapter: {len(adapter.tensors)} tensors of {len(adapter.ranks)} modules")
-        if self.source.optimizer is not None and not self.options.no_optimizer:
-            report.add(
-                Fate.LOST,
-                "the optimizer: peft's folder has no place for it; the checkpoint itself goes on training",
-                *OF_OPTIMIZER,
-            )
-        new = sorted(set(config.values) - set(self.given.values))
-        if new:
-            report.add(Fate.DERIVED, f"{CONFIG}: {', '.join(new)} follow from the tensors, or are peft's own defaults")

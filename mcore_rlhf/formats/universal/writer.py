@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
-from mcore_rlhf.core.account import ANY, Fate, Inventory, Report
 from mcore_rlhf.core.catalog import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -27,8 +26,9 @@ from mcore_rlhf.core.catalog import (
     TensorName,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import ANY, Fate, Inventory, Rule
 from mcore_rlhf.errors import Incomplete, Problems
-from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.inventory import COPIED_MASTERS, NEVER_MADE, OF_OPTIMIZER, UNUSED, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -58,6 +58,7 @@ class UniversalLayout:
         optimizer: Whether there is an optimizer to be written.
         info: How the run's tensors were cut.
         vocab_size: Rows that are kept of a padded vocabulary, where the user says it.
+        left_out: Whether the user asked for no optimizer.
     """
 
     source: Source
@@ -65,6 +66,7 @@ class UniversalLayout:
     optimizer: bool
     info: UniversalCheckpointInfo
     vocab_size: int | None
+    left_out: bool = False
 
     @property
     def folder(self) -> str:
@@ -130,11 +132,11 @@ def universal_target(source: Source, options: WriteOptions) -> Target:
     report = source.notes.for_target()
     info = UniversalCheckpointInfo.of(source.state.other)
     optimizer = source.optimizer is not None and not options.no_optimizer
-    new = UniversalLayout(source, family, optimizer, info, options.vocab_size)
+    new = UniversalLayout(source, family, optimizer, info, options.vocab_size, options.no_optimizer)
     _check_masters(new)
     if not family.keys and not options.unused_patterns:
         info.check_patterns([spec.name for spec in source.model.params])
-    _note(new, report, options)
+    report.through((*_RULES, *(_OF_OPTIMIZER if optimizer else ())), new)
     return Target(
         format="universal",
         parallel=source.parallel,
@@ -344,16 +346,16 @@ def _settings(group: ParamGroup) -> dict[str, object]:
     return {key: value for key, value in group.fields.items() if key not in group.scalars}
 
 
-def _differing_fields(groups: Sequence[ParamGroup]) -> list[str]:
+def _differing_fields(new: UniversalLayout) -> list[str]:
     """The fields in which the groups are not all equal."""
-    fields = [_settings(group) for group in groups]
+    fields = [_settings(group) for group in new.source.state.groups]
     return [key for key in fields[0] if any(other.get(key) != fields[0][key] for other in fields[1:])] if fields else []
 
 
 def _left_to_the_run(new: UniversalLayout) -> list[str]:
     """The fields that stage 3 does not get."""
     scheduled = new.source.state.scheduler is not None
-    return [key for key in _differing_fields(new.source.state.groups) if not (key == _RATE and scheduled)]
+    return [key for key in _differing_fields(new) if not (key == _RATE and scheduled)]
 
 
 def _group_step(group: ParamGroup) -> object | None:
@@ -362,52 +364,37 @@ def _group_step(group: ParamGroup) -> object | None:
     return SmallTensor.of(step, FLOAT32) if isinstance(step, float) else step
 
 
-def _note(new: UniversalLayout, report: Report, options: WriteOptions) -> None:
-    """Say what becomes of the source, and what DeepSpeed makes of the result."""
-    report.add(Fate.KEPT, "client state, counters and the learning-rate scheduler of every model-parallel rank")
-    params = new.source.model.params
-    if any(_EXPERT in spec.name for spec in params):
-        report.add(
-            Fate.NOTE,
-            "DeepSpeed's own experts have their global numbers; its loader looks for each rank's local ones, and so finds the "
-            "right ones only in a run without expert parallelism (ep_size 1)",
-        )
-    if not new.optimizer:
-        fate, why = (Fate.LOST, "as asked for") if options.no_optimizer else (Fate.NOTE, "the source has none")
-        text = "DeepSpeed loads such a checkpoint in stage 3 only, with load_module_only=True"
-        report.add(fate, f"no optimizer, {why}: {text}", *OF_OPTIMIZER)
-        return
-    if any(spec.trainable and new.entry(spec, MASTER) is None for spec in params):
-        report.add(Fate.DERIVED, "fp32 master parameters: copies of the fp32 parameters")
-    if zeros := [f"{name} ({state})" for name, states in _never_made(new).items() for state in states]:
-        report.add(Fate.DERIVED, f"zeros for states that were never made: {', '.join(zeros[:3])}")
-    for text in _notes_of_groups(new):
-        report.add(Fate.NOTE, text)
-    if not {EXP_AVG, EXP_AVG_SQ} <= set(new.source.states):
-        report.add(Fate.NOTE, "stage 3 restores Adam's states only; stages 1 and 2 restore any")
+def _without(new: UniversalLayout) -> Source | None:
+    """The source, where it has no optimizer, though nobody left it out."""
+    return None if new.optimizer or new.left_out else new.source
 
 
-def _notes_of_groups(new: UniversalLayout) -> Iterator[str]:
-    groups = new.source.state.groups
-    if any(not set(group.fields) - set(group.scalars) for group in groups):
-        yield "the source has no settings of param groups (elastic_checkpoint): those of the new run's configuration stay"
-    if _RATE in set(_differing_fields(groups)).difference(_left_to_the_run(new)):
-        yield (
-            f"{_RATE} differs between groups: the first step in stage 3 takes the first one's in all of them, and then the scheduler "
-            "sets each its own; stages 1 and 2 restore them"
-        )
-    differing = _left_to_the_run(new)
-    if differing:
-        yield (
-            f"stage 3 gives every param group the first one's values: {', '.join(differing)} differ between groups, are left out "
-            "there, and stay as the new run's configuration has them; stages 1 and 2 restore them"
-        )
-    if new.steps():
-        yield "stage 3 restores one step tensor that all sub-groups share: give each its own after loading"
-    muon = sum(len(group.params) for group in groups if group.fields.get(USE_MUON) is True)
-    if muon:
-        yield (
-            f"{MOMENTUM} of DeepSpeed's Muon ({muon} parameters): DeepSpeed restores it from here at DP 1, with BF16_Optimizer or "
-            "an offloaded optimizer; elsewhere stages 1 and 2 keep whole parameters, and stage 3 looks for exp_avg: convert "
-            "--to deepspeed for those"
-        )
+_ALONE = "DeepSpeed loads such a checkpoint in stage 3 only, with load_module_only=True"
+_RULES: tuple[Rule[UniversalLayout], ...] = (
+    Rule(Fate.KEPT, "client state, counters and the learning-rate scheduler of every model-parallel rank"),
+    Rule(Fate.NOTE, "DeepSpeed's own experts have their global numbers; its loader looks for each rank's local ones, and so finds the "
+         "right ones only in a run without expert parallelism (ep_size 1)",
+         lambda n: any(_EXPERT in s.name for s in n.source.model.params)),
+    Rule(Fate.LOST, f"no optimizer, as asked for: {_ALONE}", lambda n: n.left_out, OF_OPTIMIZER),
+    Rule(Fate.NOTE, f"no optimizer, the source has none: {_ALONE}", lambda n: not (n.optimizer or n.left_out)),
+    *(rule.of_part(_without) for rule in UNUSED),
+)  # fmt: skip
+"""What becomes of a source."""
+_OF_OPTIMIZER: tuple[Rule[UniversalLayout], ...] = (
+    Rule(Fate.DERIVED, COPIED_MASTERS, lambda n: any(s.trainable and n.entry(s, MASTER) is None for s in n.source.model.params)),
+    Rule(Fate.DERIVED, NEVER_MADE, lambda n: [f"{name} ({state})" for name, of in _never_made(n).items() for state in of]),
+    Rule(Fate.NOTE, "the source has no settings of param groups (elastic_checkpoint): those of the new run's configuration stay",
+         lambda n: any(not set(group.fields) - set(group.scalars) for group in n.source.state.groups)),
+    Rule(Fate.NOTE, _RATE + " differs between groups: the first step in stage 3 takes the first one's in all of them, and then the "
+         "scheduler sets each its own; stages 1 and 2 restore them",
+         lambda n: _RATE in {*_differing_fields(n)}.difference(_left_to_the_run(n))),
+    Rule(Fate.NOTE, "stage 3 gives every param group the first one's values: {found} differ between groups, are left out there, and stay "
+         "as the new run's configuration has them; stages 1 and 2 restore them", _left_to_the_run),
+    Rule(Fate.NOTE, "stage 3 restores one step tensor that all sub-groups share: give each its own after loading", lambda n: n.steps()),
+    Rule(Fate.NOTE, MOMENTUM + " of DeepSpeed's Muon ({found} parameters): DeepSpeed restores it from here at DP 1, with BF16_Optimizer or "
+         "an offloaded optimizer; elsewhere stages 1 and 2 keep whole parameters, and stage 3 looks for exp_avg: convert --to deepspeed "
+         "for those", lambda n: sum(len(group.params) for group in n.source.state.groups if group.fields.get(USE_MUON) is True)),
+    Rule(Fate.NOTE, "stage 3 restores Adam's states only; stages 1 and 2 restore any",
+         lambda n: not {EXP_AVG, EXP_AVG_SQ} <= set(n.source.states)),
+)  # fmt: skip
+"""What becomes of its optimizer, and what DeepSpeed makes of the result."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
     FLOAT32,
@@ -20,7 +19,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import gather
-from mcore_rlhf.families.crossing.shifting import shifted
+from mcore_rlhf.families.crossing.shifting import SHIFTED, shifted
 from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import local_path
@@ -52,20 +51,20 @@ def read(source: Source, state: str) -> torch.Tensor:
 def test_a_parameter_is_rounded_from_its_shifted_master(tmp_path: Path) -> None:
     """1.00123 is 1 in bf16, and less 1 it is 0; of the master it is 0.00123."""
     masters = torch.tensor([1.00123, 0.5, 1.75, -3.0, 1.0 + 2**-20])
-    notes = Report()
-    source = shifted(stored(tmp_path, masters, PARAM, MASTER), {"norm.weight": -1.0}, notes)
+    source = shifted(stored(tmp_path, masters, PARAM, MASTER), {"norm.weight": -1.0})
     assert torch.equal(read(source, MASTER), masters - 1)
     assert torch.equal(read(source, PARAM), (masters - 1).to(torch.bfloat16))
     assert read(source, PARAM)[0] != 0
-    assert any("norm.weight: -1 on every element" in text for _, text in notes.lines)
-    back = shifted(source, {"norm.weight": 1.0}, notes)
+    said = [text for text, _ in SHIFTED.said_of({"norm.weight": -1.0})]
+    assert any("norm.weight: -1 on every element" in text for text in said)
+    back = shifted(source, {"norm.weight": 1.0})
     assert torch.equal(read(back, MASTER), (masters - 1) + 1)
 
 
 def test_without_a_master_the_parameter_itself_is_shifted(tmp_path: Path) -> None:
     weights = torch.linspace(0.5, 2, 97).to(torch.bfloat16)
-    source = shifted(stored(tmp_path, weights.float(), PARAM), {"norm.weight": -1.0}, Report())
+    source = shifted(stored(tmp_path, weights.float(), PARAM), {"norm.weight": -1.0})
     assert torch.equal(read(source, PARAM).float(), weights.float() - 1)
     assert source.catalog.get(TensorName("actor", "norm.weight", MASTER)) is None
-    again = shifted(source, {"norm.weight": 1.0}, Report())
+    again = shifted(source, {"norm.weight": 1.0})
     assert torch.equal(read(again, PARAM), weights)
