@@ -13,21 +13,21 @@ conversion from one family to another leaves for the way back (:class:`FormerFam
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import DType
 from mcore_rlhf.core.facts import ANY, Fate, Item, Kind, Rule
-from mcore_rlhf.errors import Corrupt, Incomplete, Unsupported
+from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
-from mcore_rlhf.storage.records import record_of, told
+from mcore_rlhf.storage.records import check_of, convert, record_of, told
 
 from .module import ModuleState
-from .source import ParamGroup, Source, StoredFile, TrainingState
+from .source import Source, StoredFile, TrainingState
 
 if TYPE_CHECKING:
     from mcore_rlhf.models.huggingface.table import Spelling
@@ -55,49 +55,37 @@ UNHELD: Sequence[Rule[Sequence[str]]] = [
     Rule(Fate.LOST, "{what}: no JSON can hold it", lambda lost: [{"what": what, "of": [_item_of(what)]} for what in lost])
 ]  # fmt: skip
 """What becomes of what :meth:`Sidecar.texts` could not keep."""
-_TRAINING = ("iteration", "release", "args", "groups", "scheduler", "grad_scaler", "other")
-_MODULE = ("tag", "order", "buffers", "shared", "per_rank", "keys", "pipeline", "config", "without_frozen")
 
 
 @dataclass(frozen=True, slots=True)
-class Sidecar:
-    """Everything that is carried beside; each field is a key of the file.
-
-    Args:
-        optimizer: What kind of optimizer wrote the states.
-        states: Names of the optimizer's tensor states that lie in files of their own.
-        iteration, release, args, groups, scheduler, grad_scaler, other: See :class:`~.source.TrainingState`.
-        tag, order, buffers, shared, per_rank, values, keys, pipeline, config, without_frozen: See :class:`~.module.ModuleState`, whose
-            ``optimizer`` is ``values`` here.
-        frozen: Parameters that are not trained, without buffers.
-        dtypes: Types in which the model computes, by parameter, where the files hold fp32 masters.
-        origin: What waits for the way back to another family; see :attr:`~.source.Source.origin`.
-        base: The model that an adapter belongs to.
-    """
+class _Own:
+    """What is neither the training state nor a module's."""
 
     optimizer: str = ""
     states: tuple[str, ...] = ()
-    iteration: int = 0
-    release: bool = False
-    args: dict[str, object] = field(default_factory=dict)
-    groups: tuple[ParamGroup, ...] = ()
-    scheduler: dict[str, object] | None = None
-    grad_scaler: object | None = None
-    other: dict[str, object] = field(default_factory=dict)
-    tag: str = ""
-    order: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    shared: Mapping[str, str] = field(default_factory=dict)
-    per_rank: tuple[Mapping[str, object], ...] = ()
-    values: Mapping[str, object] = field(default_factory=dict)
-    keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    pipeline: bool = False
-    config: Mapping[str, object] = field(default_factory=dict)
-    without_frozen: bool = False
     frozen: tuple[str, ...] = ()
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     origin: Mapping[str, object] = field(default_factory=dict)
     base: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar(_Own):
+    """Everything that is carried beside. The fields of ``state`` and ``module`` are keys of the file, as all others are.
+
+    Args:
+        optimizer: What kind of optimizer wrote the states.
+        states: Names of the optimizer's tensor states that lie in files of their own.
+        frozen: Parameters that are not trained, without buffers.
+        dtypes: Types in which the model computes, by parameter, where the files hold fp32 masters.
+        origin: What waits for the way back to another family; see :attr:`~.source.Source.origin`.
+        base: The model that an adapter belongs to.
+        state: The training state.
+        module: What formats under a module's own names keep besides; its ``optimizer`` is ``values`` in the file.
+    """
+
+    state: TrainingState = field(default_factory=lambda: TrainingState(0))
+    module: ModuleState = field(default_factory=lambda: ModuleState(""))
 
     @classmethod
     def of(
@@ -113,18 +101,19 @@ class Sidecar:
             more: Further fields.
         """
         still = tuple(s.name for s in specs if not s.trainable and s.name not in module.buffers)
-        kept = {name: getattr(state, name) for name in _TRAINING} | {name: getattr(module, name) for name in _MODULE}
-        return cls(**kept, values=module.optimizer, frozen=still, origin=origin, **more)
+        return cls(state=state, module=module, frozen=still, origin=origin, **more)
 
-    @property
-    def training(self) -> TrainingState:
-        """The training state."""
-        return TrainingState(**{name: getattr(self, name) for name in _TRAINING})
-
-    @property
-    def module(self) -> ModuleState:
-        """What formats under a module's own names keep besides."""
-        return ModuleState(**{name: getattr(self, name) for name in _MODULE}, optimizer=self.values)
+    def _by_key(self) -> dict[str, object]:
+        """What stands under each key of the file."""
+        own = told(self, sparse=True)
+        state, module = own.pop("state"), own.pop("module")
+        values = {"values": module["optimizer"]} if "optimizer" in module else {}
+        parts = {**state, **{key: value for key, value in module.items() if key in _OF_MODULE}}
+        return {
+            **own,
+            **{key: value for key, value in parts.items() if value or key not in ("iteration", "tag")},
+            **values,
+        }
 
     def texts(self, folder: str = "") -> tuple[dict[str, str | bytes], list[str]]:
         """The files by path, and what could not be put into them, by place: ``other/replay/0 (Queue)``.
@@ -136,7 +125,7 @@ class Sidecar:
 
         arrays: dict[str, LongArray] = {}
         encoder = Encoder(arrays=arrays)
-        content = encoder.encode({"format": _FORMAT, "version": _VERSION, **told(self, sparse=True)}, "")
+        content = encoder.encode({"format": _FORMAT, "version": _VERSION, **self._by_key()}, "")
         texts: dict[str, str | bytes] = {folder + STATE: json.dumps(content, indent=1, allow_nan=False) + "\n"}
         if arrays:
             texts[folder + ARRAYS] = _safetensors(arrays)
@@ -180,9 +169,32 @@ class Sidecar:
 
         own = {name: value for name, value in content.items() if name not in ("format", "version")}
         try:
-            return record_of(cls, decode(own, f"{path}: ", stubs, array), f"{path}: ", sparse=True)
+            return _read(decode(own, f"{path}: ", stubs, array), f"{path}: ")
         except (Corrupt, Incomplete) as error:
             raise type(error)(f"{error}\nCopy the file again, or convert again.") from None
+
+
+_OF_STATE = frozenset(item.name for item in fields(TrainingState))
+_OF_MODULE = frozenset(item.name for item in fields(ModuleState)) - {"optimizer", "packs_experts", "laid_out"}
+"""Keys of the file that are fields of a part. What two of a module's others say waits in ``origin``, or is of one format's files."""
+
+
+def _read(found: object, where: str) -> Sidecar:
+    """The fields, each of the type that it should have, or all that are not."""
+    if not isinstance(found, Mapping):
+        return record_of(Sidecar, found, where)
+    problems = Problems()
+
+    def part(kind: Any, keys: Collection[str], **needed: object) -> Any:
+        return check_of(kind, True)({**needed, **{k: v for k, v in found.items() if k in keys}}, where, problems)
+
+    values = convert(found.get("values", {}), Mapping[str, object], (where, "values"), problems)
+    own = part(_Own, found.keys() - _OF_STATE - _OF_MODULE - {"values"})
+    state = part(TrainingState, _OF_STATE, iteration=0)
+    module = part(ModuleState, _OF_MODULE, tag="", packs_experts=True)
+    problems.raise_if_any()
+    kept = {item.name: getattr(own, item.name) for item in fields(_Own)}
+    return Sidecar(**kept, state=state, module=replace(module, optimizer=values))
 
 
 def sidecar_files(root: ReadablePath, folder: str = "") -> list[StoredFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.core.account import Fate, same
 from mcore_rlhf.core.catalog import FLOAT32
-from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.errors import CheckpointError, Corrupt
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import ARRAYS, STATE, Sidecar
@@ -94,12 +95,36 @@ def test_there_and_back_is_nothing(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
     found = Sidecar.read(tmp_path)
     assert found is not None
-    assert [name for name in Sidecar.__slots__ if not same(getattr(found, name), getattr(made, name))] == []
-    assert same(found.training.other, state.other)
+    assert same(_plainly(found), _plainly(made))
+    assert same(found.state.other, state.other)
     assert found.module == module
     (tmp_path / ARRAYS).unlink()
     with pytest.raises(Corrupt, match="is followed by"):
         Sidecar.read(tmp_path)
+
+
+def _plainly(sidecar: Sidecar) -> dict[str, object]:
+    """Its fields, and those of the state that it holds, whose arrays compare as a whole."""
+    of = {"": sidecar, "state": sidecar.state}
+    return {
+        f"{where}.{item.name}": getattr(one, item.name)
+        for where, one in of.items()
+        for item in fields(one)
+        if item.name != "state"
+    }
+
+
+def test_what_is_wrong_is_named_by_its_key_all_at_once(tmp_path: Path) -> None:
+    """Keys of the file are of three parts, of whose names none is a key."""
+    wrong = {"values": 3, "groups": [{"fields": {}, "expert": "no"}], "tag": 7, "module": {}, "laid_out": {}}
+    (tmp_path / STATE).parent.mkdir()
+    (tmp_path / STATE).write_text(json.dumps({"format": "mcore_rlhf.state", "version": 1, **wrong}))
+    with pytest.raises(CheckpointError) as refused:
+        Sidecar.read(tmp_path)
+    said = str(refused.value)
+    named = ("values: expected an object", "groups/0/expert: expected", "tag: expected a string")
+    assert all(f"state.json: {text}" in said for text in named)
+    assert "state.json: unknown fields: laid_out, module" in said
 
 
 def test_nothing_to_say_is_not_said(tmp_path: Path) -> None:

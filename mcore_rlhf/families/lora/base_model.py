@@ -23,6 +23,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.records import record_of, told
 
 from ..sidecar import STATE, Sidecar
+from ..source import TrainingState
 
 WHOLE_NBYTES = 1 << 16
 RUNS = 16
@@ -157,10 +158,8 @@ class SavedAdapter:
 
     def texts(self) -> dict[str, str | bytes]:
         """The files by path."""
-        texts, _ = Sidecar(
-            iteration=self.iteration, base={} if self.base is None else told(self.base, sparse=True)
-        ).texts()
-        return texts
+        base = {} if self.base is None else told(self.base, sparse=True)
+        return Sidecar(state=TrainingState(self.iteration), base=base).texts()[0]
 
     @classmethod
     def read(cls, folder: ReadablePath) -> SavedAdapter | None:
@@ -174,4 +173,4 @@ class SavedAdapter:
         if found is None:
             return None
         base = record_of(BaseModel, found.base, f"{folder / STATE}: base", sparse=True) if found.base else None
-        return cls(found.iteration, base)
+        return cls(found.state.iteration, base)

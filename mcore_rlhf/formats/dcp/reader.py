@@ -296,7 +296,7 @@ class _DcpReader:
     def _aliases(self) -> dict[str, str]:
         """Second names of tied weights, which an FSDP run stores under both."""
         if self.sidecar is not None:
-            return dict(self.sidecar.shared)
+            return dict(self.sidecar.module.shared)
         shapes = {name: self._shape(key) for name, key in self.model_keys.items()}
         return find_aliases(
             shapes,
@@ -327,7 +327,7 @@ class _DcpReader:
     def _is_trained(self, name: str, key: str) -> bool:
         if self.sidecar is None:
             return self._is_floating(key)
-        return name not in self.sidecar.frozen and name not in self.sidecar.buffers
+        return name not in self.sidecar.frozen and name not in self.sidecar.module.buffers
 
     def _check_pieces(self) -> None:
         """Hold pieces, of which no file says how far they reach, against the model's description, where that is known.
@@ -377,7 +377,7 @@ class _DcpReader:
         return DcpState(
             **shared, layout=self.layout, inner=inner, weights=weights, rest=rest, groups=groups,
             scalars=self.collected.scalars, differing=lost,
-            derived=() if self.sidecar is None else tuple(key for key in rest if key not in self.sidecar.other),
+            derived=() if self.sidecar is None else tuple(key for key in rest if key not in self.sidecar.state.other),
         )  # fmt: skip
 
     def _guessed(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> ModuleState:
@@ -386,10 +386,10 @@ class _DcpReader:
         return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=self._config)
 
     def _training(self, family: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
-        if self.sidecar is None or RNG in self.sidecar.other:  # otherwise they were derived when the folder was written
+        if self.sidecar is None or RNG in self.sidecar.state.other:  # otherwise derived when the folder was written
             note_rng(family.rest, self.notes)
         if self.sidecar is not None:
-            state = self.sidecar.training
+            state = self.sidecar.state
             return state if self._with_optimizer else replace(state, groups=())
         scheduler, other = scheduler_of(family.rest)
         step = iteration_of(self.located.step, family.rest, scheduler, groups, self.notes)

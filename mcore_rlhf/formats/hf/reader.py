@@ -84,7 +84,7 @@ def _sidecar(path: ReadablePath, options: ReadOptions) -> tuple[Sidecar | None, 
     try:
         found = Sidecar.read(path, options.stubs)
         if found is not None and found.states and not (path / OPTIMIZER).is_dir():  # somebody wants the weights alone
-            return replace(found, states=(), optimizer="", groups=()), ""
+            return replace(found, states=(), optimizer="", state=replace(found.state, groups=())), ""
         return found, ""
     except CheckpointError as error:
         if options.optimizer:
@@ -153,7 +153,7 @@ class _FolderReader:
 
     def _known_ties(self) -> dict[str, str]:
         """What was kept of ties, as far as it leads from a name to an owner, and not in circles."""
-        found = self.sidecar.shared if self.sidecar is not None else {}
+        found = self.sidecar.module.shared if self.sidecar is not None else {}
         return {alias: owner for alias, owner in found.items() if owner not in found}
 
     def _check(self, params: Mapping[str, StoredTensor], shared: Mapping[str, str], twice: Mapping[str, str]) -> None:
@@ -189,8 +189,8 @@ class _FolderReader:
             problems.add(LayoutMismatch, text, "Weights and optimizer are of different models, or steps.")
 
     def _model(self, params: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> ModelSpec:
-        known = self.sidecar.order if self.sidecar is not None else ()
-        still = {*self.sidecar.frozen, *self.sidecar.buffers} if self.sidecar is not None else set()
+        known = self.sidecar.module.order if self.sidecar is not None else ()
+        still = {*self.sidecar.frozen, *self.sidecar.module.buffers} if self.sidecar is not None else set()
         specs = []
         for name in dict.fromkeys([*(name for name in known if name in params), *params]):
             dtype = params[name].record.dtype
@@ -218,7 +218,7 @@ class _FolderReader:
 
     def _training(self) -> TrainingState:
         if self.sidecar is not None:
-            state = self.sidecar.training
+            state = self.sidecar.state
             return state if self.options.optimizer else replace(state, groups=())
         return TrainingState(self.step, release=not self.step)
 

@@ -105,7 +105,7 @@ class _RunReader:
         source = self._as_computed(weights, sidecar)
         if optimizer is not None and order is not None:
             source = self._joined(weights, optimizer, order, groups, sidecar)
-        known = () if sidecar is None else sidecar.groups
+        known = () if sidecar is None else sidecar.state.groups
         state = self._training(iteration, counters, scheduler, known if agree(groups, known) else groups, sidecar)
         rng, family = self._rng(), ModuleState.needed(source)
         shared = {item.name: getattr(family, item.name) for item in fields(ModuleState)} | {
@@ -221,12 +221,12 @@ class _RunReader:
         except CheckpointError as error:
             self.notes.add(Fate.LOST, f"what {SIDECAR} keeps: {error}")
             return None
-        return found if found is not None and found.iteration == iteration else None
+        return found if found is not None and found.state.iteration == iteration else None
 
     def _training(
         self, iteration: int, counters: Mapping[str, object], scheduler: object, groups: tuple[ParamGroup, ...], sidecar: Sidecar | None
     ) -> TrainingState:  # fmt: skip
-        state = TrainingState(iteration) if sidecar is None else sidecar.training
+        state = TrainingState(iteration) if sidecar is None else sidecar.state
         own = state_dict_of(scheduler, self.files.scheduler, self.notes)
         if own is None and groups:
             text = f"{self.files.scheduler} is not there, without which the trainer does not load its optimizer, and says nothing"
