@@ -29,7 +29,16 @@ from tests.helpers.conversions import GOLDENS
 from tests.helpers.six_formats import MODEL
 
 ALL = GOLDENS.parent
-SOURCES = sorted(path for path in ALL.glob("*/*") if path.is_dir() and path.parent.name != "megatron_core")
+OF_RUNS = {
+    "nemo_rl/v2_ws2": "step_3/policy", "trainers/nm_v1": "step_3/policy", "trainers/or_z2": "_actor",
+    "trainers/rl_fsdp2": "grpo/checkpoints/global_step_3/actor",
+}  # fmt: skip
+"""A model of each run of a trainer's."""
+SOURCES = sorted(
+    path / OF_RUNS.get(path.relative_to(ALL).as_posix(), "")
+    for path in ALL.glob("*/*")
+    if path.is_dir() and path.parent.name != "megatron_core"
+)
 LLAMA = ALL / "huggingface" / "llama_tied_bf16_sharded"
 
 
@@ -52,7 +61,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("read_once")
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}-{path.name}")
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: "-".join(path.relative_to(ALL).parts))
 def test_nothing_is_unaccounted(path: Path) -> None:
     """Every golden through every target, with the optimizer and without: the inventory minus the account is empty."""
     checked = 0
@@ -134,18 +143,18 @@ def test_files_that_nobody_reads_are_items(tmp_path: Path) -> None:
     source = shutil.copytree(LLAMA, tmp_path / "model")
     (source / ".git").mkdir()
     (source / ".git" / "HEAD").write_text("ref")
-    (source / "optimizer.pt").write_bytes(b"state")
+    (source / "optim.pt").write_bytes(b"state")
     (source / "notes").mkdir()
     (source / "notes" / "tekken.json").write_text("{}")
     job = planned(source, "megatron")
     entries = job.account.entries
-    assert entries[Item(Kind.FILE, "optimizer.pt")].fate is Fate.LOST
+    assert entries[Item(Kind.FILE, "optim.pt")].fate is Fate.LOST
     assert entries[Item(Kind.FILE, ".git")].reason is Reason.VERSION_CONTROL
     assert entries[Item(Kind.FILE, "notes/tekken.json")].fate is Fate.KEPT
     assert not job.lossless
     assert planned(LLAMA, "megatron").lossless
     told = [f"{line['fate']} {line['text']}" for line in job.report.as_json()]
-    assert any(line.startswith("lost optimizer.pt: ") for line in told)
+    assert any(line.startswith("lost optim.pt: ") for line in told)
     assert any(line.startswith("left behind file .git: ") for line in told)
 
 

@@ -293,8 +293,9 @@ class _RunTarget:
         return Sidecar.of(state, module, specs, self.source.origin, dtypes=dtypes)
 
     def _holds(self, rng: Sequence[Mapping[str, object]]) -> Inventory:
-        """Everything that is carried; of random states those that were kept."""
-        held = {i: v for i, v in inventory_of(self.source).items() if i.kind not in (Kind.RNG, Kind.CONFIG)}
+        """Everything that is carried; of ranks' random states those that were kept. A run's own are client state, and lie beside."""
+        ranks = {rng_item(rank) for rank in range(len(self.kept_rng))}
+        held = {i: v for i, v in inventory_of(self.source).items() if i.kind is not Kind.CONFIG and i not in ranks}
         there = inventory_of(self.source) if self.sharded else self.base.holds
         described = {item: value for item, value in there.items() if item.kind is Kind.CONFIG}
         return {**held, **described, **{rng_item(rank): states for rank, states in enumerate(rng)}}
