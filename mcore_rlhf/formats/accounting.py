@@ -62,7 +62,7 @@ def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
     stray = Report()
     if opened.format not in (target.format, *target.alike):
         stray.through(opened.family.homeless, opened.family)
-    return {item: said for item, said in stray.said.items() if item not in target.holds}
+    return stray.said
 
 
 def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:
