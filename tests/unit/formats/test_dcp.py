@@ -162,7 +162,7 @@ def test_numbers_of_two_groups_are_named_where_shapes_agree(tmp_path: Path) -> N
     source = opened(tmp_path / "dcp")
     assert [len(group.params) for group in source.state.groups] == [4, 3]
     assert all(name.endswith("weight") for name in source.state.groups[0].params)
-    assert any("matrices are in group 0" in text for _, text in source.notes.lines)
+    assert any("biases and norms are in group 1, all else in group 0" in text for _, text in source.notes.lines)
     vector = tensor_of(source, "layers.1.bias", "exp_avg")
     assert torch.equal(vector, run.optimizer.state[run.model.get_parameter("layers.1.bias")]["exp_avg"])
 
