@@ -32,6 +32,7 @@ from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.state import (
+    COUNTER,
     SCHEDULER_KEYS,
     MegatronTensors,
     note_frozen,
@@ -40,7 +41,7 @@ from mcore_rlhf.families.megatron.state import (
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import counted_above, named_step
-from mcore_rlhf.families.source import Source, TrainingState
+from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, registration_order
@@ -63,7 +64,7 @@ from .optimizer import (
     trained_states,
 )
 from .run_config import FILE as CONFIGURATION
-from .run_config import arguments_beside
+from .run_config import TRAIN_STATE, TrainState, arguments_beside, train_state_beside
 from .torch_dcp import TorchDcpFolder
 
 _FAULT = (
@@ -105,6 +106,7 @@ class _DistReader:
 
     def __init__(self, folder: DistFolder, options: ReadOptions) -> None:
         self.folder, self.options, self.notes = folder, options, Report()
+        self.train_state = self._train_state()
         self.args = self._arguments()
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
@@ -112,6 +114,21 @@ class _DistReader:
         self.optimizer = read_optimizer(folder, self.args) if options.optimizer else OptimizerValues()
         masters = folder.masters_of_model if isinstance(folder, FsdpFolder) else {}
         self.unrounded = frozenset(n for n, homes in self.parameters.homes.items() if homes[0].key in masters)
+
+    def _train_state(self) -> TrainState | None:
+        """Megatron-Bridge's counters.
+
+        Raises:
+            LayoutMismatch: They are of another iteration.
+        """
+        located = self.folder.located
+        found = train_state_beside(located.folder, self.options.stubs)
+        if found is not None and located.iteration is not None and found.step != located.iteration:
+            raise LayoutMismatch(
+                f"{located.folder / TRAIN_STATE}: is of step {found.step}, its folder of iteration {located.iteration}\n"
+                "Files of two checkpoints are mixed, or a folder was renamed."
+            )
+        return found
 
     def _arguments(self) -> Arguments:
         """Those that are stored, or what the run's configuration beside them amounts to."""
@@ -122,7 +139,8 @@ class _DistReader:
         self.notes.add(
             Fate.NOTE, f"{self.folder.common_file} stores no args; they are those of {CONFIGURATION} beside it"
         )
-        return Arguments(beside, f"args in {located.folder.name}/{CONFIGURATION}")
+        counters = {} if self.train_state is None else self.train_state.counters
+        return Arguments({**beside, **counters}, f"args in {located.folder.name}/{CONFIGURATION}")
 
     def source(self) -> Source:
         """The checkpoint."""
@@ -171,7 +189,7 @@ class _DistReader:
             parallel=self.parallel,
             catalog=stored.table(),
             state=self._state({} if modelopt is None else {MODELOPT: modelopt}),
-            files=(*self.folder.files(), *its_files),
+            files=(*self.folder.files(), *its_files, *self._counted()),
             states=stored.states,
             optimizer=self.optimizer.kind,
             notes=self.notes,
@@ -300,7 +318,16 @@ class _DistReader:
         note_frozen(frozen, self.notes)
         return model.having(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
 
+    def _counted(self) -> tuple[StoredFile, ...]:
+        """The file of Bridge's counters."""
+        if self.train_state is None:
+            return ()
+        path = (self.folder.located.folder / TRAIN_STATE).relative_to(self.folder.located.root).as_posix()
+        return (StoredFile.of_zip(path, self.train_state.directory),)
+
     def _state(self, beside: Mapping[str, object]) -> TrainingState:
+        if self.train_state is not None and self.train_state.operations is not None:
+            beside = {COUNTER: self.train_state.operations, **beside}
         top, located = self.folder.top, self.folder.located
         scheduler = scheduler_in(top, self.notes)
         note_scheduler(self.optimizer.kind, scheduler, self.notes)

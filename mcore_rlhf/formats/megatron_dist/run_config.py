@@ -1,25 +1,85 @@
 """What Megatron-Bridge writes instead of arguments: ``run_config.yaml`` beside ``.metadata``; the model's fields in it are Megatron's own.
+And instead of counters among them: ``train_state.pt``, which its loader counts on from.
 
 Source: NVIDIA-NeMo/Megatron-Bridge 067f987, ``src/megatron/bridge/training/checkpointing.py`` (``save_checkpoint``: ``run_config.yaml``),
-``training/config.py`` (``ConfigContainer``), ``models/gpt_provider.py`` (``GPTModelProvider``, a ``TransformerConfig``).
+``training/config.py`` (``ConfigContainer``), ``models/gpt_provider.py`` (``GPTModelProvider``, a ``TransformerConfig``); megatron_bridge
+0.3.1, ``training/state.py`` (``TrainState.state_dict``: a tensor without dimensions for each field, by ``torch.save``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
 
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.models.meaning.declared import arguments
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.torch_values import SmallTensor
+from mcore_rlhf.storage.torchzip import Directory
 
-FILE = "run_config.yaml"
-_MAX = 16 << 20
+FILE, TRAIN_STATE = "run_config.yaml", "train_state.pt"
+_STEP, _FLOPS = "step", "floating_point_operations_so_far"
+_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+"""What Megatron-LM has as arguments of the same names."""
+_MAX, _MOST = 16 << 20, float(1 << 100)
 _SECTIONS = ("model", "ddp", "optimizer", "train")
 _NAMES = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon", "bucket_size": "ddp_bucket_size"}
 """What arguments of Megatron's are called there."""
 _TIED, _GATED, _ACTIVATION = "share_embeddings_and_output_weights", "gated_linear_unit", "activation_func"
 _GROUPS, _HEADS = "num_query_groups", "num_attention_heads"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """How far a run of Bridge's has come.
+
+    Args:
+        step: The iteration; its root's tracker says the same.
+        counters: Samples, under the names of Megatron's arguments.
+        operations: Floating-point operations so far, or None.
+        directory: The file.
+    """
+
+    step: int
+    counters: Mapping[str, int]
+    operations: int | None
+    directory: Directory
+
+
+def train_state_beside(folder: ReadablePath, stubs: tuple[str, ...]) -> TrainState | None:
+    """The counters of an iteration; None where there are none.
+
+    Args:
+        folder: An iteration's.
+        stubs: Names of classes that may become inert stubs.
+
+    Raises:
+        CheckpointError: The file is damaged, or is something else.
+    """
+    if not (folder / TRAIN_STATE).is_file():
+        return None
+    opened = read_pt(folder, TRAIN_STATE, stubs=stubs)
+    tree = opened.materialize(opened.tree)
+    if not isinstance(tree, Mapping):
+        raise Corrupt(f"{folder / TRAIN_STATE}: expected a run's counters, found a {type(tree).__name__}")
+    step = _counter(folder, tree, _STEP)
+    counters = {name: _counter(folder, tree, name) for name in _COUNTERS if name in tree}
+    operations = _counter(folder, tree, _FLOPS) if _FLOPS in tree else None
+    return TrainState(step, counters, operations, opened.directory)
+
+
+def _counter(folder: ReadablePath, tree: Mapping[str, object], name: str) -> int:
+    value = tree.get(name)
+    number = float(value) if isinstance(value, SmallTensor) and value.numel() == 1 else -1.0
+    if not 0 <= number < _MOST:
+        raise Corrupt(
+            f"{folder / TRAIN_STATE}: {name} should be a number of no dimensions, not negative, and is {value!r:.80}\n"
+            "Copy the file again from where it was written."
+        )
+    return int(cast(SmallTensor, value)) if name != _FLOPS else int(number)
 
 
 def arguments_beside(folder: ReadablePath) -> dict[str, object]:
