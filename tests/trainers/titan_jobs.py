@@ -157,6 +157,7 @@ def train(folder: str) -> Seen:
     seen += run.train(LAST)
     if dist.get_rank() == 0:
         Path(folder, "seen.json").write_text(json.dumps(seen))
+        Path(folder, "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     return seen
 
 

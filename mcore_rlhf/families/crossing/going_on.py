@@ -14,8 +14,9 @@ from mcore_rlhf.errors import Lossy, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import STEP, completed
 from mcore_rlhf.families.fsdp.state import EPOCH, RNG, VERSION
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
+from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source, scheduled_groups
 
+from .schedule import PER_GROUP
 from .torchtitan import of_torchtitan, with_other_names
 
 _OF_STEP = ("lr", STEP)
@@ -110,12 +111,20 @@ def _different(ours: ParamGroup, run: ParamGroup) -> list[tuple[str, str, str]]:
 def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], notes: Report) -> dict[str, object] | None:
     """The run's scheduler where the source has come to; the source's own where it is torch's already."""
     own, run, at = source.state.scheduler, like.state.scheduler, source.state.iteration
-    if run is None or (own is not None and own.keys() >= run.keys()):
+    if run is None:
         return own
-    rates = [group.fields.get("lr") for group in groups]
-    count = run.get(BASE_LRS)
-    several = isinstance(count, list) and len(count) == len(rates)
-    last = rates if several else rates[:1] * (len(count) if isinstance(count, list) else 1)
+    rates, count = [group.fields.get("lr") for group in groups], scheduled_groups(run) or 1
+    if own is not None and own.keys() >= run.keys():
+        had = own.get(BASE_LRS)
+        if (
+            isinstance(had, list) and len(had) != count and all(rate == had[0] for rate in had)
+        ):  # dealt otherwise on the way
+            return {
+                key: value[:1] * count if key in PER_GROUP and isinstance(value, list) else value
+                for key, value in own.items()
+            }
+        return own
+    last = rates if len(rates) == count else rates[:1] * count
     notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups")
     return {**run, EPOCH: at, "_step_count": at + 1, "_last_lr": last}
 

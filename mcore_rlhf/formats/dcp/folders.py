@@ -156,7 +156,9 @@ def locate(path: ReadablePath, step: int | None) -> Located:
         folder = next((found for found in held if is_dcp(found) or has_pieces(found)), None)
         if folder is not None and (beside := optimizer_beside(folder)) is not None:
             base, optimizer = beside
-            return Located(base, absolute(folder), step=named_step(base), optimizer=optimizer)
+            root = path if absolute(path) == base else base  # as it was given, where it is that
+            inside, its = absolute(folder).relative_to(base), optimizer.relative_to(base)
+            return Located(root, root / inside, step=named_step(base), optimizer=root / its)
         ranks = folder is None and (is_verl(path) or has_items(path))
         return Located(path, folder, weights_file(path), named_step(path), () if folder else _shards(path), ranks)
     steps = _steps(path)
