@@ -319,10 +319,11 @@ def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, objec
     return {**fields, PARAMS: [numbers[name] for name in group.params]}
 
 
+_NEW_STATES = "rng: new states for {found}, from iteration {0.source.state.iteration}"
 _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.LOST, "rng: left out", lambda t: t.rng == "drop" and t.kept_rng, [Item(Kind.RNG)]),
-    Rule(Fate.DERIVED, "rng: new states for {found}, from iteration {0.source.state.iteration}",
-         lambda t: t.rng == "derive" and of_ranks(t.ranks), [Item(Kind.RNG)]),
+    Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks)),  # there are new ones, whatever became of the old
+    Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks), [Item(Kind.RNG)], told=False),
     Rule(Fate.DERIVED, "{0.files.counters}: as --like has them, at this step",
          lambda t: t.files.counters and t.own_counters() is None and t.like.counters),
     Rule(Fate.DERIVED, f"{{0.files.counters}}: {GLOBAL_STEP} alone; --like FOLDER gives the others",
