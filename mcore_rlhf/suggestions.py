@@ -12,7 +12,7 @@ FORMATS: Mapping[str, str] = {
     "mcore_dist": "megatron-dist", "torch": "megatron", "legacy": "megatron", "megatron_lm": "megatron",
     "zero": "deepspeed", "zero0": "deepspeed", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "ds": "deepspeed",
     "ucp": "universal", "uni": "universal", "deepspeed_universal": "universal", "ds_universal": "universal",
-    "lora": "peft", "adapter": "peft",
+    "lora": "peft", "adapter": "peft", "fsdp_ranks": "fsdp-ranks", "rank_files": "fsdp-ranks",
     "trl": "transformers", "trainer": "transformers", "hf_trainer": "hf-trainer", "nemo": "nemo-rl", "nemorl": "nemo-rl",
     "open_rlhf": "openrlhf", "titan": "torchtitan",
 }  # fmt: skip

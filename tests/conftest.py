@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FOLDER",
         help="a checkout of Megatron-LM of the release that runs, whose scripts are run",
     )
+    parser.addoption("--trainers", metavar="FOLDER", help="where trainers' packages lie, each release in a folder")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -85,6 +85,7 @@ class Format(Names, ABC):
         tags: Whether a run's checkpoints are folders with tags, beside which transformers' Trainer leaves config and tokenizer.
         model_folder: Whether its folders are a model's own, in which config, tokenizer and code lie beside the weights.
         own_sidecar: Whether its reader and writer themselves look after what it has no place for, and lies beside.
+        model_beside: The folder beside a step's files in which its trainer keeps the model's config and tokenizer; empty for none.
         tokenizer_beside: Whether its framework leaves a folder ``tokenizer`` beside a step's own files.
     """
 
@@ -94,6 +95,7 @@ class Format(Names, ABC):
     tags: bool = False
     model_folder: bool = False
     own_sidecar: bool = False
+    model_beside: str = ""
     tokenizer_beside: bool = False
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:

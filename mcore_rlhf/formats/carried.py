@@ -115,7 +115,7 @@ def unopened(source: Source) -> tuple[Leftover, ...]:
     opened = {str(PurePosixPath(file.path).relative_to(step)) for file in source.files}
     taken = [FOLDER]
     beside, folder = None if source.carried is None else source.carried.folder, source.root / step
-    if beside is not None and beside.name in (_TOKENIZER, DESCRIBED) and folder in beside.parents:
+    if beside is not None and beside.name in (_TOKENIZER, DESCRIBED, _VERL) and folder in beside.parents:
         taken.append(beside.relative_to(folder).as_posix())
     if str(step) != (own or "."):
         opened.update(_TRACKERS)
@@ -153,7 +153,7 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.carried = {name: path for name, path in files.items() if name not in taken}
         target.report.through([GO_ALONG], target.carried)
     elif not wanted.model_folder:
-        place = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target))
+        place = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target, wanted))
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
         known = FormerFamily.of(source).config if source.carried is None else config_in(source.carried)
@@ -168,8 +168,10 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.report.through([GO_ALONG], {**files, **own})
 
 
-def _place(source: Source, target: Target) -> str:
+def _place(source: Source, target: Target, wanted: Format) -> str:
     """Where files that go along lie beside a target's own."""
+    if wanted.model_beside:
+        return wanted.model_beside
     own = source.carried is not None and source.carried.folder.name == _TOKENIZER and source.format == target.format
     return _TOKENIZER if own else FOLDER
 

@@ -42,6 +42,7 @@ from .checksums import contradictions, listed_at, refuse_damaged_texts, with_che
 from .dcp import APART, TORCH
 from .dcp import FORMAT as DCP
 from .deepspeed import FORMAT as DEEPSPEED
+from .fsdp_ranks import FORMAT as FSDP_RANKS
 from .hf import FORMAT as HF
 from .hf_trainer import HfAccelerateFormat, HfTrainerFormat
 from .megatron import FORMAT as MEGATRON
@@ -52,7 +53,7 @@ from .universal import FORMAT as UNIVERSAL
 _WEIGHTS = (HF, PEFT, APART)
 HF_TRAINER, HF_ACCELERATE = HfTrainerFormat(_WEIGHTS), HfAccelerateFormat(_WEIGHTS)
 FORMATS: tuple[Format, ...] = (
-    MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, HF, PEFT,
+    MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT,
 )  # fmt: skip
 OF_ENGINES: tuple[Format, ...] = (TORCH,)
 """What an engine of ours keeps as it likes: read, and written by that engine alone. In a step beside models of other formats, it goes

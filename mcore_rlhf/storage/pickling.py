@@ -27,9 +27,9 @@ from ..core.catalog import DType, Record, dtype_of
 from ..errors import CheckpointError, Problems, Unsupported, Untrusted
 from .meanings import STORAGES
 from .nested import calls_of
-from .stored import NAMESPACES, Namespace, StoredArray, StoredTensor, Stub, StubType, stub_class
+from .stored import NAMESPACES, Made, Namespace, StoredArray, StoredTensor, Stub, StubType, TorchName, stub_class
 from .torch_values import SmallTensor, TorchDevice, TorchDtype, TorchSize, inert, torch_dtype
-from .trust import MADE_BY_US, is_harmful, may_be_made, may_stand
+from .trust import MADE_BY_US, OF_SHARDS, is_harmful, may_be_made, may_stand
 
 
 @dataclass(slots=True)
@@ -166,6 +166,8 @@ def _parts(value: Any) -> list[Any]:
         return [*value, *value.values(), *(getattr(value, "__dict__", {}).values())]
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
+    if isinstance(value, Made):
+        return [value.args, value.state]
     if isinstance(value, Stub):
         return [value.stub_args, value.stub_state, value.stub_items]
     state = getattr(value, "__dict__", None)
@@ -371,6 +373,31 @@ class _Pickler(_PythonPickler):
 
         self._once(space, write)
 
+    def _save_made(self, made: Made) -> None:
+        """An object of torch's as torch writes it: by a call, or by its class and its attributes."""
+
+        def write(made: Made) -> None:
+            self.save(made.of)
+            self.save(made.args)
+            self.write(pickle.NEWOBJ if made.new else pickle.REDUCE)
+            self.memoize(made)
+            if made.state is not None:
+                self.save(made.state)
+                self.write(pickle.BUILD)
+
+        self._once(made, write)
+
+    def _save_name(self, name: TorchName) -> None:
+        if name.name not in OF_SHARDS:
+            raise ValueError(f"{self._records.file}: {name.name} is no name that we write")
+        module, _, last = name.name.rpartition(".")
+
+        def write(cls: StubType) -> None:
+            self.write(pickle.GLOBAL + f"{module}\n{last}\n".encode())
+            self.memoize(cls)
+
+        self._once(stub_class(name.name), write)
+
     def save_reduce(self, func: Any, args: Any, *rest: Any, obj: Any = None) -> None:
         """Whatever is called, or made by a class: the one place where opcodes for it are written, but for a Namespace."""
         new = func is copyreg.__newobj__  # type: ignore[attr-defined]  # missing in typeshed
@@ -419,6 +446,7 @@ class _Pickler(_PythonPickler):
 
     _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
         StoredTensor: _save_tensor, StoredArray: _save_array, StubType: _save_stub_class, set: _save_set, frozenset: _save_set,
+        Made: _save_made, TorchName: _save_name,
         Namespace: _save_namespace, SmallTensor: _save_torch, TorchSize: _save_torch, TorchDtype: _save_torch,
         TorchDevice: _save_torch,
     }  # fmt: skip

@@ -84,6 +84,34 @@ class StoredArray:
         return self._array
 
 
+@dataclass(frozen=True, slots=True)
+class TorchName:
+    """A class or function of torch's that we name in what we write, of :data:`.trust.OF_SHARDS`; nothing that was read is one.
+
+    Args:
+        name: Its full name.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """An object of torch's that is made of values of our own in what we write; nothing that was read is one.
+
+    Args:
+        of: Its class, or the function that makes it.
+        args: What that is given.
+        state: The object's attributes; None for none.
+        new: Whether it is made by its ``__new__``; else it is called.
+    """
+
+    of: TorchName
+    args: tuple[Any, ...]
+    state: dict[str, Any] | None
+    new: bool
+
+
 def map_tensors(tree: Any, function: Callable[[StoredTensor], Any]) -> Any:
     """A copy of a nest of dictionaries, lists, tuples, Namespaces and stubs with ``function`` applied to its stored
     tensors, and its arrays made.

@@ -147,6 +147,17 @@ MADE_BY_US = _TENSORS | {
     "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
 }  # fmt: skip
 """What is called to make tensors, arrays and containers: of values of our own, never of a stub's."""
+OF_SHARDS = frozenset(
+    {
+        "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass", "torch.serialization._get_layout",
+        "torch.distributed.tensor.DTensor", "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.tensor._dtensor_spec.TensorMeta", "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+        "torch.distributed.tensor.placement_types.Shard", "torch.distributed.device_mesh.DeviceMesh",
+        "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
+    }
+)  # fmt: skip
+"""What a rank's part of a tensor is made of, in files that :mod:`.dcp.sharded` describes and in no others: nothing that was read is
+written under these names. Source: files of torch 2.13.0."""
 _NAMED_ONLY = frozenset(STORAGES) | {
     "numpy.ndarray",
     *(f"builtins.{kind}" for kind in ("list", "dict", "int", "float", "str", "bool", "tuple")),

@@ -20,5 +20,6 @@ TRAINER = Trainer(
     roles={"actor": ("actor",), "critic": ("critic",)},
     tracker="latest_checkpointed_iteration.txt",
     data="data.pt",
+    formats=("fsdp-ranks",),
     told="trainer.default_local_dir={root} trainer.resume_mode=auto",
 )  # fmt: skip

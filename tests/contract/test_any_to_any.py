@@ -23,7 +23,7 @@ def named(pair: tuple[str, str]) -> str:
 
 
 def test_all_six_are_there() -> None:
-    assert set(SIX) == {"megatron", "megatron-dist", "deepspeed", "universal", "dcp", "hf", "hf-trainer"}
+    assert set(SIX) == {"megatron", "megatron-dist", "deepspeed", "universal", "dcp", "fsdp-ranks", "hf", "hf-trainer"}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=named)

@@ -37,10 +37,11 @@ GOLDEN_OF = {
     "dcp": GOLDENS / "dcp" / "fsdp2_ws3" / "actor",
     "hf-trainer": GOLDENS / "transformers" / "checkpoint-2",
     "hf-accelerate": GOLDENS / "transformers" / "step_2",
+    "fsdp-ranks": GOLDENS / "verl" / "fsdp2_ws3",
 }
 ITERATION_OF = {
     "megatron": 2, "megatron-dist": 2, "universal": 3, "deepspeed": 3, "peft": 0, "hf": 0, "dcp": 2, "hf-trainer": 2,
-    "hf-accelerate": 2,
+    "hf-accelerate": 2, "fsdp-ranks": 2,
 }  # fmt: skip
 WITHIN = {"hf-trainer": "hf", "hf-accelerate": "hf"}
 """Formats that have a folder of another in theirs, which is one by itself, too; the registry asks them first."""

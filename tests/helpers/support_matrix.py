@@ -30,8 +30,8 @@ The model is a Llama that megatron-core trained, with its distributed optimizer.
 loses, or does not carry. `hf` holds an optimizer with `--with-optimizer` only. What `plan` prints of *your* checkpoint is more exact than
 any table. What of a format was run in its framework, and what was only read in its code, stands on the format's own page:
 [Megatron](formats-megatron.md), [torch_dist](formats-megatron-dist.md),
-[DeepSpeed](formats-deepspeed.md), [universal](formats-universal.md), [DCP](formats-dcp.md), [Hugging Face](formats-hf.md),
-[adapters](formats-peft.md).
+[DeepSpeed](formats-deepspeed.md), [universal](formats-universal.md), [DCP](formats-dcp.md), [rank files](formats-fsdp-ranks.md),
+[Hugging Face](formats-hf.md), [adapters](formats-peft.md).
 """
 
 

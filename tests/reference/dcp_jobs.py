@@ -61,6 +61,22 @@ def save_as_verl(how: Wrapped, folder: str) -> Looked:
     return Looked(whole_of(trainer), _go_on(trainer))
 
 
+def load_as_verl(how: Wrapped, folder: str) -> Looked:
+    """Load a rank's three files as verl's ``FSDPCheckpointManager`` does, look at what is there, and go on."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trainer = build(how, rank)
+    assert trainer.optimizer is not None
+    assert trainer.scheduler is not None
+    states = [
+        torch.load(Path(folder) / f"{kind}_world_size_{world}_rank_{rank}.pt", weights_only=False)
+        for kind in ("model", "optim", "extra_state")
+    ]
+    trainer.model.load_state_dict(states[0])
+    trainer.optimizer.load_state_dict(states[1])
+    trainer.scheduler.load_state_dict(states[2]["lr_scheduler"])
+    return Looked(whole_of(trainer), _go_on(trainer))
+
+
 def load_and_go_on(how: Wrapped, folder: str, style: str) -> Looked:
     """Load by torch into other weights, look at them, and go on."""
     trainer = _loaded(how, folder, style)

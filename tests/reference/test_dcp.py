@@ -134,6 +134,21 @@ def test_torch_loads_what_verl_saved_and_trains_on(runs: Runs, mesh: tuple[int, 
     assert_same(runs.folder / name, cut)
 
 
+@pytest.mark.parametrize("by", ["", "universal", "dcp"])
+def test_torch_loads_the_rank_files_that_were_made_of_others(runs: Runs, by: str) -> None:
+    """The same number of ranks goes on bit for bit, with a mesh that is the run's own; another one has every value."""
+    how, name = Wrapped(), f"ranks-{by or 'own'}"
+    (runs.folder / name).mkdir()
+    saved = runs.run(jobs.save_as_verl, how, str(runs.folder / name))
+    lost, like = "rng: of rank 0", str(runs.folder / name)
+    there = runs.convert(runs.folder / name, f"{name}-there", by, lost=lost) if by else runs.folder / name
+    for world in (2, 3):
+        cut = runs.convert(there, f"{name}-{world}", "fsdp-ranks", lost=lost, dp=world, like=like)
+        loaded = runs.run(jobs.load_as_verl, how.other(mesh=(world,)), str(cut))
+        assert differences(agreed(saved), agreed(loaded)) == []
+        assert world == 3 or [seen.losses for seen in loaded] == [seen.losses for seen in saved]
+
+
 def test_fsdp1_and_fsdp2_load_each_others_folder(runs: Runs) -> None:
     """Names and chunks are alike; only RLinf's note of the version is not."""
     wanted = agreed(runs.save("fsdp1"))

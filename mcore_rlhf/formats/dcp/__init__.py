@@ -1,9 +1,8 @@
 """Folders of torch.distributed.checkpoint (DCP) that FSDP and FSDP2 runs write: RLinf's, torchtitan's, a plain ``dcp.save``.
 
-``reader`` opens one: ``folders`` → ``keys`` → ``groups``, ``state``; ``plain`` where there are weights alone, ``verl`` where each rank
-wrote files of its own (torch_checkpointing's: ``rank_items``), which are read and not written, ``saved`` where one file of
-``torch.save`` has it all, which is a format of its own and read alone.
-``writer`` describes one, and ``content`` what goes into it. ``keys`` is the
+``reader`` opens one: ``folders`` → ``keys`` → ``groups``, ``state``; ``plain`` where there are weights alone,
+``saved`` where one file of ``torch.save`` has it all, which is a format of its
+own and read alone. ``writer`` describes one, and ``content`` what goes into it. ``keys`` is the
 relation between names and keys, read both ways; what FSDP has no place for lies beside, in :mod:`mcore_rlhf.families.sidecar`. The
 bytes are :mod:`mcore_rlhf.storage.dcp`'s.
 """

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, UsageError
+from mcore_rlhf.errors import NotACheckpoint, UsageError
 from mcore_rlhf.families.run_folders import named_step
-from mcore_rlhf.models.meaning.bounds import MOST_RANKS
-from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pieces import has_pieces
-
-from .rank_items import has_items
 
 RLINF_FOLDER = "dcp_checkpoint"
 FULL_WEIGHTS = "model_state_dict/full_weights.pt"
@@ -36,7 +31,6 @@ class Located:
         weights: RLinf's plain weights, relative to the root, or None.
         step: The step that folders' names say.
         shards: RLinf's rank files without offsets, relative to the root; empty where there are none.
-        ranks: Whether it is verl's, or torch_checkpointing's: rank files with DTensors in them.
         optimizer: The optimizer's DCP folder, where it is one of its own beside the model's.
     """
 
@@ -45,7 +39,6 @@ class Located:
     weights: str | None = None
     step: int | None = None
     shards: tuple[str, ...] = ()
-    ranks: bool = False
     optimizer: ReadablePath | None = None
 
 
@@ -70,13 +63,7 @@ def is_checkpoint(path: ReadablePath) -> bool:
     """Whether a folder is one checkpoint."""
     dcp = is_dcp(path) or is_dcp(path / RLINF_FOLDER) or _split(path) is not None
     dcp = dcp or (has_pieces(path) and optimizer_beside(path) is not None)
-    return (
-        dcp
-        or is_verl(path)
-        or (path.is_dir() and has_items(path))
-        or weights_file(path) is not None
-        or bool(_shards(path))
-    )
+    return dcp or weights_file(path) is not None or bool(_shards(path))
 
 
 _SPLIT = {
@@ -159,8 +146,7 @@ def locate(path: ReadablePath, step: int | None) -> Located:
             root = path if absolute(path) == base else base  # as it was given, where it is that
             inside, its = absolute(folder).relative_to(base), optimizer.relative_to(base)
             return Located(root, root / inside, step=named_step(base), optimizer=root / its)
-        ranks = folder is None and (is_verl(path) or has_items(path))
-        return Located(path, folder, weights_file(path), named_step(path), () if folder else _shards(path), ranks)
+        return Located(path, folder, weights_file(path), named_step(path), () if folder else _shards(path))
     steps = _steps(path)
     if not steps:
         raise NotACheckpoint(f"{path}: holds no DCP folder: no {METADATA_FILE}, no {RLINF_FOLDER}, no step-N")
@@ -171,71 +157,3 @@ def locate(path: ReadablePath, step: int | None) -> Located:
     if chosen is None:
         raise NotACheckpoint(f"{path}: has no step {step}; there are {', '.join(map(str, steps))}")
     return Located(chosen, chosen, None, named_step(chosen))
-
-
-MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
-_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,18})_rank_(\d{1,18})\.pt")
-
-
-def is_verl(folder: ReadablePath) -> bool:
-    """Whether a folder holds rank files of verl's."""
-    return folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt"))
-
-
-def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
-    """The files of each kind, by rank; those of the optimizer may all be left out, and those of the RNG states: a run saves a kind of
-    every rank or of none, and goes on from nothing less.
-
-    Args:
-        root: The folder.
-        optimizer: Whether the optimizer's are needed.
-
-    Raises:
-        LayoutMismatch: Several runs' files are mixed.
-        Incomplete: A rank's file is missing.
-    """
-    world = _world(root)
-    files = {kind: _names(root, kind, world) for kind in (MODEL, OPTIMIZER, EXTRA)}
-    _check_complete(root, files, world, optimizer=optimizer)
-    return files
-
-
-def _world(root: ReadablePath) -> int:
-    """Ranks that wrote: as ``fsdp_config.json`` says, or as all names do."""
-    worlds = {int(m[2]) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))}
-    try:
-        said = reading.read_json(root / "fsdp_config.json").get("world_size")
-    except (OSError, ValueError, AttributeError):
-        said = None
-    worlds = {said} if isinstance(said, int) and said in worlds else worlds
-    if len(worlds) != 1:
-        raise LayoutMismatch(
-            f"{root}: holds rank files of the world sizes {sorted(worlds)}, and fsdp_config.json does not say which is meant\n"
-            "Move those of the other run away."
-        )
-    (world,) = worlds
-    if world > MOST_RANKS:
-        raise LayoutMismatch(
-            f"{root}: holds rank files of a world of {world:,}; no run has more than {MOST_RANKS:,} ranks"
-        )
-    return world
-
-
-def _names(root: ReadablePath, kind: str, world: int) -> list[str]:
-    """The files of one kind that are there, by rank."""
-    names = (f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world))
-    return [name for name in names if (root / name).is_file()]
-
-
-def _check_complete(root: ReadablePath, files: Mapping[str, Sequence[str]], world: int, *, optimizer: bool) -> None:
-    problems = Problems()
-    for kind in (MODEL, EXTRA, OPTIMIZER) if optimizer else (MODEL, EXTRA):
-        there = set(files[kind])
-        for rank in range(world) if there or kind == MODEL else ():
-            name = f"{kind}_world_size_{world}_rank_{rank}.pt"
-            if name not in there:
-                problems.add(
-                    Incomplete, f"{root / name}: missing; {world} ranks wrote this checkpoint",
-                    "Each node writes the files of its own ranks: bring those of all nodes together.",
-                )  # fmt: skip
-    problems.raise_if_any()

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOATING, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.families.fsdp.model import model_config, num_layers
+from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pieces import DESCRIBED
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .folders import Located
 from .shards import refuse_shards, shard_files
-from .tied import find_aliases, stored_identity
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d{1,18})\.")
 
 
 def plain_source(located: Located, options: ReadOptions) -> Source:
@@ -68,26 +61,3 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
         notes=notes,
         family=module,
     )
-
-
-def num_layers(names: Iterable[str]) -> int:
-    """Decoder layers, as far as the names of parameters tell."""
-    return max((1 + int(match[1]) for name in names if (match := _LAYER.search(name))), default=0)
-
-
-def model_config(root: ReadablePath, weights: ReadablePath | None = None) -> dict[str, object]:
-    """The model's ``config.json`` where the run put one: in the checkpoint, in ``huggingface`` in it, or beside its pieces; else empty.
-
-    Args:
-        root: The checkpoint's folder.
-        weights: That of the weights, where it is another.
-    """
-    folders = (root, root / "huggingface", *(() if weights is None else (weights / DESCRIBED, weights)))
-    for folder in folders:
-        try:
-            config = reading.read_json(folder / "config.json")
-        except (OSError, ValueError):
-            continue
-        if isinstance(config, dict):
-            return config
-    return {}

@@ -12,7 +12,9 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
+from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.state import RNG, iteration_of, scheduler_key, scheduler_of
+from mcore_rlhf.families.fsdp.tied import find_aliases
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
@@ -31,10 +33,8 @@ from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .folders import APART, RLINF_FOLDER, Located, is_dcp, locate
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
-from .plain import model_config, num_layers, plain_source
+from .plain import plain_source
 from .state import DcpState, note_rng
-from .tied import find_aliases
-from .verl import read_verl
 
 _PIECES_MISSING = (
     "Those of some ranks are missing, or another model's: bring the files that all nodes wrote in one save together."
@@ -52,8 +52,6 @@ def read_dcp(path: ReadablePath, options: ReadOptions) -> Source:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
     located = locate(path, options.step)
-    if located.ranks:
-        return read_verl(located, options)
     if located.folder is None:
         return plain_source(located, options)
     opened = _Opened.of(located, options)

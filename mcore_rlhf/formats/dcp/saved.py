@@ -18,6 +18,7 @@ from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, TensorEntr
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Unsupported
 from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, Collected, name_numbers
+from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.state import iteration_of
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import ModuleState
@@ -31,7 +32,6 @@ from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .folders import ONE_FILE as FILE
 from .keys import GROUPS, STATE
-from .plain import model_config, num_layers
 
 NAME = "torch"
 MODEL, OPTIMIZER, RECORD, SCHEDULER = "model", "optimizer", "optimizer_params", "scheduler"

@@ -20,8 +20,34 @@ from ..resolve import read_tree
 from ..stored import StoredTensor, Stub
 from ..torchzip import Directory, read_directory
 from ..unpickle import Vocabulary
+from .sharded import NEWEST, Release
 
 _DTENSOR = "DTensor"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSaid:
+    """What a mesh says of a run.
+
+    Args:
+        device: On what it computes; empty where that is no word.
+        names: What it calls the axes of its mesh; empty where they have no names.
+        release: Releases of torch that write such a mesh.
+    """
+
+    device: str = ""
+    names: tuple[str, ...] = ()
+    release: Release = NEWEST
+
+    @classmethod
+    def of(cls, mesh: dict[str, Any]) -> MeshSaid:
+        """What the attributes of a mesh say."""
+        release = Release.of(mesh, _state(mesh.get("_layout")))
+        first = "" if release is Release.T2_8 else "_"
+        device, names = mesh.get(f"{first}device_type"), mesh.get(f"{first}mesh_dim_names")
+        listed = tuple(names) if isinstance(names, tuple | list) else ()
+        known = device if isinstance(device, str) and device.isidentifier() else ""
+        return cls(known, listed if all(type(name) is str for name in listed) else (), release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +59,14 @@ class Local:
         global_shape: Shape of the whole tensor.
         dims: For each axis of the mesh, the dimension that is cut along it, or None where the axis replicates.
         rank: The rank that wrote it, as its mesh says; None where it does not. Source: torch 2.13.0, ``distributed/device_mesh.py``.
+        mesh: What else the mesh says.
     """
 
     stored: StoredTensor
     global_shape: Shape
     dims: tuple[int | None, ...]
     rank: int | None = None
+    mesh: MeshSaid = MeshSaid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +112,8 @@ def _local(resolver: Resolver, name: str, args: tuple[Any, ...], state: Any) -> 
         )
     fields = _merged(state)
     spec = _state(fields.get("_spec"))
-    placements, rank = spec.get("placements"), _state(spec.get("mesh")).get("_rank")
+    mesh = _state(spec.get("mesh"))
+    placements, rank = spec.get("placements"), _rank_of(mesh)
     stored = resolver.resolve(fields.get("_local_tensor"))
     if not isinstance(stored, StoredTensor) or type(placements) is not tuple or len(args) < 3:
         raise Unfit(Corrupt, "a DTensor without a local tensor, or without its placements")
@@ -94,7 +123,14 @@ def _local(resolver: Resolver, name: str, args: tuple[Any, ...], state: Any) -> 
             f"a DTensor of shape {shown(whole)} whose part has the shape {shown(stored.shape)}, cut along {shown(dims)}"
         )
         raise Unfit(Corrupt, text)
-    return Local(stored, whole, dims, rank if type(rank) is int else None)
+    return Local(stored, whole, dims, rank if type(rank) is int else None, MeshSaid.of(mesh))
+
+
+def _rank_of(mesh: dict[str, Any]) -> Any:
+    """The rank that wrote; before 2.11, its place in a mesh of one axis, which is the same."""
+    place = mesh.get("_coordinate_on_dim")
+    alone = isinstance(place, list | tuple) and len(place) == 1
+    return mesh.get("_rank", place[0] if alone and isinstance(place, list | tuple) else None)
 
 
 def _dim(placement: Any) -> int | None:

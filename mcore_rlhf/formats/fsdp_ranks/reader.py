@@ -1,14 +1,12 @@
-"""verl's FSDP checkpoints: ``{model,optim,extra_state}_world_size_W_rank_R.pt``, one of each per rank, and ``fsdp_config.json``; and
-torch_checkpointing's, which has the same in ``model_R.pt``, ``optimizer_R.pt`` and files of items of the run's own; see :mod:`.rank_items`.
+"""Opening the files of all ranks: parts of DTensors find their places, numbers become names, flat pieces are taken apart.
 
-Source: verl, ``verl/utils/checkpoint/fsdp_checkpoint_manager.py`` (``FSDPCheckpointManager.save_checkpoint``). They are read, and
-not written: verl reads its own files with as many ranks as wrote them, and takes its model from a Hugging Face folder otherwise.
+torch_checkpointing's are such files, too: see :mod:`.rank_items`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report, same
@@ -19,107 +17,91 @@ from mcore_rlhf.core.catalog import (
     PARAM,
     Box,
     Chunk,
+    DType,
     Shape,
     TensorEntry,
     TensorName,
-    dot,
-    flat_boxes,
-    row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
-from mcore_rlhf.families.fsdp.state import SCHEDULER, iteration_of
+from mcore_rlhf.families.fsdp.model import model_config, num_layers
+from mcore_rlhf.families.fsdp.order import Unit, ordered
+from mcore_rlhf.families.fsdp.state import EPOCH, RNG, SCHEDULER, iteration_of
+from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import named_step
+from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import read_directory
 
 from . import rank_items
-from .folders import EXTRA, MODEL, OPTIMIZER, Located, is_verl, rank_files
-from .plain import model_config, num_layers
-from .rank_items import item_files
-from .tied import find_aliases, stored_identity
+from .files import EXTRA, MODEL, OPTIMIZER, rank_files
+from .manner import Manner, manner_of, with_strategy
+from .pieces import Flattened, Pieces, units_in
+from .state import RanksState, Rng
 
 Values = list[dict[str, Any]]
+NAME = "fsdp-ranks"
 _FORMAT = "_optimizer_state_format_version"
 """torch_checkpointing's note that states have names. Source: torch_checkpointing 0.1.1, ``state_transformations.py``."""
-_NAMES, _RNG = "param_names", "rng"
-"""Each rank has its own random states."""
+_NAMES = "param_names"
 
 
-def read_verl(located: Located, options: ReadOptions) -> Source:
+def read_ranks(root: ReadablePath, options: ReadOptions) -> Source:
     """Open the rank files of an actor or critic.
 
     Args:
-        located: Its folder.
+        root: Its folder.
         options: Whether with the optimizer, which role, which stubs.
 
     Raises:
-        CheckpointError: Ranks are missing, files are damaged, or the optimizer's is FSDP1's, which has no names.
+        CheckpointError: Ranks are missing, files are damaged, or the optimizer's are FSDP1's of a model that no table orders.
     """
-    if is_verl(located.root):
-        files = rank_files(located.root, optimizer=options.optimizer)
-        model, optimizer, by = files[MODEL], files[OPTIMIZER], "verl's"
-        extra = {"": files[EXTRA]} if files[EXTRA] else {}
-    else:
-        extra, by = item_files(located.root), "torch_checkpointing's"
+    if rank_items.has_items(root):
+        extra, by = rank_items.item_files(root), "torch_checkpointing's"
         model, optimizer = extra.pop(rank_items.MODEL), extra.pop(rank_items.OPTIMIZER, [])
-    opened = [read_rank_file(located.root, name, options.stubs) for name in model]
-    optim = [read_rank_file(located.root, name, options.stubs) for name in (optimizer if options.optimizer else ())]
-    return _VerlReader(located, options, opened, optim, extra, by).source()
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A tensor that ranks have piece by piece, flattened, one behind the other.
-
-    Args:
-        global_shape: Its shape.
-        pieces: What the ranks have of it, in their order; those that have nothing are left out.
-    """
-
-    global_shape: Shape
-    pieces: tuple[StoredTensor, ...]
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Where its elements lie."""
-        first, strides = 0, row_major(self.global_shape)
-        for piece in self.pieces:
-            stop = first + piece.shape[0]
-            for part in flat_boxes(self.global_shape, first, stop):
-                yield Chunk(part, piece.record, piece.start + dot(part.offset, strides) - first, strides)
-            first = stop
+    else:
+        files, by = rank_files(root, optimizer=options.optimizer), "verl's"
+        model, optimizer, extra = files[MODEL], files[OPTIMIZER], {"": files[EXTRA]} if files[EXTRA] else {}
+    opened = [read_rank_file(root, name, options.stubs) for name in model]
+    optim = [read_rank_file(root, name, options.stubs) for name in (optimizer if options.optimizer else ())]
+    return _RanksReader(root, options, opened, optim, extra, by, Sidecar.read(root, options.stubs)).source()
 
 
 @dataclass
-class _VerlReader:
-    located: Located
+class _RanksReader:
+    root: ReadablePath
     options: ReadOptions
     model: list[RankFile]
     optim: list[RankFile]
     extra: dict[str, list[str]]
     by: str
+    sidecar: Sidecar | None
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
     unplaced: Unplaced = field(default_factory=Unplaced)
+    random: list[Rng] = field(default_factory=list)
 
     def source(self) -> Source:
-        self.notes.add(Fate.NOTE, f"{self.by} rank files, of {len(self.model)} ranks; they are read, and not written")
+        self.notes.add(Fate.NOTE, f"{self.by} rank files, of {len(self.model)} ranks")
         _refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
         role = self.options.role or "actor"
         tensors = self._tensors([self._dictionary(file) for file in self.model])
-        states = self._states(tensors)
-        groups = self.collected.groups(self.located.root, list(tensors), self.notes) if states else ()
+        config = model_config(self.root) or (dict(self.sidecar.module.config) if self.sidecar is not None else {})
+        states = self._states(tensors, config)
+        groups = self.collected.groups(self.root, list(tensors), self.notes) if states else ()
+        groups = tuple(self._trained(group, states) for group in groups)
         members = {name for group in groups for name in group.params}
-        config = model_config(self.located.root)
         aliases = self._aliases(tensors, states, config)
         entries: dict[TensorName, TensorEntry] = {}
         specs = []
@@ -127,17 +109,18 @@ class _VerlReader:
             if name in aliases:
                 continue
             entry = self._entry(TensorName(role, name), parts)
-            trained = name in members if states else self._is_cut(parts) and entry.dtype in FLOATING
+            trained = name in members if states else self._may_be_trained(name, parts, entry.dtype)
             own = MASTER if states and trained and entry.dtype == FLOAT32 else PARAM
             of = {own: parts, **(states.get(name, {}) if trained else {})}
             entries |= {(at := TensorName(role, name, state)): self._entry(at, held) for state, held in of.items()}
-            specs.append(ParamSpec(name, entry.global_shape, entry.dtype, REPLICATED, trained))
+            dtype = entry.dtype if self.sidecar is None else self.sidecar.dtypes.get(name, entry.dtype)
+            specs.append(ParamSpec(name, entry.global_shape, dtype, REPLICATED, trained))
         found = tuple(dict.fromkeys(name.state for name in entries if name.state != PARAM))
         model = ModelSpec(tuple(specs), num_layers(tensors), bool(aliases), vocab_size=self.options.vocab_size)
         buffers = [name for name, parts in tensors.items() if name not in members and not self._is_cut(parts)]
         return Source(
-            format="dcp",
-            root=self.located.root,
+            format=NAME,
+            root=self.root,
             role=role,
             model=model,
             parallel=ParallelConfig(dp=len(self.model)),
@@ -145,11 +128,42 @@ class _VerlReader:
             state=self._training(groups),
             files=self._files(),
             states=tuple(sorted(found, key=lambda state: state != MASTER)),
-            optimizer="dcp" if states else None,
+            optimizer=NAME if states else None,
             notes=self.notes,
-            family=ModuleState("", tuple(tensors), tuple(buffers), aliases, config=config),
+            family=self._family(ModuleState("", tuple(tensors), tuple(buffers), aliases, config=config)),
             unplaced=self.unplaced.names,
+            origin={} if self.sidecar is None else self.sidecar.origin,
         )
+
+    def _family(self, own: ModuleState) -> RanksState:
+        """What lies beside says more of the model than the files do."""
+        known = self.sidecar.module if self.sidecar is not None else own
+        shared = {item.name: getattr(known, item.name) for item in fields(ModuleState)}
+        shared |= {"order": own.order, "buffers": own.buffers, "shared": own.shared, "config": own.config}
+        return RanksState(**shared, manner=self._manner(), random=tuple(self.random))
+
+    def _manner(self) -> Manner | None:
+        try:
+            found = with_strategy(manner_of(self.model), self.root, self.model, self.optim)
+        except Unsupported:  # what is read and not written
+            return None
+        groups = [self.collected.fields[number] for number in sorted(self.collected.fields)]
+        fields = tuple({key: value for key, value in group.items() if key != PARAMS} for group in groups)
+        return replace(found, groups=fields or None)
+
+    def _trained(self, group: ParamGroup, states: Mapping[str, object]) -> ParamGroup:
+        """A group without what is in it and frozen, as what lies beside says."""
+        still = () if self.sidecar is None else self.sidecar.frozen
+        return (
+            group
+            if not still
+            else replace(group, params=tuple(n for n in group.params if n in states or n not in still))
+        )
+
+    def _may_be_trained(self, name: str, parts: Sequence[Any], dtype: DType) -> bool:
+        if self.sidecar is not None:
+            return name not in self.sidecar.frozen and name not in self.sidecar.module.buffers
+        return self._is_cut(parts) and dtype in FLOATING
 
     def _dictionary(self, file: RankFile) -> dict[str, Any]:
         if not isinstance(file.tree, dict):
@@ -164,11 +178,25 @@ class _VerlReader:
         for file, values in zip(self.model, ranks, strict=True):
             others = {k: v for k, v in values.items() if v is not None and not isinstance(v, Local | StoredTensor)}
             self.unplaced.look(file.file, others, {})
+        ranks = self._of_one(ranks)
         return {
             name: [values[name] for values in ranks]
             for name, value in ranks[0].items()
             if isinstance(value, Local | StoredTensor)
         }
+
+    def _of_one(self, ranks: Values) -> Values:
+        """FSDP1 cuts nothing where it is alone, and saves plain tensors: each is the whole of what one rank of one has."""
+        if len(ranks) > 1 or any(isinstance(value, Local) for value in ranks[0].values()):
+            return ranks
+        return [
+            {
+                name: Local(value, value.shape, (0,))
+                if isinstance(value, StoredTensor) and value.shape and value.record.dtype in FLOATING
+                else value
+                for name, value in ranks[0].items()
+            }
+        ]
 
     def _aliases(
         self, tensors: Mapping[str, Sequence[Any]], states: Collection[str], config: Mapping[str, object]
@@ -188,7 +216,9 @@ class _VerlReader:
     def _is_cut(self, parts: Sequence[Any]) -> bool:
         return isinstance(parts[0], Local)
 
-    def _states(self, tensors: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
+    def _states(
+        self, tensors: Mapping[str, Sequence[Any]], config: Mapping[str, object]
+    ) -> dict[str, dict[str, list[Any]]]:
         """The optimizer's states by parameter, its groups on the way."""
         if not self.optim:
             return {}
@@ -210,9 +240,9 @@ class _VerlReader:
         if any(
             isinstance(part, StoredTensor) for states in found.values() for parts in states.values() for part in parts
         ):
-            return self._flat_states(found, shapes)
+            return self._flat_states(found, shapes, self._aliases(tensors, (), config), config)
         one = {number: next(iter(states.values()))[0].global_shape for number, states in found.items()}
-        names = name_numbers(self.collected, shapes, one, self.located.root, self.notes)
+        names = name_numbers(self.collected, shapes, one, self.root, self.notes)
         return {names[number]: states for number, states in found.items()}
 
     def _keys(self, ranks: Values) -> list[tuple[Any, Any]]:
@@ -275,24 +305,52 @@ class _VerlReader:
         return {named[key]: dict(states) for key, states in found.items()}
 
     def _flat_states(
-        self, found: Mapping[str, Mapping[str, list[Any]]], shapes: Mapping[str, Shape]
+        self,
+        found: Mapping[str, Mapping[str, list[Any]]],
+        shapes: Mapping[str, Shape],
+        aliases: Collection[str],
+        config: Mapping[str, object],
     ) -> dict[str, dict[str, list[Any]]]:
-        """States of FSDP1: bare pieces. With original parameters each is of one of them, and those of all ranks together are it.
+        """States of FSDP1: bare pieces. With original parameters each is of one of them, and those of all ranks together are it; else
+        each is of all of a layer, flattened together.
 
         Raises:
-            Unsupported: They are pieces of flattened modules, or several parameters might be meant.
+            Unsupported: Nobody knows which parameters are meant.
         """
+        own = {name: shape for name, shape in shapes.items() if name not in aliases}
+        alone = len(self.collected.fields) == 1
+        units = units_in(found, own, config, len(self.optim)) if alone else None
+        if units is not None:
+            return self._taken_apart(found, units)
         sizes = {n: (sum(piece.shape[0] for piece in next(iter(states.values()))),) for n, states in found.items()}
         try:
-            names = name_numbers(self.collected, shapes, sizes, self.located.root, self.notes, flat=True)
+            names = name_numbers(self.collected, shapes, sizes, self.root, self.notes, flat=True)
         except Unsupported:
+            _, strange = ordered(list(own), config, ())
+            whose = f"no table has {strange[0]}" if strange else "they have other lengths than those of its layers"
             raise Unsupported(
                 f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
-                "which parameters they are\nverl's strategy fsdp2 saves an optimizer that can be converted."
+                f"which parameters they are; by the model's config.json they cannot be told apart: {whose}\n"
+                "verl's strategy fsdp2 saves an optimizer that says it."
             ) from None
         return {
             names[number]: {key: [Pieces(shapes[names[number]], tuple(pieces))] for key, pieces in states.items()}
             for number, states in found.items()
+        }
+
+    def _taken_apart(
+        self, found: Mapping[str, Mapping[str, list[Any]]], units: Sequence[Unit]
+    ) -> dict[str, dict[str, list[Any]]]:
+        """The states of all parameters, each in its unit's pieces; groups and steps by name."""
+        named = [(str(number), name) for number, unit in enumerate(units) for name in unit.shapes]
+        self.collected.fields[0][PARAMS] = [name for _, name in named]
+        steps = self.collected.scalars
+        self.collected.scalars = {name: steps[number] for number, name in named if number in steps}
+        text = "by the order of its table, each layer flattened as FSDP1 does it; all pieces have their lengths"
+        self.notes.add(Fate.DERIVED, f"names of the optimizer's {len(units)} flat parameters: {text}")
+        return {
+            name: {key: [Flattened(name, units[int(number)], tuple(pieces))] for key, pieces in found[number].items()}
+            for number, name in named
         }
 
     def _scalar(self, ranks: Values, number: Any, key: str) -> object:
@@ -323,7 +381,7 @@ class _VerlReader:
         first = parts[0]
         if isinstance(first, StoredTensor):
             return whole_entry(name, *parts)
-        if isinstance(first, Pieces):
+        if isinstance(first, Pieces | Flattened):
             return TensorEntry(name, first.global_shape, first.pieces[0].record.dtype, tuple(first.chunks()))
         chunks = tuple(self._chunks(name, parts))
         return TensorEntry(name, first.global_shape, first.stored.record.dtype, chunks)
@@ -333,7 +391,7 @@ class _VerlReader:
         *outer, cut = parts[0].dims
         if cut is None or any(dim is not None for dim in outer) or any(part.dims != parts[0].dims for part in parts):
             raise Unsupported(
-                f"{self.located.root}: {name.param} is cut along other axes of the mesh than the last one ({parts[0].dims}); "
+                f"{self.root}: {name.param} is cut along other axes of the mesh than the last one ({parts[0].dims}); "
                 "that is not supported"
             )
         shape, shards = parts[0].global_shape, self._shards()
@@ -347,7 +405,7 @@ class _VerlReader:
                     yield Chunk(Box(offset, stored.shape), stored.record, stored.start, stored.strides)
             if at != shape[cut]:
                 raise LayoutMismatch(
-                    f"{self.located.root}: the parts of {name.param} on ranks {first} to {first + shards - 1} have {at} rows together, "
+                    f"{self.root}: the parts of {name.param} on ranks {first} to {first + shards - 1} have {at} rows together, "
                     f"its shape is {shape}; the files are not of one save"
                 )
 
@@ -369,26 +427,46 @@ class _VerlReader:
         return next(count for count in range(most, world + 1) if world % count == 0)
 
     def _training(self, groups: tuple[ParamGroup, ...]) -> TrainingState:
-        """Scheduler and RNG states are those of the first rank."""
+        """Groups and scheduler are those of the files; all else that a run of another trainer had lies beside them."""
         other: dict[str, object] = {}
         for item, files in self.extra.items():
             trees = {name: self._extra_of(name, item) for name in files}
             first = trees[files[0]]
             for name, tree in trees.items():
-                self.unplaced.compare(name, {**tree, _RNG: None}, {**first, _RNG: None})
-            if len(files) > 1 and _RNG in first:
-                self.notes.add(
-                    Fate.LOST, f"rng: of rank 0 only; the files of {len(files) - 1} other ranks are not carried"
-                )
+                self.unplaced.compare(name, {**tree, RNG: None}, {**first, RNG: None})
+            states = [tree.get(RNG) for tree in trees.values()]
+            self.random += [state for state in states if isinstance(state, Mapping)]
             other |= first
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
-        step = iteration_of(self.located.step, other, state, groups, self.notes)
+        if self.sidecar is not None:
+            return self._with_what_lies_beside(self.sidecar.state, groups, state, other)
+        step = iteration_of(named_step(self.root), other, state, groups, self.notes)
         return TrainingState(step, groups=groups, scheduler=state, other=other)
+
+    def _with_what_lies_beside(
+        self,
+        known: TrainingState,
+        groups: tuple[ParamGroup, ...],
+        scheduler: dict[str, object] | None,
+        other: dict[str, object],
+    ) -> TrainingState:
+        """Groups that have become one, another framework's scheduler and random states that were derived are as the source had them."""
+        if not self.random or not same(known.other.get(RNG), self.random[0]):
+            self.random = []
+        merged = bool(known.groups and groups)
+        waits = merged or (known.scheduler is not None and EPOCH not in known.scheduler)
+        more = {key: value for key, value in other.items() if key != RNG}
+        return replace(
+            known,
+            groups=known.groups if merged else groups,
+            scheduler=known.scheduler if waits else scheduler,
+            other={**known.other, **more},
+        )
 
     def _extra_of(self, name: str, item: str) -> dict[str, object]:
         """What a file has besides model and optimizer: verl's are dictionaries, an item of torch_checkpointing's may be anything."""
-        opened = read_pt(self.located.root, name, stubs=self.options.stubs)
+        opened = read_pt(self.root, name, stubs=self.options.stubs)
         tree = opened.materialize(opened.tree)
         if item:
             return {item: tree}
@@ -396,12 +474,12 @@ class _VerlReader:
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
-        root, extra = self.located.root, [name for names in self.extra.values() for name in names]
+        root, extra = self.root, [name for names in self.extra.values() for name in names]
         ranks = [StoredFile.of_zip(file.file, file.directory) for file in (*self.model, *self.optim)]
         ranks += [StoredFile.of_zip(name, read_directory(root / name)) for name in extra]
         if (metadata := root / rank_items.METADATA).is_file():
             ranks.append(StoredFile(rank_items.METADATA, metadata.stat().st_size, ()))
-        return tuple(ranks)
+        return (*ranks, *sidecar_files(self.root))
 
 
 def _refuse_swapped(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]]) -> None:

@@ -1,0 +1,79 @@
+"""Param groups of a source as the run has them that is to load the rank files: as many, each with all fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from mcore_rlhf.core.account import Fate, Report, same
+from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.families.crossing.schedule import PER_GROUP
+from mcore_rlhf.families.fsdp.groups import completed
+from mcore_rlhf.families.sidecar import STATE
+from mcore_rlhf.families.source import ParamGroup, Source
+
+from .manner import Manner
+
+_OF_RUN = ("foreach", "fused", "capturable", "differentiable")
+"""What changes no value, and is the run's own. Source: torch 2.13.0, ``optim/adam.py`` (``Adam``)."""
+
+
+def as_run_has(source: Source, manner: Manner, report: Report) -> tuple[ParamGroup, ...]:
+    """The groups of a source as verl's optimizer has them, which stops at another number.
+
+    Args:
+        source: The source.
+        manner: How the run has them: in one group, where nobody said.
+        report: Told of what becomes of several.
+
+    Raises:
+        LayoutMismatch: The run has several, and another number of them than the source.
+    """
+    groups, wanted = source.state.groups, manner.groups
+    count = 1 if wanted is None else len(wanted)
+    if len(groups) == count:
+        return tuple(_with(group, wanted[n] if wanted else {}) for n, group in enumerate(groups))
+    if count > 1:
+        raise LayoutMismatch(
+            f"{source.root}: has {len(groups)} param groups, and the run that --like names has {count}\n"
+            "Which parameters are in which of them, its files do not say: --no-optimizer writes the weights alone."
+        )
+    return (_with(_merged(source, report), wanted[0] if wanted else {}),)
+
+
+def _with(group: ParamGroup, fields: Mapping[str, object]) -> ParamGroup:
+    """A group with the fields of the run's own that it lacks, and with those that say how its optimizer computes the same."""
+    more = {key: value for key, value in fields.items() if key not in group.fields and key not in group.scalars}
+    own = {key: fields[key] for key in _OF_RUN if key in fields}
+    return replace(group, fields={**more, **group.fields, **own})
+
+
+def _merged(source: Source, report: Report) -> ParamGroup:
+    """One group of all; of settings that differ, those of the group with the most elements."""
+    groups = source.state.groups
+    shapes = source.model.shapes
+    first = max(groups, key=lambda group: sum(prod(shapes[name]) for name in group.params if name in shapes))
+    seen = [completed(group.fields, ()) for group in groups]
+    keys = dict.fromkeys(key for group in groups for key in group.fields if key not in group.scalars)
+    chosen = completed(first.fields, ())
+    apart = {key: [of.get(key) for of in seen if not same(of.get(key), chosen.get(key))] for key in keys}
+    others = [f"{key} {chosen.get(key)!r}, not {values[0]!r}" for key, values in apart.items() if values]
+    text = f"param groups: {len(groups)} become one, as verl's optimizer has them"
+    more = f", with the settings of the largest: {'; '.join(others)}" if others else "; all are alike"
+    report.add(Fate.CHANGED, f"{text}{more}; the source's own wait in {STATE}")
+    return replace(first, params=tuple(name for group in groups for name in group.params), expert=False)
+
+
+def rates_of(scheduler: Mapping[str, object], groups: Sequence[ParamGroup]) -> dict[str, object]:
+    """A scheduler's state with a value for each group in its lists: those of the first group where there were more.
+
+    Args:
+        scheduler: The state.
+        groups: The groups.
+    """
+    count = len(groups)
+    return {
+        key: list(value)[:1] * count if key in PER_GROUP and isinstance(value, list) and len(value) != count else value
+        for key, value in scheduler.items()
+    }

@@ -1,0 +1,180 @@
+"""What of rank files depends on the run that loads them, and not on the model: taken from files that this run wrote, or as verl does it.
+
+Sources: verl 0.7.0 and 0.9.1, ``utils/checkpoint/fsdp_checkpoint_manager.py``; ``workers/engine/fsdp/{transformer_impl,utils}.py``
+(``create_device_mesh``: one axis, ``fsdp``; ``build_optimizer``: AdamW of all parameters in one group); ``utils/fsdp_utils.py`` of 0.7.0
+(``get_shard_placement_fn``: the first dimension that the number of ranks divides; 0.9.1 leaves the choice to torch, which takes the
+first of all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.families.fsdp.groups import PARAMS
+from mcore_rlhf.families.fsdp.order import units_of
+from mcore_rlhf.families.fsdp.state import SCHEDULER
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
+from mcore_rlhf.storage.dcp.sharded import NEWEST, Mesh, Release
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, is_rank_files, rank_files
+
+VERSION = "FSDP_version"
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a run writes its rank files.
+
+    Args:
+        version: FSDP's: 1 keeps the optimizer's states in flat pieces, 2 cuts them as it does the parameters.
+        original: Whether FSDP1 does so parameter by parameter (``use_orig_params``); such pieces are read, and not written.
+        device: On what the run computes.
+        axis: What its mesh calls the axis along which it cuts.
+        release: Of torch, as far as files differ by it.
+        divides: Whether a tensor is cut along the first dimension that the number of ranks divides, and not along the first of all.
+        groups: Fields of its param groups; None where nobody said, and verl has one.
+        scheduler: The fields of its scheduler's state; empty where nobody said.
+    """
+
+    version: int = 2
+    original: bool = False
+    device: str = "cuda"
+    axis: str = "fsdp"
+    release: Release = NEWEST
+    divides: bool = False
+    groups: tuple[Mapping[str, object], ...] | None = None
+    scheduler: Mapping[str, object] = field(default_factory=dict)
+
+    def mesh(self, world: int, rank: int) -> Mesh:
+        """The ranks, as one of them sees them."""
+        return Mesh(self.device, world, rank, self.axis, self.release)
+
+    def cuts(self, world: int) -> bool:
+        """Whether the model's tensors are DTensors: FSDP1 cuts nothing where it is alone.
+
+        Source: torch 2.13.0, ``distributed/fsdp/_init_utils.py`` (``NO_SHARD`` for one rank).
+        """
+        return self.version > 1 or world > 1
+
+    def dim(self, global_shape: Shape, world: int) -> int:
+        """The dimension along which a tensor is cut."""
+        dividing = (dim for dim, size in enumerate(global_shape) if size % world == 0)
+        return next(dividing, 0) if self.divides else 0
+
+    def __str__(self) -> str:
+        dims = "the first dimension that the ranks divide" if self.divides else "dimension 0"
+        return f"FSDP{self.version}, cut along {dims}, a mesh {self.axis!r} on {self.device}, as torch {self.release.value} pickles it"
+
+
+def manner_of(files: list[RankFile]) -> Manner:
+    """How model files were written.
+
+    Args:
+        files: Those of all ranks, or of some.
+
+    Raises:
+        Unsupported: Their mesh has several axes (HSDP).
+    """
+    parts = [part for _, part in _named(files)]
+    first = next(iter(parts), None)
+    if first is None:
+        return Manner()
+    if len(first.dims) > 1:
+        names = " × ".join(first.mesh.names) or f"{len(first.dims)} axes"
+        raise Unsupported(
+            f"{files[0].directory.path}: is of a mesh of {names} (HSDP); such rank files are read, and not written\n"
+            "Write them for a run with fsdp_size: -1."
+        )
+    said, plain = first.mesh, Manner()
+    name = said.names[0] if said.names else plain.axis
+    divides = any(part.dims[-1] for part in parts)
+    return Manner(device=said.device or plain.device, axis=name, release=said.release, divides=divides)
+
+
+def with_strategy(found: Manner, root: ReadablePath, model: list[RankFile], optimizer: list[RankFile]) -> Manner:
+    """The same with FSDP's version, which ``fsdp_config.json`` says, and what else the optimizer's files show.
+
+    Args:
+        found: How the model's files were written.
+        root: Their folder.
+        model, optimizer: Files of both kinds, of the first rank at least; of the second kind there may be none.
+    """
+    states = _states(optimizer[0].tree) if optimizer else {}
+    bare = any(isinstance(value, StoredTensor) and value.shape for of in states.values() for value in of.values())
+    if not bare:
+        return replace(found, version=found.version if optimizer and states else _version(root))
+    tree = model[0].tree if isinstance(model[0].tree, dict) else {}
+    shapes = {str(name): _shape(part) for name, part in tree.items() if isinstance(part, Local | StoredTensor)}
+    return replace(found, version=1, original=len(states) > len(units_of(shapes)))
+
+
+def _shape(part: Local | StoredTensor) -> Shape:
+    return part.global_shape if isinstance(part, Local) else part.shape
+
+
+def _named(files: list[RankFile]) -> Iterator[tuple[str, Local]]:
+    trees = [file.tree for file in files if isinstance(file.tree, dict)]
+    return ((str(name), value) for tree in trees for name, value in tree.items() if isinstance(value, Local))
+
+
+def _states(tree: Any) -> dict[object, Mapping[str, object]]:
+    """An optimizer's states by number, as far as they are what they should be."""
+    states = tree.get("state") if isinstance(tree, dict) else None
+    listed = states.items() if isinstance(states, Mapping) else ()
+    return {number: of for number, of in listed if isinstance(of, Mapping)}
+
+
+def _version(root: ReadablePath) -> int:
+    try:
+        said = reading.read_json(root / CONFIG).get(VERSION)
+    except (OSError, ValueError, AttributeError):
+        said = None
+    return said if type(said) is int and said in (1, 2) else Manner().version
+
+
+def like(folder: str, role: str) -> Manner:
+    """How a run writes its files, by those that it wrote.
+
+    Args:
+        folder: A role's folder, or a step with it.
+        role: Which, in a step.
+
+    Raises:
+        UsageError: It has no rank files.
+        CheckpointError: They are incomplete, damaged, or of a run whose files are not written.
+    """
+    given = Path(folder).expanduser()
+    root = next((path for path in (given, given / role) if is_rank_files(path)), None)
+    if root is None:
+        raise UsageError(
+            f"--like {given}: holds no rank files of verl's ({MODEL}_world_size_W_rank_R.pt)\n"
+            "Give the folder of a role that verl itself saved, such as global_step_20/actor."
+        )
+    listed = rank_files(root, optimizer=False)
+    model = [read_rank_file(root, listed[MODEL][0])]
+    optimizer = [read_rank_file(root, name) for name in listed[OPTIMIZER][:1]]
+    found = with_strategy(manner_of(model), root, model, optimizer)
+    if optimizer:
+        found = replace(found, groups=_groups(optimizer[0]))
+    scheduler = read_pt(root, listed[EXTRA][0]).tree.get(SCHEDULER) if listed[EXTRA] else None
+    return replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
+
+
+def _groups(file: RankFile) -> tuple[Mapping[str, object], ...]:
+    groups = file.tree.get("param_groups") if isinstance(file.tree, dict) else None
+    if not isinstance(groups, list) or not all(map(_is_dict, groups)):
+        raise Unsupported(f"{file.directory.path}: is not the state dict of one of torch's optimizers")
+    return tuple({key: value for key, value in group.items() if key != PARAMS} for group in groups)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)

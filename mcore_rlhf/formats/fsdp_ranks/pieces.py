@@ -1,0 +1,81 @@
+"""FSDP1's optimizer states: bare pieces of flattened tensors, of one each or of all of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_rlhf.core.catalog import Chunk, Shape, dot, flat_boxes, row_major
+from mcore_rlhf.families.fsdp.order import Unit, by_table, units_of
+from mcore_rlhf.storage.stored import StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor that ranks have piece by piece, flattened, one behind the other.
+
+    Args:
+        global_shape: Its shape.
+        pieces: What the ranks have of it, in their order; those that have nothing are left out.
+    """
+
+    global_shape: Shape
+    pieces: tuple[StoredTensor, ...]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Where its elements lie."""
+        first, strides = 0, row_major(self.global_shape)
+        for piece in self.pieces:
+            stop = first + piece.shape[0]
+            for part in flat_boxes(self.global_shape, first, stop):
+                yield Chunk(part, piece.record, piece.start + dot(part.offset, strides) - first, strides)
+            first = stop
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A tensor that is flattened with others, of which every rank has a piece.
+
+    Args:
+        name: It.
+        unit: All of them.
+        pieces: Those of all ranks.
+    """
+
+    name: str
+    unit: Unit
+    pieces: tuple[StoredTensor, ...]
+
+    @property
+    def global_shape(self) -> Shape:
+        """Its shape."""
+        return self.unit.shapes[self.name]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Where its elements lie."""
+        for rank, piece in enumerate(self.pieces):
+            yield from self.unit.chunks(self.name, len(self.pieces), rank, piece.record, piece.start)
+
+
+def units_in(
+    found: Mapping[str, Mapping[str, Sequence[StoredTensor]]],
+    shapes: Mapping[str, Shape],
+    config: Mapping[str, object],
+    world: int,
+) -> list[Unit] | None:
+    """The flat parameters of a model, where a table says their order and every rank has the piece of each that it should; else None.
+
+    Args:
+        found: The ranks' pieces of every state, by the number of the flat parameter.
+        shapes: Of the model's parameters, in the order of its state dict.
+        config: Its description.
+        world: Ranks.
+    """
+    if by_table(shapes, config) != list(shapes):
+        return None
+    units = units_of(shapes)
+    wanted = {str(number): [(unit.piece(world),)] * world for number, unit in enumerate(units)}
+    fits = found.keys() == wanted.keys() and all(
+        [piece.shape for piece in pieces] == wanted[number] for number, of in found.items() for pieces in of.values()
+    )
+    return units if fits else None

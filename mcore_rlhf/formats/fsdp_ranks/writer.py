@@ -1,0 +1,400 @@
+"""Describing rank files: what lies in the files of each rank, and what the run that loads them must be like."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.catalog import (
+    FLOATING,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    DType,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+    row_major,
+)
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
+from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
+from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
+from mcore_rlhf.families.fsdp.order import Unit, ordered, units_of
+from mcore_rlhf.families.fsdp.state import MADE, RNG, SCHEDULER, scheduler_state
+from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.sidecar import Sidecar
+from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.meaning.bounds import MOST_RANKS
+from mcore_rlhf.models.spec import ParamSpec
+from mcore_rlhf.storage.dcp.sharded import dtensor
+from mcore_rlhf.storage.pt import Pt
+from mcore_rlhf.storage.stored import StoredTensor
+
+from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
+from .groups import as_run_has, rates_of
+from .manner import VERSION, Manner, like
+from .state import RanksState, Rng, keeps_states, states_of_ranks
+
+
+def ranks_target(source: Source, options: WriteOptions) -> Target:
+    """Describe the rank files that hold what a source of module names has.
+
+    Args:
+        source: Of any format under a module's names.
+        options: What the user asked for.
+
+    Raises:
+        CheckpointError: It cannot be done; all problems together.
+    """
+    report = source.notes.for_target()
+    module, own = ModuleState.needed(source, "fsdp-ranks"), RanksState.of(source)
+    manner = _manner(source, own, options, report)
+    world = options.dp or source.parallel.dp
+    if world > MOST_RANKS:
+        raise UsageError(f"--dp {world}: no run has more than {MOST_RANKS:,} ranks")
+    if world != source.parallel.world_size:
+        report.add(
+            Fate.CHANGED,
+            f"files of {world} ranks, whom alone verl lets load them; {source.parallel.world_size} wrote the source",
+        )
+    optimizer = source.optimizer is not None and not options.no_optimizer
+    if optimizer and manner.original:
+        raise Unsupported(
+            "the run keeps its optimizer in pieces of FSDP1 with use_orig_params; such files are read, and not written\n"
+            "Write them for verl's strategy fsdp2, or for fsdp without use_orig_params (--like FOLDER); --no-optimizer writes the weights."
+        )
+    if optimizer:
+        check_groups(source)
+    elif options.no_optimizer:
+        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
+    else:
+        report.add(
+            Fate.NOTE, "no optimizer: verl loads the files where its load_contents is ['model'] or ['model', 'extra']"
+        )
+    groups = as_run_has(source, manner, report) if optimizer else ()
+    names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
+    order = FROM_MASTERS if optimizer else EITHER
+    view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
+    dtype = None if options.dtype is None else dtype_of(options.dtype)
+    kept = keeps_states(source, world, options.rng)
+    ranks = _Ranks(source, module, manner, world, optimizer, groups, view, dtype, kept)
+    ranks.check()
+    _report(source, optimizer, dtype, report)
+    random = states_of_ranks(source, world, options.rng, report)
+    return ranks.target(_scheduler(source, manner, groups, optimizer, report), random, report)
+
+
+def _manner(source: Source, own: RanksState | None, options: WriteOptions, report: Report) -> Manner:
+    """As the run that is named writes its files, or the one that wrote the source, or as verl does it."""
+    if options.like is not None:
+        manner, by = like(options.like, source.role), f"as in {options.like}"
+    elif own is not None and own.manner is not None:
+        manner, by = own.manner, "as the source's run has them"
+    else:
+        manner, by = Manner(), "verl's strategy fsdp2; --like FOLDER takes them from what the run itself wrote"
+    report.add(Fate.NOTE, f"rank files: {manner}, {by}")
+    return manner
+
+
+def _scheduler(
+    source: Source, manner: Manner, groups: Sequence[ParamGroup], optimizer: bool, report: Report
+) -> Mapping[str, object] | None:
+    """That of a LambdaLR; None, which verl passes over, where there are no groups whose rates it could have."""
+    if not optimizer:
+        stored = source.state.scheduler
+        return dict(stored) if stored is not None and "base_lrs" in stored else None
+    dealt = replace(source, state=replace(source.state, groups=tuple(groups)))
+    report.through([MADE], dealt)
+    state = scheduler_state(dealt)
+    return {**manner.scheduler, **rates_of(state, groups)}
+
+
+def _report(source: Source, optimizer: bool, dtype: DType | None, report: Report) -> None:
+    halves = [
+        spec.dtype
+        for spec in source.model.params
+        if spec.trainable and spec.dtype in FLOATING and spec.dtype.itemsize == 2
+    ]
+    if dtype is not None and optimizer and dtype.itemsize != 4:
+        text = f"fp32 masters: the parameters become {dtype}, and FSDP has no other place for them"
+        report.add(Fate.LOST, text, Item(Kind.TENSOR, MASTER))
+    elif optimizer and halves and MASTER in source.states:
+        text = (
+            f"parameters: the fp32 masters, which FSDP trains and rounds as it computes; {halves[0]} is written nowhere"
+        )
+        report.add(Fate.DERIVED, text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    source: Source
+    module: ModuleState
+    manner: Manner
+    world: int
+    optimizer: bool
+    groups: Sequence[ParamGroup]
+    view: Chunks
+    dtype: DType | None
+    keeps_random: bool
+
+    def check(self) -> None:
+        """Everything that verl could not load.
+
+        Raises:
+            Unsupported: A parameter is a number; nobody knows the module's order.
+            Incomplete: The source lacks a tensor.
+        """
+        problems = Problems()
+        for name in self._names():
+            if self._entry(name, PARAM) is None:
+                problems.add(Incomplete, f"{self.source.root}: {name} of the model is nowhere in it")
+            elif self._is_cut(name) and not self._entry_of(name).global_shape:
+                problems.add(
+                    Unsupported, f"{self.source.root}: {name} has no dimensions, and FSDP takes no such parameters"
+                )
+        _, strange = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
+        if strange and self.optimizer:
+            some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
+            number = "torch's optimizers number the parameters in the module's order, which nobody knows here"
+            problems.add(
+                Unsupported,
+                f"{self.source.root}: {number}: no table has {some}",
+                "--reference-config names the model's config.json, by which a table is found; --no-optimizer writes the weights alone.",
+            )
+        problems.raise_if_any()
+
+    def target(self, scheduler: Mapping[str, object] | None, random: Sequence[Rng | None], report: Report) -> Target:
+        files = []
+        for rank in range(self.world):
+            files.append(self._file(MODEL, rank, partial(self._model, rank)))
+            if self.optimizer:
+                make = self._flat if self.manner.version == 1 else self._numbered
+                files.append(self._file(OPTIMIZER, rank, partial(make, rank)))
+            files.append(self._file(EXTRA, rank, partial(_extra, scheduler, random[rank])))
+        texts, lost = self._sidecar().texts()
+        for what in lost:
+            report.add(Fate.LOST, f"{what}: no JSON can hold it")
+        texts[CONFIG] = json.dumps({VERSION: self.manner.version, "world_size": self.world}, indent=4)
+        return Target(
+            format="fsdp-ranks",
+            parallel=ParallelConfig(dp=self.world),
+            source=self.view,
+            files=tuple(files),
+            texts=texts,
+            report=report,
+            holds=self._holds(),
+        )
+
+    def _file(self, kind: str, rank: int, make: Any) -> TargetFile:
+        path = file_of(kind, self.world, rank)
+        return TargetFile(path, partial(make, path))
+
+    def _holds(self) -> Inventory:
+        """All that the files have no place for lies beside them, but for random states."""
+        found = inventory_of(self.source).items()
+        return {item: value for item, value in found if item.kind is not Kind.RNG or self.keeps_random}
+
+    def _sidecar(self) -> Sidecar:
+        specs, dtype, state = self.source.model.params, self.dtype, self.source.state
+        dtypes = {s.name: dtype if dtype is not None and s.trainable else s.dtype for s in specs}
+        waiting = () if len(self.groups) == len(state.groups) else state.groups
+        return Sidecar.of(replace(state, groups=waiting), self.module.base(), specs, self.source.origin, dtypes=dtypes)
+
+    def _params(self) -> list[ParamSpec]:
+        """Those of which torch gives an optimizer ``parameters()``: all but buffers."""
+        return [spec for spec in self.source.model.params if spec.name not in self.module.buffers]
+
+    def _names(self) -> list[str]:
+        """The keys of the state dict, second names of tied weights among them, in the module's order as far as it is known."""
+        params, _ = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
+        there = dict.fromkeys([*(spec.name for spec in self.source.model.params), *self.module.shared])
+        known = [name for name in self.module.order if name in there]
+        in_turn = [name for name in known if name in set(params)] == params
+        return list(dict.fromkeys([*known, *there] if in_turn else [*params, *known, *there]))
+
+    def _entry(self, name: str, state: str) -> TensorEntry | None:
+        return self.view.get(TensorName(self.source.role, name, state))
+
+    def _entry_of(self, name: str) -> TensorEntry:
+        found = self._entry(name, PARAM)
+        assert found is not None  # :meth:`check`
+        return found
+
+    def _is_cut(self, name: str) -> bool:
+        spec = self.source.model.get(self.module.shared.get(name, name))
+        return spec is not None and spec.name not in self.module.buffers and spec.dtype in FLOATING
+
+    def _dtype(self, name: str, entry: TensorEntry) -> DType:
+        spec = self.source.model.get(self.module.shared.get(name, name))
+        if spec is None or spec.dtype not in FLOATING:
+            return entry.dtype
+        if self.dtype is not None and spec.trainable:
+            return self.dtype
+        return entry.dtype if self.optimizer else spec.dtype
+
+    def _model(self, rank: int, path: str) -> FileLayout:
+        """A rank's part of the state dict; what is tied is stored once."""
+        file, tree = _File(path), cast(OrderedDict[str, Any], OrderedDict())
+        mesh = self.manner.mesh(self.world, rank)
+        for name in self._names():
+            owner = self.module.shared.get(name)
+            if owner is not None and owner in tree:
+                tree[name] = tree[owner]
+                continue
+            entry = self._entry_of(name)
+            shape, dtype = entry.global_shape, self._dtype(name, entry)
+            if not self._is_cut(name) or not self.manner.cuts(self.world):
+                tree[name] = file.add(entry.name, shape, dtype, Box.whole(shape))
+                continue
+            dim = self.manner.dim(shape, self.world)
+            tree[name] = dtensor(
+                file.add(entry.name, shape, dtype, part(shape, dim, self.world, rank)), shape, dim, mesh
+            )
+        return file.layout(tree)
+
+    def _numbered(self, rank: int, path: str) -> FileLayout:
+        """A rank's part of FSDP2's optimizer: states by the parameters' numbers, cut as they are."""
+        file, state, mesh = _File(path), dict[int, Any](), self.manner.mesh(self.world, rank)
+        for number, name in enumerate(name for group in self._members() for name in group):
+            held: dict[str, Any] = {}
+            for entry in self._states(name):
+                dim = self.manner.dim(entry.global_shape, self.world)
+                box = part(entry.global_shape, dim, self.world, rank)
+                held[entry.name.state] = dtensor(
+                    file.add(entry.name, entry.global_shape, entry.dtype, box), entry.global_shape, dim, mesh
+                )
+            if held:
+                state[number] = {**self._scalars(name), **held}
+        return file.layout(self._optimizer(state, [len(group) for group in self._members()]))
+
+    def _members(self) -> list[list[str]]:
+        """The parameters of every group in the module's order; those that are not trained stand with the others, as in ``parameters()``."""
+        place, _ = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
+        where = {name: number for number, group in enumerate(self.groups) for name in group.params}
+        found: list[list[str]] = [[] for _ in self.groups]
+        for name in place:
+            if name in where or len(self.groups) == 1:
+                found[where.get(name, 0)].append(name)
+        return found
+
+    def _flat(self, rank: int, path: str) -> FileLayout:
+        """A rank's part of FSDP1's optimizer: a piece of each of its flat parameters."""
+        file, state, units = _File(path), dict[int, Any](), self._units()
+        for number, unit in enumerate(units):
+            entries = {name: {entry.name.state: entry for entry in self._states(name)} for name in unit.shapes}
+            first = next(iter(entries))
+            kinds = {name: {(state, entry.dtype) for state, entry in of.items()} for name, of in entries.items()}
+            if any(kind != kinds[first] for kind in kinds.values()) or not kinds[first]:
+                apart = next(name for name in kinds if kinds[name] != kinds[first] or not kinds[name])
+                raise Unsupported(f"{path}: {apart} has other states than {first}, with which FSDP1 flattens it")
+            held = {}
+            for kind, entry in entries[first].items():
+                of = [(entries[name][kind].name, shape) for name, shape in unit.shapes.items()]
+                held[kind] = file.flat(of, entry.dtype, unit, self.world, rank)
+            state[number] = {**self._scalars(first), **held}
+        return file.layout(self._optimizer(state, [len(units)]))
+
+    def _units(self) -> list[Unit]:
+        """The flat parameters of the run.
+
+        Raises:
+            Unsupported: It has several groups, or trains only some of its parameters, so that its flat parameters are others.
+        """
+        frozen = [spec.name for spec in self._params() if not spec.trainable]
+        if len(self.groups) != 1 or frozen:
+            why = f"{frozen[0]} is not trained" if frozen else f"there are {len(self.groups)} param groups"
+            raise Unsupported(
+                f"{self.source.root}: {why}; of FSDP1's flat parameters only those of a model that is trained as a whole, in one "
+                "group, are known\nverl's strategy fsdp2 takes it; --no-optimizer writes the weights alone."
+            )
+        (members,) = self._members()
+        steps = {str(self._scalars(name)) for name in members}
+        if len(steps) > 1:
+            raise Unsupported(
+                f"{self.source.root}: parameters have counted different steps, and FSDP1 has one for all of a layer"
+            )
+        return units_of({name: self._entry_of(name).global_shape for name in members})
+
+    def _optimizer(self, state: Mapping[int, Any], counts: Sequence[int]) -> dict[str, Any]:
+        groups, first = [], 0
+        for group, count in zip(self.groups, counts, strict=True):
+            groups.append({**completed(group.fields, group.scalars), PARAMS: list(range(first, first + count))})
+            first += count
+        return {"state": dict(state), "param_groups": groups}
+
+    def _states(self, name: str) -> Iterator[TensorEntry]:
+        states = (self._entry(name, state) for state in self.source.states if state != MASTER)
+        return (entry for entry in states if entry is not None)
+
+    def _scalars(self, name: str) -> dict[str, object]:
+        """A parameter's own step, as the group has it that it comes from."""
+        return next((own_scalars(group) for group in self.source.state.groups if name in group.params), {})
+
+
+@dataclass(slots=True)
+class _File:
+    """A file on its way: what it holds, record by record."""
+
+    path: str
+    entries: list[TensorEntry]
+    records: list[Record]
+
+    def __init__(self, path: str) -> None:
+        self.path, self.entries, self.records = path, [], []
+
+    def _record(self, dtype: DType, numel: int) -> Record:
+        record = Record(self.path, f"data/{len(self.records)}", dtype, numel, 0)
+        self.records.append(record)
+        return record
+
+    def add(self, name: TensorName, shape: Shape, dtype: DType, box: Box) -> StoredTensor:
+        """A part of a tensor."""
+        record = self._record(dtype, box.numel)
+        if box.numel or box.shape == shape:
+            self.entries.append(TensorEntry(name, shape, dtype, (Chunk(box, record, 0, row_major(box.shape)),)))
+        return StoredTensor.whole(record, box.shape)
+
+    def flat(
+        self, of: Sequence[tuple[TensorName, Shape]], dtype: DType, unit: Unit, world: int, rank: int
+    ) -> StoredTensor:
+        """A piece of several tensors, one behind the other."""
+        record = self._record(dtype, unit.piece(world))
+        placed = ((name, shape, tuple(unit.chunks(name.param, world, rank, record))) for name, shape in of)
+        self.entries += [TensorEntry(name, shape, dtype, chunks) for name, shape, chunks in placed if chunks]
+        return StoredTensor.whole(record, (record.numel,))
+
+    def layout(self, tree: Any) -> FileLayout:
+        """The file."""
+        return FileLayout(Chunks.of(self.entries), self.records, Pt.of(tree))
+
+
+def _extra(scheduler: Mapping[str, object] | None, random: Rng | None, path: str) -> FileLayout:
+    tree: dict[str, object] = {SCHEDULER: None if scheduler is None else dict(scheduler)}
+    return FileLayout(Chunks.of(()), [], Pt.of(tree if random is None else {**tree, RNG: dict(random)}))
+
+
+def part(shape: Shape, dim: int, world: int, rank: int) -> Box:
+    """A rank's part of a tensor that is cut along a dimension: ``ceil(size / world)`` each, the last fewer, then none.
+
+    Source: torch 2.13.0, ``distributed/tensor/placement_types.py`` (``Shard``: as ``torch.chunk``), ``distributed/fsdp/_fully_shard/
+    _fsdp_param.py`` (``_init_sharded_param``).
+    """
+    size = shape[dim]
+    each = -(-size // world)
+    first = min(rank * each, size)
+    count = min(each, size - first)
+    offset = tuple(first if at == dim else 0 for at in range(len(shape)))
+    return Box(offset, tuple(count if at == dim else full for at, full in enumerate(shape)))

@@ -1,0 +1,152 @@
+"""DTensors as torch pickles them, written: the other way round of :mod:`.rankfile`.
+
+A DTensor says of what it is a part by objects of torch's own, whose attributes another release calls otherwise, so that no release reads
+the files of all others. Which attributes a mesh has is a row of :class:`Release`.
+
+Sources: torch ``distributed/device_mesh.py`` (``DeviceMesh``), ``distributed/_mesh_layout.py``, ``distributed/tensor/_dtensor_spec.py``,
+``distributed/tensor/placement_types.py`` of 2.8.0, 2.9.1, 2.10.0, 2.11.0, 2.12.0 and 2.13.0; files that 2.13.0 wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from mcore_rlhf.core.catalog import Shape, dtype_of, row_major
+
+from ..stored import Made, StoredTensor, TorchName
+from ..torch_values import SmallTensor, TorchDevice, TorchSize, torch_dtype
+
+_TENSOR, _MESH, _LAYOUT = "torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed._mesh_layout"
+_SPEC = f"{_TENSOR}._dtensor_spec"
+_WORLD = "0"
+"""What torch calls the group of all ranks."""
+
+
+class Release(Enum):
+    """Releases of torch whose meshes have the same attributes, by the first of them; the newest is last."""
+
+    T2_8 = "2.8"
+    T2_10 = "2.10"
+    T2_13 = "2.13"
+
+    @classmethod
+    def of(cls, mesh: Mapping[str, Any], layout: Mapping[str, Any]) -> Release:
+        """The releases that have written a mesh.
+
+        Args:
+            mesh: Its attributes.
+            layout: Those of its layout; empty where it has none.
+        """
+        if "_layout" not in mesh:
+            return cls.T2_8
+        return cls.T2_13 if "axes" in layout else cls.T2_10
+
+
+NEWEST = Release.T2_13
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a world in a row, as one of them sees them.
+
+    Args:
+        device: What they compute on: ``cuda``, ``cpu``.
+        world: How many they are.
+        rank: Which of them writes.
+        name: What the mesh calls its one axis; a run's own mesh must call it so, or torch takes the two for different ones.
+        release: Whose attributes it has.
+    """
+
+    device: str
+    world: int
+    rank: int
+    name: str = "fsdp"
+    release: Release = NEWEST
+
+    @cached_property
+    def made(self) -> Made:
+        """The mesh: one object for all tensors of a file."""
+        return _object(f"{_MESH}.DeviceMesh", _ATTRIBUTES[self.release](self))
+
+    @cached_property
+    def layout(self) -> Made:
+        """What torch calls a tensor's layout."""
+        return Made(TorchName("torch.serialization._get_layout"), ("torch.strided",), None, new=False)
+
+
+def dtensor(stored: StoredTensor, global_shape: Shape, dim: int, mesh: Mesh) -> Made:
+    """A rank's part of a tensor.
+
+    Args:
+        stored: Its elements.
+        global_shape: Shape of the whole tensor.
+        dim: The dimension that is cut.
+        mesh: The ranks.
+    """
+    dtype, strides = torch_dtype(str(stored.record.dtype)), row_major(global_shape)
+    cls = TorchName(f"{_TENSOR}.DTensor")
+    wrapper = (cls, dtype, global_shape, strides, 0, mesh.layout, TorchDevice("cpu"), False)
+    slots = {
+        "_local_tensor": stored,
+        "_spec": _spec(mesh, dim, (TorchSize(global_shape), row_major(global_shape), dtype)),
+    }
+    build = TorchName("torch._utils._rebuild_wrapper_subclass")
+    return Made(TorchName("torch._tensor._rebuild_from_type_v2"), (build, cls, wrapper, (None, slots)), None, new=False)
+
+
+def _spec(mesh: Mesh, dim: int, meta: tuple[Any, ...]) -> Made:
+    placement = _object(f"{_TENSOR}.placement_types.Shard", {"dim": dim})
+    fields = {"mesh": mesh.made, "placements": (placement,), "tensor_meta": _tuple(f"{_SPEC}.TensorMeta", *meta)}
+    if mesh.release is not Release.T2_8:
+        fields["shard_order"] = (_tuple(f"{_SPEC}.ShardOrderEntry", dim, (0,)),)
+        fields["use_strided_shard_as_shard_order"] = False
+    return _object(f"{_SPEC}.DTensorSpec", {**fields, "_hash": None})
+
+
+def _object(name: str, fields: Mapping[str, Any]) -> Made:
+    return Made(TorchName(name), (), dict(fields), new=True)
+
+
+def _tuple(name: str, *values: Any) -> Made:
+    return Made(TorchName(name), values, None, new=True)
+
+
+def _ranks(mesh: Mesh) -> SmallTensor:
+    data = b"".join(rank.to_bytes(4, "little") for rank in range(mesh.world))
+    return SmallTensor(data, dtype_of("int32"), (mesh.world,), (1,))
+
+
+def _of_2_8(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "device_type": mesh.device, "mesh": _ranks(mesh), "mesh_dim_names": (mesh.name,),
+        "_flatten_mesh_list": tuple(range(mesh.world)), "_thread_id": None, "_dim_group_names": [_WORLD],
+        "_coordinate_on_dim": [mesh.rank], "_hash": None,
+    }  # fmt: skip
+
+
+def _of_2_10(mesh: Mesh) -> dict[str, Any]:
+    return _since_2_10(mesh, {"shape": (mesh.world,), "stride": (1,)})
+
+
+def _of_2_13(mesh: Mesh) -> dict[str, Any]:
+    axis = {"shape": (mesh.world,), "stride": (1,)} if mesh.world > 1 else {"shape": (), "stride": ()}
+    return _since_2_10(mesh, {"axes": (_object(f"{_LAYOUT}._FlatLayout", axis),)})
+
+
+def _since_2_10(mesh: Mesh, layout: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "_device_type": mesh.device, "_layout": _object(f"{_LAYOUT}._MeshLayout", layout), "_rank_map": _ranks(mesh),
+        "_mesh_dim_names": (mesh.name,), "_root_mesh": None, "_flatten_rank_map": tuple(range(mesh.world)), "_thread_id": None,
+        "_flatten_mapping": {}, "_dim_group_names": [_WORLD], "_rank": mesh.rank, "_coordinate_on_dim": (mesh.rank,), "_hash": None,
+    }  # fmt: skip
+
+
+_ATTRIBUTES: dict[Release, Callable[[Mesh], dict[str, Any]]] = {
+    Release.T2_8: _of_2_8,
+    Release.T2_10: _of_2_10,
+    Release.T2_13: _of_2_13,
+}
