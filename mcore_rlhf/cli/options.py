@@ -29,7 +29,7 @@ from .guard import DEBUG, JSON, PROGRESS
 from .mistyped import answered
 
 FORMATS = (
-    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO 0 to 3), universal, dcp (FSDP), hf, hf-trainer, hf-accelerate, peft; "
+    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO), universal, dcp, fsdp-ranks, hf, hf-trainer, hf-accelerate, peft; "
     "they are detected, and so is TorchEngine's state.pt, which is read alone."
 )
 

@@ -22,9 +22,9 @@ from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, Keep
 from mcore_rlhf.manager.run.steps import Step
 from mcore_rlhf.manager.runs import listed_steps, step_at
 from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.objects import MANIFESTS
 from mcore_rlhf.storage.paths import ReadablePath, absolute, parse_size
 from mcore_rlhf.storage.patience import is_there
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
@@ -369,7 +369,9 @@ def adopt_step(given: Path, options: ReadOptions, deep: bool, workers: int, json
         json: For machines.
     """
     folder = checkpoint_path(given)
-    was_committed = any(is_there(folder / name) for name in MANIFESTS)  # what is there and not whole is refused
+    was_committed = any(
+        is_there(folder / name) for name in (MANIFEST_NAME, steps.MANIFEST)
+    )  # what is there and not whole is refused
     with shown_progress() as progress:
         progress.stage(f"verifying {folder}", 2 * steps.size_of(folder))
         how = Adoption(options, Depth.DEEP if deep else Depth.FULL, workers, progress.advance)

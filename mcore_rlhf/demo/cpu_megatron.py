@@ -231,7 +231,7 @@ def stand_in_for_groups() -> None:
     @functools.wraps(initialize)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
-        initialize("gloo", *args, **kwargs)
+        initialize(backend if backend == "fake" else "gloo", *args, **kwargs)
 
     @functools.wraps(create)
     def new_group(

@@ -16,9 +16,9 @@ from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.formats.registry import format_at, is_model, models_in, require_folder
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
-from mcore_rlhf.storage.objects import MANIFESTS
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
 from mcore_rlhf.storage.patience import is_there, looked, patiently
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHOWN = 10
-_OURS = (*MANIFESTS, steps.NOTE)
+_OURS = (MANIFEST_NAME, steps.MANIFEST, steps.NOTE)
 """Our own files in another trainer's step."""
 
 

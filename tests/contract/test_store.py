@@ -29,6 +29,7 @@ ONE_OF_EACH = {
     "megatron": "megatron/tp2pp2dp2_bf16_do", "megatron-dist": "megatron_dist/tp2pp2dp2_fully_reshardable",
     "deepspeed": "deepspeed/z3_bf16_frozen_dp2", "dcp": "dcp/fsdp2_ws2", "hf": "huggingface/llama_tied_bf16_sharded",
     "peft": "peft/adapter", "hf-trainer": "transformers/checkpoint-2", "hf-accelerate": "transformers/step_2",
+    "fsdp-ranks": "verl/fsdp2_ws3",
 }  # fmt: skip
 
 

@@ -146,7 +146,6 @@ SECTIONS: dict[str, tuple[Mistake, ...]] = {
         Mistake("Two models, and none named", "convert step out --to hf", code=2),
         Mistake("A step that is not there", "inspect one --step 7"),
         Mistake("Another step than the folder's", "plan run/global_step_2 --step 3"),
-        Mistake("Steps of a checkpoint", "steps one"),
         Mistake("Steps of something else", "steps docs"),
         Mistake("Nothing to keep", "prune run --keep-last 0"),
         Mistake("A step in place of the root", "prune run/global_step_2 --keep-last 1"),

@@ -41,10 +41,10 @@ from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
-from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import read_directory
 
 from . import rank_items
+from .alike import brief, refuse_apart, refuse_swapped, scalar_of
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
 from .manner import Manner, manner_of, with_strategy
 from .pieces import Flattened, Pieces, units_in
@@ -94,7 +94,7 @@ class _RanksReader:
 
     def source(self) -> Source:
         self.notes.add(Fate.NOTE, f"{self.by} rank files, of {len(self.model)} ranks")
-        _refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
+        refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
         role = self.options.role or "actor"
         tensors = self._tensors([self._dictionary(file) for file in self.model])
         config = model_config(self.root) or (dict(self.sidecar.module.config) if self.sidecar is not None else {})
@@ -174,7 +174,7 @@ class _RanksReader:
 
     def _tensors(self, ranks: Values) -> dict[str, list[Any]]:
         """Every tensor's parts, by rank; nothing else of the state dict (``_extra_state``) is read."""
-        _refuse_apart(self.model, ranks, "")
+        refuse_apart(self.model, ranks, "")
         for file, values in zip(self.model, ranks, strict=True):
             others = {k: v for k, v in values.items() if v is not None and not isinstance(v, Local | StoredTensor)}
             self.unplaced.look(file.file, others, {})
@@ -252,12 +252,10 @@ class _RanksReader:
             LayoutMismatch: They have not, or files lie under each other's names.
         """
         if any(isinstance(value, Local) for rank in ranks for states in rank.values() for value in states.values()):
-            _refuse_apart(self.optim, ranks, "state of parameter ")
+            refuse_apart(self.optim, ranks, "state of parameter ")
             for number in ranks[0]:
-                _refuse_apart(self.optim, [rank[number] for rank in ranks], f"state of parameter {number}: ")
-            _refuse_swapped(
-                self.optim, [{(n, k): v for n, of in rank.items() for k, v in of.items()} for rank in ranks]
-            )
+                refuse_apart(self.optim, [rank[number] for rank in ranks], f"state of parameter {number}: ")
+            refuse_swapped(self.optim, [{(n, k): v for n, of in rank.items() for k, v in of.items()} for rank in ranks])
         listed = {(number, key): None for rank in ranks for number, states in rank.items() for key in states}
         return sorted(listed, key=lambda at: at[0])
 
@@ -360,11 +358,11 @@ class _RanksReader:
             LayoutMismatch: They have not.
         """
         there = [(file, rank) for file, rank in zip(self.optim, ranks, strict=True) if number in rank]
-        first, *others = (_scalar(file, rank[number][key]) for file, rank in there)
+        first, *others = (scalar_of(file, rank[number][key]) for file, rank in there)
         for (file, _), other in zip(there[1:], others, strict=True):
             if not same(other, first) and not getattr(first, "shape", ()):  # what has dimensions is FSDP1's
                 raise LayoutMismatch(
-                    f"{file.directory.path}: {key} of parameter {number} is {_brief(other)}, but {_brief(first)} on rank 0\n"
+                    f"{file.directory.path}: {key} of parameter {number} is {brief(other)}, but {brief(first)} on rank 0\n"
                     "Files of different steps are mixed in one folder: copy the checkpoint again from where it came from."
                 )
         return first
@@ -480,50 +478,3 @@ class _RanksReader:
         if (metadata := root / rank_items.METADATA).is_file():
             ranks.append(StoredFile(rank_items.METADATA, metadata.stat().st_size, ()))
         return (*ranks, *sidecar_files(self.root))
-
-
-def _refuse_swapped(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]]) -> None:
-    """Tensors know which rank wrote them; a tool that does not care gives all the same number.
-
-    Raises:
-        LayoutMismatch: Files lie under each other's names.
-    """
-    wrote = [next((v.rank for v in values.values() if isinstance(v, Local)), None) for values in ranks]
-    if sorted(map(str, wrote)) != sorted(map(str, range(len(files)))):
-        return
-    problems = Problems()
-    for rank, (file, writer) in enumerate(zip(files, wrote, strict=True)):
-        if writer != rank:
-            text = f"{file.directory.path}: written by rank {writer}, but its name says rank {rank}"
-            problems.add(LayoutMismatch, text, "Files of ranks were swapped: give them their names again.")
-    problems.raise_if_any()
-
-
-def _refuse_apart(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]], what: str) -> None:
-    """All ranks have the same keys, and what is cut on one is cut on all.
-
-    Raises:
-        LayoutMismatch: They have not.
-    """
-    for file, values in zip(files, ranks, strict=True):
-        if not isinstance(values, Mapping):
-            raise Unsupported(f"{file.directory.path}: {what}expected a dictionary, found a {type(values).__name__}")
-        apart = [*sorted(map(str, values.keys() ^ ranks[0].keys()))]
-        apart += [
-            str(key)
-            for key in values
-            if not apart and isinstance(values[key], Local) != isinstance(ranks[0][key], Local)
-        ]
-        if apart:
-            raise LayoutMismatch(f"{file.directory.path}: {what}{apart[0]} is not in the files of all ranks")
-
-
-def _brief(value: object) -> str:
-    return f"{float(value):g}" if isinstance(value, SmallTensor) and value.numel() == 1 else repr(value)[:60]
-
-
-def _scalar(file: RankFile, value: Any) -> object:
-    if not isinstance(value, StoredTensor):
-        return value
-    data, itemsize = file.directory.read(value.record.key), value.record.dtype.itemsize
-    return SmallTensor(data[value.start * itemsize :], value.record.dtype, value.shape, value.strides)

@@ -28,9 +28,8 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
 from mcore_rlhf.storage.links import require_inside
 from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, crc_of_file, provenance
-from mcore_rlhf.storage.objects import MANIFESTS
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
-from mcore_rlhf.storage.publish import replace_text, sync_tree
+from mcore_rlhf.storage.publish import MANIFEST_NAME, replace_text, sync_tree
 from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
@@ -44,7 +43,7 @@ from .steps import NOTE
 if TYPE_CHECKING:
     from mcore_rlhf.storage.objects import ObjectStore
 
-_OURS = (*MANIFESTS, NOTE)
+_OURS = (MANIFEST_NAME, steps.MANIFEST, NOTE)
 Progress = Callable[[int], None]
 _Signature = dict[str, tuple[int, object]]
 """Length and time of change of every file (in a store, its tag), to notice a step that is still being written."""
@@ -168,7 +167,7 @@ def _step_of(folder: ReadablePath) -> tuple[int, str]:
     run = run_at(folder) if other is None else None
     if run is not None:
         raise UsageError(
-            f"{folder}: is the root of a run of {run.trainer.title}, and a step is adopted"
+            f"{folder}: a step's folder is called global_step_N, or as its trainer calls it; this is a root of {run.trainer.title}'s"
             + (
                 "\nThis trainer's steps have no folder of their own for a manifest; verify checks them as they are."
                 if run.trainer.by_role

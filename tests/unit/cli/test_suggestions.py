@@ -13,6 +13,7 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.core.yaml_text import wrong_yaml
 from mcore_rlhf.formats.registry import FORMATS as KNOWN
 from mcore_rlhf.suggestions import FLAGS, FORMATS, did_you_mean, hub_name, meant
+from mcore_rlhf.trainers.known import TRAINERS
 
 
 def test_the_tables_lead_to_what_there_is() -> None:
@@ -21,9 +22,10 @@ def test_the_tables_lead_to_what_there_is() -> None:
     options = {name for param in params for name in (*param.opts, *param.secondary_opts)}
     assert {option for option in FLAGS.values() if option.startswith("--")} <= options
     assert {place for place in FLAGS.values() if not place.startswith("--")} == {"SRC", "DST"}
-    assert set(FORMATS.values()) <= {known.name for known in KNOWN}
+    names = {known.name for known in KNOWN} | {one.name for one in TRAINERS if one.formats}
+    assert set(FORMATS.values()) <= names
     # A word that is right already leads nowhere else.
-    assert not set(FORMATS) & {known.name for known in KNOWN}
+    assert not set(FORMATS) & names
 
 
 @pytest.mark.parametrize(

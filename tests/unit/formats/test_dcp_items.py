@@ -62,7 +62,12 @@ def assert_whole(source: Source) -> None:
 
 def test_it_is_read_with_its_optimizer(step: Path, tmp_path: Path) -> None:
     source = opened(step)
-    assert (source.format, source.optimizer, source.state.iteration, source.parallel.dp) == ("dcp", "dcp", 3, 2)
+    assert (source.format, source.optimizer, source.state.iteration, source.parallel.dp) == (
+        "fsdp-ranks",
+        "fsdp-ranks",
+        3,
+        2,
+    )
     assert source.state.other == {"train": {"step": 3, "tokens": 192}}
     assert [(g.fields["weight_decay"], g.params[0], len(g.params)) for g in source.state.groups] == [
         (0.1, "0.weight", 3), (0.0, "1.bias", 3),

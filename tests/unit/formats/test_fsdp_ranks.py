@@ -74,7 +74,7 @@ def test_the_optimizer_has_names() -> None:
     assert source.state.scheduler is not None
     assert source.state.scheduler["last_epoch"] == 2
     assert source.state.iteration == 2
-    assert [said.fate for said in source.family.homeless().values()][-1] is Fate.LOST, "random states of other ranks"
+    assert source.family.homeless[-1].fate is Fate.LOST, "random states of other ranks"
     assert {"steps", "scale"} == set(source.family.buffers)  # type: ignore[attr-defined]
     moment = source.catalog.get(TensorName("actor", "value_head.weight", "exp_avg"))
     assert moment is not None

@@ -21,7 +21,7 @@ from tests.helpers import option_tables
 from tests.helpers.option_tables import TARGETS, titles, written
 
 PAGE = option_tables.PAGE.read_text(encoding="utf-8")
-INTERNAL = {"read.optimizer", "run.read", "run.write"}
+INTERNAL = {"read.optimizer", "run.read", "run.write", "run.trainer", "write.run_of"}
 """Fields that follow from others."""
 SAMPLES: dict[str, Any] = {
     "to": "hf", "dtype": "bf16", "optimizer": "plain", "rng": "drop", "transformer_impl": "local", "pipeline_layout": "3,5",

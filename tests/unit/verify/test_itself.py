@@ -29,8 +29,8 @@ from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.unit.formats.hf_by_hand import CONFIG, llama, write
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-TRAINER = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state_0.pth")
-ACCELERATE = ("optimizer.bin", "scheduler.bin", "sampler.bin", "dl_state_dict_1.bin", "random_states_0.pkl")
+TRAINER = ("optim.pt", "scheduler.pt", "scaler.pt", "rng_state_0.pth")
+ACCELERATE = ("optimizer_3.bin", "scheduler.bin", "sampler.bin", "dl_state_dict_1.bin", "random_states_1.pkl")
 
 
 def save(folder: Path, *names: str) -> None:
@@ -53,7 +53,7 @@ def run(tmp_path: Path, names: tuple[str, ...]) -> Path:
     """A model's folder with a trainer's files in it, as one process or DDP writes them."""
     folder = write(tmp_path / "global_step_3", llama(), CONFIG)
     save(folder, *names)
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "epoch": 0.5}))
+    (folder / "all_results.json").write_text(json.dumps({"global_step": 3, "epoch": 0.5}))
     return folder
 
 
@@ -101,8 +101,8 @@ def test_a_byte_of_a_record_is_found(run: Path, names: tuple[str, ...]) -> None:
 
 
 def test_texts_that_are_no_json_are_damaged(run: Path) -> None:
-    (run / "trainer_state.json").write_text('{"global_step": 3, "epo')
-    assert "trainer_state.json: is not valid JSON" in looked(run)
+    (run / "all_results.json").write_text('{"global_step": 3, "epo')
+    assert "all_results.json: is not valid JSON" in looked(run)
 
 
 @pytest.mark.parametrize(
