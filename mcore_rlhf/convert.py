@@ -231,11 +231,24 @@ def prepare(
     job.report.close(job.account)
     if options.resume:
         job.binding = _binding(job, options)
-    if options.strict and not job.lossless:
-        raise Lossy(
-            "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in job.account.lost)
-        )
+    if options.strict:
+        refuse_losses(job.account)
     return job
+
+
+def refuse_losses(account: Account) -> None:
+    """What ``--strict`` asks for.
+
+    Args:
+        account: Of what is converted.
+
+    Raises:
+        Lossy: Something would be lost; all of it, by name.
+    """
+    if not account.lossless:
+        raise Lossy(
+            "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in account.lost)
+        )
 
 
 def _check_names(job: Job, problems: Problems) -> None:

@@ -8,7 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.convert import ConvertOptions, Job, Progress, convert, joins_run, prepare, publication_of, published_by
+from mcore_rlhf.convert import (
+    ConvertOptions,
+    Job,
+    Progress,
+    convert,
+    joins_run,
+    prepare,
+    publication_of,
+    published_by,
+    refuse_losses,
+)
 from mcore_rlhf.core.account import Account, Report
 from mcore_rlhf.core.facts import Facts, Fate, Item, Kind, Reason
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
@@ -112,11 +122,13 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     if trainer is None:
         job = StepJob(step, jobs, {name: name for name in step.others}, places={role: role for role in jobs})
         _note(job)
-        return job
-    add_counters(around, trainer, step.step or 0, next(iter(jobs.values())).source.state.args)
-    places = {role: trainer.place_of(role) or "" for role in jobs}
-    job = StepJob(step, jobs, around.files, around.texts, places, around.report)
-    _settle(job)
+    else:
+        add_counters(around, trainer, step.step or 0, next(iter(jobs.values())).source.state.args)
+        places = {role: trainer.place_of(role) or "" for role in jobs}
+        job = StepJob(step, jobs, around.files, around.texts, places, around.report)
+        _settle(job)
+    if options.strict:
+        refuse_losses(job.account)
     return job
 
 
@@ -207,7 +219,8 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     """
     trainer = trainer_named(options.trainer)
     assert trainer is not None
-    step = as_step(source, trainer, options).step or 0
+    source = as_step(source, trainer, options) if source.alone else source  # opened once, to hear its step
+    step = source.step or 0
     folder = root if trainer.by_role else root / trainer.folder_of(step)
     refuse_overlap(source.folder, folder)
     name = manifest_of(trainer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.formats.registry import is_model
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute
@@ -48,6 +48,14 @@ class TrainerStep:
         """What our manifest is called in it."""
         return manifest_of(self.trainer)
 
+    @property
+    def absent(self) -> list[str]:
+        """Folders of roles that the run has, and this step not; none where a step has all of its roles in one folder."""
+        if not self.trainer.by_role:
+            return []
+        there, roles = self.models(), self.trainer.roles
+        return [names[0] for role, names in roles.items() if role not in there and (self.folder / names[0]).is_dir()]
+
     def models(self) -> dict[str, ReadablePath]:
         """The folders of its models, by role; of what is in no format that is known, none."""
         if self.trainer.by_role:
@@ -61,11 +69,17 @@ class TrainerStep:
         return found
 
     def refuse_contradiction(self) -> None:
-        """What the step's counters say must be what its folder is called.
+        """Every role of a run by role has the step, and what its counters say is what its folder is called.
 
         Raises:
-            LayoutMismatch: It is not.
+            Incomplete: A role has no such step, or no model in it.
+            LayoutMismatch: The counters are another step's.
         """
+        if self.absent:
+            raise Incomplete(
+                f"{self.folder}: step {self.step} has no model in {', '.join(self.absent)}\n"
+                "Name a step that all roles have with --step N, or one role's folder alone."
+            )
         counters = self.trainer.counters
         if counters is None:
             return
@@ -85,6 +99,8 @@ class TrainerStep:
             return steps.described(self.step, self.folder, self.manifest)
         missing = {name for place in self.places.values() for name in self.trainer.missing(place)}
         why = f"has no {', '.join(sorted(missing))}: {self.trainer.title} passes over it"
+        if absent := self.absent:
+            missing, why = {*absent}, f"has no model in {', '.join(absent)}"
         return Step(
             self.step,
             next(iter(self.places.values())),

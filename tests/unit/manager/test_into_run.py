@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported, UsageError
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import bytes_of
@@ -160,6 +160,13 @@ def test_what_a_trainer_has_no_place_for_is_lost_by_name(tmp_path: Path) -> None
         "the model of the role reward: RLinf has models of the roles actor, critic", "notes.txt: RLinf has no place for it",
     }  # fmt: skip
     assert not done.lossless
+
+
+def test_strict_refuses_what_the_step_loses_though_its_models_lose_nothing(tmp_path: Path) -> None:
+    strict = ConvertOptions(to="rlinf", strict=True, fsync=False)
+    with pytest.raises(Lossy, match=r"training_info\.json: RLinf has no place for it"):
+        convert_step(find(NEMO, ReadOptions()), tmp_path / "no", strict)
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_lone_checkpoint_becomes_a_step_of_one_role(tmp_path: Path) -> None:

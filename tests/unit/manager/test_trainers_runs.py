@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, UsageError
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, NotACheckpoint, UsageError
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
@@ -159,6 +159,15 @@ def test_counters_of_another_step_are_a_contradiction(tmp_path: Path) -> None:
     (tmp_path / "hf" / "checkpoint-7" / "trainer_state.json").write_text('{"global_step": 2}')
     with pytest.raises(LayoutMismatch, match="global_step is 2, and the folder is checkpoint-7"):
         find(tmp_path / "hf", ReadOptions())
+
+
+def test_a_step_that_one_role_lacks_is_no_step_of_the_run(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(RUNS / OPENRLHF, root)
+    shutil.copytree(root / "_actor" / "global_step3", root / "_actor" / "global_step6")
+    assert described(root) == [(3, "foreign", ("actor", "critic")), (6, "partial", ("actor",))]
+    with pytest.raises(Incomplete, match="step 6 has no model in _critic"):
+        find(root, ReadOptions(step=6))
 
 
 def test_a_folder_that_is_called_like_a_step_is_none(tmp_path: Path) -> None:
