@@ -17,6 +17,7 @@ from mcore_rlhf.formats.registry import is_model
 from mcore_rlhf.manager.run import adopt, retention, steps
 from mcore_rlhf.manager.run.adopt import Adoption
 from mcore_rlhf.manager.run.events import EVENTS_NAME
+from mcore_rlhf.manager.run.failed import FAILED, FailedSave
 from mcore_rlhf.manager.run.mirror_status import STATUS, MirrorStatus
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
@@ -68,6 +69,8 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
     newer = newer_non_persistent(root, max((step.step for step in found), default=None))
     if newer:
         say(f"note: {newer}", err=json)
+    if isinstance(root, Path) and (failed := FailedSave.read(root)) is not None:
+        say(f"note: {failed}", err=json)
     if not any(step.state == "committed" for step in found):
         raise click.exceptions.Exit(2 if any(step.state == "unreadable" for step in found) else 1)
 
@@ -103,7 +106,7 @@ def require_root(given: Path) -> ReadablePath:
     return root
 
 
-_OF_A_ROOT = (EVENTS_NAME, STATUS)
+_OF_A_ROOT = (EVENTS_NAME, STATUS, FAILED)
 
 
 def _require_steps(root: ReadablePath) -> None:

@@ -52,8 +52,9 @@ _HOLD_THE_DOOR = (
 )  # fmt: skip
 """The door itself; the demo, which writes logs of its own processes into a folder of its own; a probe that is gone at once; and descriptors
 that the door, or the shell, has opened."""
-_PICKLE = ("storage/pickling.py", "storage/unpickle.py", "manager/run/snapshot.py", "demo/")
-"""The one writer and the one reader; copies of a trainer's own objects in its memory; and jobs of the demo's own processes."""
+_PICKLE = ("storage/pickling.py", "storage/unpickle.py", "manager/run/snapshot.py", "manager/run/meeting.py", "demo/")
+"""The one writer and the one reader; copies of a trainer's own objects in its memory; what its ranks say to each other; and jobs of the
+demo's own processes."""
 
 
 def changes(source: str, table: dict[str, set[str]] = _CHANGES) -> list[str]:

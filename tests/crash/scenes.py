@@ -16,9 +16,9 @@ from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.commit import Transaction, new_transaction
+from mcore_rlhf.manager.run.job import SaveJob
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Reporter
-from mcore_rlhf.manager.run.save import SaveJob
 from mcore_rlhf.manager.run.snapshot import Components, described
 from mcore_rlhf.manager.run.steps import is_replaceable
 from mcore_rlhf.manager.run.world import World, Worlds

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.engines.base import LiveState, LoadRequest, PreparedLoad
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.run import save
+from mcore_rlhf.manager.run import job
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.storage import waiting
@@ -165,7 +165,7 @@ def hang_after_the_commit(root: Path, seconds: float) -> tuple[tuple[str, str], 
     Returns:
         What the save raised, and what was said meanwhile.
     """
-    said, handler, real, first = list[str](), logging.Handler(), save.replace_text, waiting.FIRST_S
+    said, handler, real, first = list[str](), logging.Handler(), job.replace_text, waiting.FIRST_S
 
     def hanging(*args: Any) -> None:
         time.sleep(seconds if dist.get_rank() == 0 else 0)
@@ -174,12 +174,12 @@ def hang_after_the_commit(root: Path, seconds: float) -> tuple[tuple[str, str], 
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("mcore_rlhf.waiting")
     log.addHandler(handler)
-    waiting.FIRST_S, save.replace_text = 1.0, hanging
+    waiting.FIRST_S, job.replace_text = 1.0, hanging
     try:
         with CheckpointManager(root, engine(seed=1), options=options(timeout=2.0)) as manager:
             return outcome(lambda: manager.save(1, blocking=True)), said
     finally:
-        waiting.FIRST_S, save.replace_text = first, real
+        waiting.FIRST_S, job.replace_text = first, real
         log.removeHandler(handler)
 
 

@@ -163,6 +163,9 @@ class CheckpointSection(Section):
     asynchronous: bool = True
     fsync: bool = True
     on_busy: Literal["wait", "refuse"] = "wait"
+    on_error: Literal["raise", "continue"] = "raise"
+    save_retries: Annotated[int, Field(ge=0)] = 0
+    save_timeout: Annotated[Seconds, Field(gt=0)] | None = None
     on_existing: Literal["refuse", "continue"] = "refuse"
     must_exist: bool = False
     rng: Literal["derive", "refuse", "ignore"] = "derive"

@@ -5,11 +5,31 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from mcore_rlhf.storage.waiting import waiting_for
 
 from .options import LOG
+
+_LOOK_S = 0.25
+"""How often a job is looked at that may have to be given up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One job, which ends or is left to itself, whichever comes first."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    left: bool = False
+    _deciding: threading.Lock = field(default_factory=threading.Lock)
+
+    def end(self, error: BaseException | None, left: bool = False) -> None:
+        with self._deciding:
+            if not self.ended.is_set():
+                self.error, self.left = error, left
+                self.ended.set()
 
 
 class Background:
@@ -19,41 +39,66 @@ class Background:
         name: What the jobs are, for messages: ``saving into …``.
 
     Attributes:
-        error: What the job raised, as long as nobody has joined it.
         given_up: Whether it was said that the job hangs; what it raises after that is no news.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.error: BaseException | None = None
         self.given_up = False
-        self._thread: threading.Thread | None = None
+        self._run: _Run | None = None
         self._guard = partial(_at_exit, self)
         atexit.register(self._guard)
 
     @property
     def busy(self) -> bool:
-        """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a job is running that is waited for."""
+        return self._run is not None and not self._run.ended.is_set()
 
-    def start(self, job: Callable[[], None]) -> None:
-        """Run a job; the one before must have been waited for."""
-        assert self._thread is None, "wait for the last job first"
+    @property
+    def error(self) -> BaseException | None:
+        """What the job raised, as long as nobody has joined it."""
+        return None if self._run is None else self._run.error
+
+    @property
+    def hung(self) -> bool:
+        """Whether the job is one that hangs, as was said or as it was left for."""
+        return self.given_up or (self._run is not None and self._run.left)
+
+    def start(self, job: Callable[[], None], overdue: Callable[[], BaseException | None] | None = None) -> None:
+        """Run a job; the one before must have been waited for.
+
+        Args:
+            job: It.
+            overdue: Asked again and again on another thread: what the job is to be left to itself for; None while all is well.
+        """
+        assert self._run is None, "wait for the last job first"
+        current = self._run = _Run()
 
         def run() -> None:
             try:
                 job()
             except BaseException as error:  # raised by the next call, on the caller's thread
-                self.error = error
+                current.end(error)
+            else:
+                current.end(None)
 
-        self._thread = threading.Thread(target=run, name="mcore_rlhf save", daemon=True)
-        self._thread.start()
+        def watch(asked: Callable[[], BaseException | None]) -> None:
+            while not current.ended.wait(_LOOK_S):
+                if (error := asked()) is not None:
+                    current.end(error, left=True)
+
+        threading.Thread(target=run, name="mcore_rlhf save", daemon=True).start()
+        if overdue is not None:
+            threading.Thread(target=watch, args=(overdue,), name="mcore_rlhf watch", daemon=True).start()
+
+    def leave(self, error: BaseException) -> None:
+        """Leave the job to itself, if it still runs: another one may be started."""
+        if self._run is not None:
+            self._run.end(error, left=True)
 
     def ended_within(self, seconds: float) -> bool:
         """Wait for the job, but no longer than that."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return not self.busy
+        return self._run is None or self._run.ended.wait(seconds)
 
     def join(self) -> BaseException | None:
         """Wait for the job.
@@ -61,11 +106,11 @@ class Background:
         Returns:
             What it raised, once; None where it is well, or there was none.
         """
-        if self._thread is not None:
+        run, error = self._run, None
+        if run is not None:
             with waiting_for(self.name):
-                self._thread.join()
-            self._thread = None
-        error, self.error = self.error, None
+                run.ended.wait()
+            self._run, error = None, run.error
         told, self.given_up = self.given_up, False
         return None if told else error
 
@@ -76,7 +121,7 @@ class Background:
 
 def _at_exit(background: Background) -> None:
     """The process ends without ``close``: the last save is finished all the same."""
-    if background._thread is None:
+    if background._run is None:
         return
     LOG.warning("the process ends without CheckpointManager.close(): waiting for %s", background.name)
     error = background.join()

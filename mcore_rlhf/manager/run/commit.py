@@ -13,7 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,11 +56,13 @@ class Messages:
         notes: Where; all ranks see them.
         timeout: Seconds to wait for a message.
         gone: Whether the whole transaction has ended, so that waiting is in vain.
+        alive: Hears, while a message is waited for, that the file system has answered once more.
     """
 
     notes: Notes
     timeout: float
     gone: Callable[[], bool] = field(default=lambda: False)
+    alive: Callable[[], None] = field(default=lambda: None)
 
     def fail(self, who: str, error: BaseException) -> None:
         """Tell everybody that there will be no commit; never raises."""
@@ -87,6 +90,7 @@ class Messages:
     def _awaited(self, name: str, sender: str) -> bytes:
         end, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
         while (data := self.notes.get(name)) is None:
+            self.alive()
             self.check()
             if time.monotonic() > end:
                 raise Incomplete(
@@ -201,6 +205,7 @@ class Transaction:
         part: This rank's name: ``00003``, or ``critic-00003`` where there are several worlds.
         timeout: Seconds to wait for others.
         fsync: Whether everything is on the disk before it appears.
+        alive: Hears, while other ranks are waited for, that the file system has answered once more.
     """
 
     root: Path
@@ -209,6 +214,7 @@ class Transaction:
     part: str
     timeout: float
     fsync: bool = True
+    alive: Callable[[], None] = lambda: None
     _publication: LocalPublication | None = None
 
     @property
@@ -228,7 +234,7 @@ class Transaction:
     @property
     def messages(self) -> Messages:
         """What ranks say to each other until the commit."""
-        return Messages(FolderNotes(self.folder / PARTS), self.timeout, self._ended)
+        return Messages(FolderNotes(self.folder / PARTS), self.timeout, self._ended, self.alive)
 
     @property
     def _words(self) -> FolderNotes:
@@ -237,6 +243,15 @@ class Transaction:
     def _ended(self) -> bool:
         """The coordinator has cleaned up, or published; the folder was there before, see :meth:`join`."""
         return self._publication is None and not self.folder.is_dir()
+
+    def again(self, attempt: int) -> Transaction:
+        """The transaction of a further attempt at the same save; all ranks find the same id for it.
+
+        Args:
+            attempt: Its number, from 1 on.
+        """
+        identity = sha256(f"{self.id}/{attempt}".encode()).hexdigest()[: len(self.id)]
+        return replace(self, id=identity, _publication=None)
 
     def open(self, replaceable: Callable[[Path], bool]) -> list[str]:
         """Make the hidden folder: done by the coordinator, before the others :meth:`join`.
@@ -260,27 +275,30 @@ class Transaction:
             raise StorageError(f"{self.folder}: cannot be made: {error}") from error
         return publication.recovered
 
-    def join(self) -> None:
+    def join(self, patience: float = 1.0) -> None:
         """Wait until the coordinator has made the folder.
+
+        Args:
+            patience: How many times the time-out to wait.
 
         Raises:
             Incomplete: It has not, in time.
             Stopped: It has given up already.
         """
+        limit = patience * self.timeout
         with waiting_for(
-            f"the coordinating rank, which has not begun {self.target}; after {self.timeout:g} s the save is given up"
+            f"the coordinating rank, which has not begun {self.target}; after {limit:g} s the save is given up"
         ):
-            self._begun()
+            self._begun(limit)
 
-    def _begun(self) -> None:
-        end = time.monotonic() + self.timeout
+    def _begun(self, limit: float) -> None:
+        end = time.monotonic() + limit
         while not (self.folder / PARTS).is_dir():
+            self.alive()
             if (word := self._words.get(f"{WORD}{self.id}")) is not None:
                 raise Stopped(f"the save was given up by the coordinating rank: {word.decode(errors='replace')}")
             if time.monotonic() > end:
-                raise Incomplete(
-                    f"{self.folder}: the coordinating rank did not start the save within {self.timeout:g} s"
-                )
+                raise Incomplete(f"{self.folder}: the coordinating rank did not start the save within {limit:g} s")
             time.sleep(0.005)
 
     def deliver(self, part: RankPart) -> None:
@@ -346,19 +364,20 @@ class Transaction:
         """
         patience = 2 * self.timeout  # the coordinator may itself still wait for a dead rank, and then names it
         end = time.monotonic() + patience
-        while not self._is_published():
+        while not self.is_published():
+            self.alive()
             try:
                 self.messages.check()
             except Stopped:
-                if self._is_published():  # the folder was renamed between the two looks
+                if self.is_published():  # the folder was renamed between the two looks
                     return
                 raise
             if time.monotonic() > end:
                 raise Incomplete(f"{self.target}: was not committed within {patience:g} s\nLook at the log of rank 0.")
             time.sleep(0.01)
 
-    def _is_published(self) -> bool:
-        """As far as can be told: what cannot be read is looked at again."""
+    def is_published(self) -> bool:
+        """Whether it was committed, as far as can be told: what cannot be read is looked at again."""
         with suppress(Unreadable):
             return self._places.is_published(MANIFEST)
         return False

@@ -146,7 +146,8 @@ class CheckpointManager:
             transaction: An id that all worlds are given, where several save together.
 
         Raises:
-            CheckpointError: This save, or the one before it, failed; on every rank. Older steps are untouched.
+            CheckpointError: This save, or the one before it, failed; on every rank. Older steps are untouched. Where the options say
+                ``on_error="continue"``, that is an event, and nothing is raised.
         """
         self._check_usable(step)
         if not self._saving.acquire(blocking=False):
@@ -218,7 +219,7 @@ class CheckpointManager:
         """Wait until the last save is committed.
 
         Raises:
-            CheckpointError: It failed; on every rank. Raised once.
+            CheckpointError: It failed; on every rank. Raised once, and not where the options say ``on_error="continue"``.
         """
         self._saver.wait()
 
@@ -246,12 +247,13 @@ class CheckpointManager:
         """Finish the last save, and let go of everything.
 
         Raises:
-            CheckpointError: That save failed; on every rank.
+            CheckpointError: That save failed; on every rank, and whatever :attr:`ManagerOptions.on_error` says: what was trained since the
+                newest step is lost with this process.
         """
         if self._closed:
             return
         try:
-            self.wait()
+            self._saver.finish()
         finally:
             self._let_go()
 

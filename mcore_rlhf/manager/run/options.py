@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _CHOICES = {
     "on_busy": ("wait", "refuse"),
+    "on_error": ("raise", "continue"),
     "on_existing": ("refuse", "continue"),
     "rng": ("derive", "refuse", "ignore"),
     "check": ("bytes", "sizes"),
@@ -32,10 +33,10 @@ _CHOICES = {
 
 LOG = log_of("mcore_rlhf.manager")
 
-Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "mirror", "drop", "failed"]
+Kind = Literal["save", "commit", "load", "skip", "delete", "clean", "export", "mirror", "drop", "retry", "failed"]
 
 _LEVELS: dict[Kind, int] = {
-    "skip": logging.WARNING, "drop": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG,
+    "skip": logging.WARNING, "drop": logging.WARNING, "retry": logging.WARNING, "failed": logging.ERROR, "delete": logging.DEBUG,
 }  # fmt: skip
 """Deleting logs a line of its own, with the size, wherever it is done."""
 
@@ -107,6 +108,11 @@ class ManagerOptions:
         keep: What is kept of committed steps; everything by default.
         asynchronous: Whether saves go on behind training; ``save(blocking=…)`` overrides it.
         on_busy: What a save does while the one before is still being written: ``wait`` for it, or ``refuse``.
+        on_error: What a save is that fails: an error that the next call raises (``raise``), or an event, after which training goes on
+            (``continue``); then :meth:`~.manager.CheckpointManager.close` alone raises it, if no save has succeeded since.
+        save_retries: How often a save that failed is tried again behind training, after 1 s, 2 s, 4 s and so on; the same on all ranks.
+        save_timeout: Seconds for which a save may make no progress on a rank. After that it is left to itself, and the next one starts
+            afresh. None for no limit. It should be longer than the file system takes to sync one file.
         on_existing: What the first save does in a root that holds committed steps which this run has neither loaded nor
             written: ``refuse``, or ``continue`` among them.
         fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.
@@ -132,6 +138,9 @@ class ManagerOptions:
     keep: Retention | None = None
     asynchronous: bool = True
     on_busy: Literal["wait", "refuse"] = "wait"
+    on_error: Literal["raise", "continue"] = "raise"
+    save_retries: int = 0
+    save_timeout: float | None = None
     on_existing: Literal["refuse", "continue"] = "refuse"
     fsync: bool = True
     rng: RngPolicy = "derive"
@@ -158,6 +167,12 @@ class ManagerOptions:
                 problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
         if not self.timeout > 0:
             problems.add(UsageError, f"timeout: expected a positive number of seconds, found {self.timeout!r}")
+        if self.save_timeout is not None and not self.save_timeout > 0:
+            problems.add(
+                UsageError, f"save_timeout: expected a positive number of seconds, found {self.save_timeout!r}"
+            )
+        if type(self.save_retries) is not int or self.save_retries < 0:
+            problems.add(UsageError, f"save_retries: expected a whole number from 0 on, found {self.save_retries!r}")
         keep: object = self.keep
         if keep is not None and not isinstance(keep, Retention):
             problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
@@ -214,7 +229,8 @@ class Event:
         kind: ``save``: the live state was copied aside, and training goes on. ``commit``: the step is published. ``load``: a
             step was loaded. ``skip``: a step was passed over on resume. ``delete``, ``clean``: a step, or what a dead run had
             left, was removed. ``export``: a by-product was made. ``mirror``: the step is published in the mirror. ``drop``: it was deleted
-            before it was. ``failed``: a save, or a by-product, was given up, or the mirror cannot be written now.
+            before it was. ``retry``: a save failed, and is tried again.
+            ``failed``: a save, or a by-product, was given up, or the mirror cannot be written now.
         step: The step; None where there is none.
         rank: The rank that says so.
         values: Numbers: ``stall_s``, ``seconds``, ``bytes``, ``gb_per_s``.

@@ -170,7 +170,12 @@ class Deletion:
 
 
 def plan_deletions(
-    root: ReadablePath, policy: Retention, protect: Collection[int] = (), *, include_damaged: bool = False
+    root: ReadablePath,
+    policy: Retention,
+    protect: Collection[int] = (),
+    *,
+    include_damaged: bool = False,
+    coming: Step | None = None,
 ) -> list[Deletion]:
     """Which steps may go, oldest first. Nothing is deleted.
 
@@ -180,12 +185,17 @@ def plan_deletions(
         protect: Further steps that stay: being loaded, or exported from.
         include_damaged: Whether damaged steps, and folders that hold nothing known, go as well, where a newer step is
             committed.
+        coming: A step that is to be counted as if it were there already; the newest that is there stays as well.
 
     Raises:
         CheckpointError: See :func:`~.steps.listed`.
     """
     visible = [step for step in steps.listed(root) if not is_hidden(step.path)]
-    return planned(visible, policy, protect, include_damaged=include_damaged)
+    if coming is None:
+        return planned(visible, policy, protect, include_damaged=include_damaged)
+    there = [step for step in visible if step.step < coming.step]
+    newest = {step.step for step in [step for step in there if step.resumable][-1:]}
+    return planned([*there, coming], policy, {*protect, *newest}, include_damaged=include_damaged)
 
 
 def planned(

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError
-from mcore_rlhf.families.megatron.folders import TRACKER
-from mcore_rlhf.storage.manifest import Manifest, provenance
-from mcore_rlhf.storage.publish import replace_text
+from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, Unreadable, UsageError, headline
 from mcore_rlhf.storage.waiting import waiting_for
 
-from ..rlhf.carried import Carried
 from . import retention, steps
 from .background import Background
-from .commit import RankPart, Stopped, Transaction, new_transaction, refuse_untaken, why_it_vanished
+from .commit import Stopped, Transaction, new_transaction
+from .failed import FailedSave
+from .job import SaveJob, word_of
 from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
+from .progress import Progress
 from .retention import Retention, leave_behind, move_aside, refuse_others, remember
-from .rng import WORLDS, RngState, file_content
-from .snapshot import DATA_FILE, Components, HostStaging, Snapshot, accounted, aside, described, dumps, loads
-from .steps import RNG_FILE
+from .snapshot import Components, HostStaging, Snapshot, accounted, aside, described
+from .steps import Step
 from .world import World, raisable
-from .write import RankWriter
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
 _NOTICE_S = 1.0
@@ -49,6 +48,7 @@ class Saver:
         went_back_to: The step of the root that was loaded though there were newer ones; it is kept while the run goes on.
         hold: Sees, on the rank that commits, that this run still has the root to itself.
         mirror: Sends committed steps away, on the rank that commits.
+        unsaved: Why the last save failed, where training went on without; None where it did not fail.
     """
 
     root: Path
@@ -61,6 +61,8 @@ class Saver:
     went_back_to: int | None = None
     hold: Callable[[], None] = lambda: None
     mirror: Mirroring | None = None
+    unsaved: Exception | None = None
+    _job: SaveJob | None = None
     _last: int = -1
     _staging: HostStaging = field(default_factory=HostStaging)
     _background: Background = field(init=False)
@@ -72,6 +74,18 @@ class Saver:
 
     def save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
         """See :meth:`~.manager.CheckpointManager.save`."""
+        try:
+            self._save(step, metrics, blocking, transaction)
+        except Exception as error:
+            if not self._is_endured(error):
+                raise
+            self._lost(step, error)
+            return
+        if blocking:
+            self.wait()
+
+    def _save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
+        self.world.meet()
         self.world.barrier(f"save step {step}")
         self._finish_previous(step)
         started = time.monotonic()
@@ -79,17 +93,18 @@ class Saver:
         opened = self._prepared(step, transaction)
         copied_at = time.monotonic()
         try:
-            self.world.on_all_ranks(f"saving step {step}", partial(self._in_time, partial(self._open, opened, step)))
-            snapshot = self.world.on_all_ranks(f"saving step {step}", partial(self._snapshot, opened, blocking))
+            failed = self._opened(opened, step)
+            copy = partial(self._snapshot, opened, blocking, failed is None)
+            snapshot = self.world.on_all_ranks(f"saving step {step}", copy)
             accounted(snapshot, self.world)
         except BaseException as error:
-            opened.abort(_word_of(self.world, error))
+            opened.abort(word_of(self.world, error))
             raise
         now = time.monotonic()
         stall, copying = now - started, now - copied_at
         self.reporter.say("save", step, stall_s=stall, copy_s=copying, bytes=snapshot.nbytes, world=self.world.size)
         report = {"metrics": dict(metrics or {}), "stall_seconds": stall, "step_seconds": self.clock.step_seconds}
-        job = SaveJob(
+        self._job = job = SaveJob(
             opened,
             self.world,
             self.parts,
@@ -97,14 +112,50 @@ class Saver:
             self.reporter,
             report=report,
             provenance=self.options.provenance,
-            then=partial(self._after, step),
+            retries=self.options.save_retries,
+            begin=self._begin,
+            make_room=partial(self._make_room, step, dict(metrics or {})),
+            failed=failed,
         )
-        self._background.start(partial(self._run, job))
-        if blocking:
-            self.wait()
+        job.then = partial(self._after, step, job.progress)
+        self.unsaved = None
+        self._background.start(partial(self._run, job), None if self.options.save_timeout is None else self._overdue)
 
     def wait(self) -> None:
-        """Wait for the last save; its error is raised on all ranks: the cause, rather than that somebody else failed."""
+        """Wait for the last save; its error is raised on all ranks, unless training is to go on without that step."""
+        try:
+            self._wait()
+        except Exception as error:
+            if not self._is_endured(error):
+                raise
+            LOG.warning("rank=%d: training goes on: %s", self.world.rank, headline(str(error)))
+
+    def finish(self) -> None:
+        """Wait for the last save; its error is raised in any case: no training is left that could go on.
+
+        Raises:
+            Exception: It failed, or the one before it, and none has been saved since.
+        """
+        self._wait()
+        if self.unsaved is not None:
+            raise self.unsaved
+
+    def _is_endured(self, error: Exception) -> bool:
+        """Whether training goes on without what could not be saved; a mistake in the calls themselves is never endured."""
+        if self.options.on_error == "raise" or isinstance(error, UsageError):
+            return False
+        self.unsaved = error
+        return True
+
+    def _lost(self, step: int, error: Exception) -> None:
+        """Say that a save failed before anything of it went on behind training."""
+        self.reporter.say("failed", step, f"{headline(str(error))}; training goes on")
+        if self.world.commits:  # the file system may be what hangs
+            noting = partial(FailedSave.note, self.root, step, error)
+            threading.Thread(target=noting, name="mcore_rlhf word", daemon=True).start()
+
+    def _wait(self) -> None:
+        """See :meth:`wait`: the cause, rather than that somebody else failed."""
         error, lost = self._ended_everywhere()
         if lost is not None and error is None:
             raise lost
@@ -124,7 +175,7 @@ class Saver:
         Returns:
             What this rank's part raised, or that it hangs; and what is to be said where another rank is not there.
         """
-        if self.world.group is None:
+        if self.world.meeting is None:
             return self._background.join(), None
         try:
             self.world.barrier("the end of the save", patience=3)
@@ -140,11 +191,23 @@ class Saver:
     def _outcome(self) -> BaseException | None:
         if self._background.ended_within(0):
             return self._background.join()
-        self._background.given_up = True
-        return StorageError(
-            f"{self.world.name}: its part of the save into {self.root} has not ended: the file system may hang\n"
-            "That step is not committed; older ones are untouched. It is saved again when that part has ended."
-        )
+        text = f"{self.world.name}: its part of the save into {self.root} has not ended: the file system may hang\n"
+        text += "That step is not committed; older ones are untouched. "
+        if self.options.save_timeout is None:
+            self._background.given_up = True
+            return StorageError(f"{text}It is saved again when that part has ended.")
+        assert self._job is not None
+        self._job.progress.given_up = True
+        self.reporter.say("failed", self._job.transaction.step, headline(text))
+        self._background.leave(StorageError(f"{text}The next save starts afresh."))
+        return self._background.join()
+
+    def _overdue(self) -> BaseException | None:
+        """Leave the save to itself where it stands still."""
+        job, limit = self._job, self.options.save_timeout
+        if job is None or limit is None or job.progress.still_s < limit:
+            return None
+        return job.give_up()
 
     def _poll(self) -> None:
         """Ask each other how far it is; the answers of all decide, so that all stop at once."""
@@ -152,7 +215,7 @@ class Saver:
         while True:
             ended, now = self._background.ended_within(pause), time.monotonic()
             error = self._background.error if ended else None
-            waited = self._background.given_up or isinstance(error, Incomplete)  # a time-out has passed already
+            waited = self._background.hung or isinstance(error, Incomplete)  # a time-out has passed already
             flags = [
                 not ended,
                 error is not None,
@@ -203,21 +266,35 @@ class Saver:
         number, identity = self.world.broadcast((step, transaction or new_transaction()))
         return Transaction(self.root, number, identity, self.world.rank_name, self.options.timeout, self.options.fsync)
 
+    def _opened(self, prepared: Transaction, step: int) -> BaseException | None:
+        """Open it, on the rank that commits; what that failed of, where it is tried again behind training."""
+        try:
+            self.world.on_all_ranks(f"saving step {step}", partial(self._in_time, partial(self._open, prepared, step)))
+        except Exception as error:
+            (final,) = self.world.any_rank([not isinstance(error, StorageError | Unreadable)])
+            if final or not self.options.save_retries:
+                raise
+            return error
+        return None
+
     def _open(self, prepared: Transaction, step: int) -> None:
-        """Open it, on the rank that commits."""
         if step != prepared.step:
             raise UsageError(f"rank 0 saves step {prepared.step}, and {self.world.name} saves step {step}")
         if self.world.commits:
-            self.hold()
-            if self.options.on_existing == "refuse":
-                refuse_others(self.root)
-            if self.mirror is not None:
-                self.mirror.begins(step, prepared.id)
-            self._make_way(prepared)
-            for line in prepared.open(steps.is_replaceable):
-                self.reporter.say("clean", step, line)
+            self._begin(prepared)
             if self._asking.given_up:  # nobody waits for it any more
                 prepared.abort()
+
+    def _begin(self, prepared: Transaction) -> None:
+        """See that the root is this run's, make way, and open a transaction: at once, or at a further attempt."""
+        self.hold()
+        if self.options.on_existing == "refuse":
+            refuse_others(self.root)
+        if self.mirror is not None:
+            self.mirror.begins(prepared.step, prepared.id)
+        self._make_way(prepared)
+        for line in prepared.open(steps.is_replaceable):
+            self.reporter.say("clean", prepared.step, line)
 
     def _in_time(self, ask: Callable[[], None]) -> None:
         """Ask the file system before a save; where it hangs, this rank would be missed by the others, and lost to them.
@@ -225,9 +302,9 @@ class Saver:
         Raises:
             StorageError: It does not answer.
         """
-        if self.world.group is None:
+        if self.world.meeting is None and self.options.save_timeout is None:
             return ask()
-        limit = self.world.timeout / 2
+        limit = min(self.world.timeout / 2, self.options.save_timeout or math.inf)
         if self._asking.ended_within(0):
             self._asking.join()
             self._asking.start(ask)
@@ -253,9 +330,10 @@ class Saver:
         if self.world.has_who_commits and not self.world.commits:
             opened.join()
 
-    def _snapshot(self, opened: Transaction, blocking: bool) -> Snapshot:
+    def _snapshot(self, opened: Transaction, blocking: bool, is_open: bool) -> Snapshot:
         """A blocking save needs no copy: nothing runs while it is written."""
-        self._in_time(partial(self._see, opened))
+        if is_open:
+            self._in_time(partial(self._see, opened))
         snapshot = described(self.parts, self.world, opened.step)
         return snapshot if blocking else aside(snapshot, self._staging)
 
@@ -264,7 +342,7 @@ class Saver:
         job.run()
         self.clock.save_took(time.monotonic() - started)
 
-    def _after(self, step: int) -> None:
+    def _after(self, step: int, progress: Progress) -> None:
         """What the coordinator does behind training once a step is committed."""
         folder = steps.step_folder(self.root, step)
         self.own.add(step)
@@ -279,16 +357,29 @@ class Saver:
             )
         for export in self.options.exports:
             if export.wants(step):
-                self._export(export, step, folder)
+                with progress.unhurried():
+                    self._export(export, step, folder)
         if self.options.keep is not None:
             self._delete_old(self.options.keep)
 
-    def _delete_old(self, keep: Retention) -> None:
-        """What no rule keeps, and what is in the mirror or waits for it too long."""
+    def _make_room(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Delete what the rules would let go if a step that found no room were there; the newest that is there stays in any case."""
+        if self.options.keep is not None:
+            with suppress(CheckpointError):  # the disk has failed once already
+                target = steps.step_folder(self.root, step)
+                self._delete_old(self.options.keep, Step(step, target, "committed", metrics=metrics))
+
+    def _delete_old(self, keep: Retention, coming: Step | None = None) -> None:
+        """What no rule keeps, and what is in the mirror or waits for it too long.
+
+        Args:
+            keep: The rules.
+            coming: A step that is to be counted as if it were there.
+        """
         waiting = [] if self.mirror is None else [found.step for found in self.mirror.waiting()]
         staying = waiting[-self.mirror.most_waiting :] if self.mirror is not None else []
         protected = {self._last, *staying} if self.went_back_to is None else {self._last, self.went_back_to, *staying}
-        for gone in retention.apply(self.root, retention.plan_deletions(self.root, keep, protected)):
+        for gone in retention.apply(self.root, retention.plan_deletions(self.root, keep, protected, coming=coming)):
             if gone.step in waiting:
                 text = f"deleted before it was mirrored, as {len(staying)} newer steps wait: {gone.reason}"
                 self.reporter.say("drop", gone.step, text, bytes=gone.nbytes)
@@ -306,150 +397,6 @@ class Saver:
             self.reporter.say("export", step, str(export.run(folder)))
         except CheckpointError as error:
             self.reporter.say("failed", step, f"the step is safe, but its export to {export.format} failed: {error}")
-
-
-@dataclass(slots=True)
-class SaveJob:
-    """One save on one rank.
-
-    Args:
-        transaction: The step's; the coordinator has opened it.
-        world: The ranks.
-        parts: What the run consists of.
-        snapshot: This rank's share.
-        reporter: Hears of the outcome.
-        report: For the manifest: metrics, stall.
-        provenance: For the manifest, besides versions: git revision, hash of the configuration.
-        then: What the coordinator does once the step is committed: delete old steps, export.
-    """
-
-    transaction: Transaction
-    world: World
-    parts: Components
-    snapshot: Snapshot
-    reporter: Reporter
-    report: Mapping[str, object] = field(default_factory=dict)
-    provenance: Mapping[str, object] = field(default_factory=dict)
-    then: Callable[[], None] = lambda: None
-    _started: float = field(default_factory=time.monotonic)
-
-    def run(self) -> None:
-        """Write, deliver, and see the step committed.
-
-        Raises:
-            CheckpointError: It was not committed; older steps are untouched.
-        """
-        try:
-            self._run()
-        except BaseException as failure:
-            error = self._cause(failure)
-            if not isinstance(error, Stopped):
-                self.transaction.messages.fail(f"rank {self.world.rank_name}", error)
-            self.transaction.abort(_word_of(self.world, error))
-            self.reporter.say("failed", self.transaction.step, str(error).partition("\n")[0])
-            if error is failure:
-                raise
-            raise error from failure
-
-    def _cause(self, failure: BaseException) -> BaseException:
-        """What other ranks are to hear: a file that vanished because another rank has given up is not the cause."""
-        stopped = why_it_vanished(self.transaction.messages, failure)
-        if stopped is not None:
-            return stopped
-        return StorageError(f"{self.transaction.folder}: {failure}") if isinstance(failure, OSError) else failure
-
-    def _run(self) -> None:
-        if not self.world.has_who_commits:
-            self.transaction.join()
-        writer = RankWriter(self.transaction.folder, self.world.rank, self.transaction.messages, self.transaction.fsync)
-        self._post_values()
-        writer.write(self.snapshot.files)
-        for name, text in self.snapshot.texts.items():
-            writer.save_text(name, text)
-        if self.world.commits:
-            self._commit(writer)
-        else:
-            self.transaction.deliver(self._part(writer))
-            self.transaction.await_commit()
-
-    def _post_values(self) -> None:
-        self.transaction.messages.notes.put(f"values-{self.world.rank_name}.pt", dumps(self._own_values()))
-
-    def _own_values(self) -> dict[str, object]:
-        """Small things of every rank that end up in one file."""
-        values = self.snapshot
-        layout = self.world.layout(self.parts.layout)
-        return {"rng": values.rng, "layout": layout, "data": values.data, "data_rank": values.data_rank}
-
-    def _commit(self, writer: RankWriter) -> None:
-        others = [name for name in self.world.rank_names if name != self.world.rank_name]
-        parts = list(self.transaction.parts(others).values())
-        self._write_gathered(writer)
-        parts.append(self._part(writer))
-        refuse_untaken(parts)
-        files = {path: entry for part in parts for path, entry in part.files.items()}
-        roles = sorted((dict(role) for part in parts for role in part.roles), key=lambda role: role["role"])
-        missing = set(self.parts.roles) - {role["role"] for role in roles}
-        if missing:
-            raise Incomplete(f"{self.transaction.target}: no rank delivered the roles {', '.join(sorted(missing))}")
-        seconds = time.monotonic() - self._started
-        live = {role: figures for part in parts for role, figures in part.live.items()}
-        hosts: dict[str, list[str]] = {}
-        for part in parts:
-            hosts.setdefault(part.host, []).extend(sorted(part.files))
-        report = {**self.report, "save_seconds": seconds, "live": live, **({"hosts": hosts} if len(hosts) > 1 else {})}
-        more = {str(key): value for key, value in self.provenance.items()}
-        manifest = Manifest(
-            files,
-            step=self.transaction.step,
-            parts=tuple(roles),
-            lossless=True,
-            provenance=provenance(**more),
-            report=report,
-        )
-        self.transaction.commit(manifest)
-        self._after(sum(entry.nbytes for entry in files.values()))
-
-    def _part(self, writer: RankWriter) -> RankPart:
-        roles, live = tuple(self.snapshot.roles), self.snapshot.live
-        return RankPart(writer.written, roles, live, writer.contributed, writer.taken_from_others, self.world.host)
-
-    def _write_gathered(self, writer: RankWriter) -> None:
-        values = [self._values(name) for name in self.world.rank_names]
-        states: list[RngState] = [value["rng"] for value in values]  # type: ignore[misc]
-        layout = WORLDS.join(dict.fromkeys(str(value["layout"]) for value in values))
-        writer.save_pt(RNG_FILE, file_content(states, layout))
-        data = self.parts.data
-        if isinstance(data, Carried) and data.scope == "rank":
-            by_rank = {value["data_rank"]: value["data"] for value in values if value["data_rank"] is not None}
-            writer.save_pt(DATA_FILE, data.combine([by_rank[rank] for rank in sorted(by_rank)]))  # type: ignore[type-var, misc]
-        elif data is not None:
-            writer.save_pt(DATA_FILE, self.snapshot.data)
-
-    def _values(self, name: str) -> dict[str, object]:
-        if name == self.world.rank_name:
-            return self._own_values()
-        values = loads(self.transaction.messages.get(f"values-{name}.pt", f"rank {name}"))
-        assert isinstance(values, dict)
-        return values
-
-    def _after(self, nbytes: int) -> None:
-        """The step is safe. Nothing that fails from here on is a failed save."""
-        seconds = time.monotonic() - self._started
-        speed = nbytes / max(seconds, 1e-9) / 1e9
-        self.reporter.say("commit", self.transaction.step, seconds=seconds, bytes=nbytes, gb_per_s=speed)
-        try:
-            replace_text(self.transaction.root / TRACKER, str(self.transaction.step))
-            self.then()
-        except Exception as error:
-            unforeseen = None if isinstance(error, CheckpointError) else error  # with its traceback
-            rank, step = self.world.rank, self.transaction.step
-            LOG.warning("rank=%d step=%d: after the commit: %s", rank, step, error, exc_info=unforeseen)
-
-
-def _word_of(world: World, error: BaseException) -> str:
-    """What other worlds are to read of a save that was given up. Any rank of the world that commits says it: one disk may not take it."""
-    return str(error) if world.is_one_of_several and world.has_who_commits else ""
 
 
 def _told(error: BaseException | None) -> tuple[bool, type[CheckpointError], str] | None:

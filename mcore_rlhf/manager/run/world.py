@@ -9,13 +9,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError, headline
+
+from .meeting import Meeting
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class World:
         rank: This process' global rank.
         size: Number of ranks.
         timeout: Seconds to wait for a rank that does not come.
-        group: A gloo group of all ranks; None for a single process.
+        meeting: Where its ranks meet; None for a single process.
         worlds: This world and the others that save with it, where there are several.
 
     Raises:
@@ -54,7 +54,7 @@ class World:
     rank: int
     size: int
     timeout: float
-    group: dist.ProcessGroup | None = None
+    meeting: Meeting | None = None
     worlds: Worlds | None = None
     rank_names: tuple[str, ...] = field(init=False)
     """Every rank's of all worlds: names of its messages; RNG states are stored in this order."""
@@ -67,11 +67,11 @@ class World:
 
     @classmethod
     def current(cls, timeout: float = 600.0, worlds: Worlds | None = None) -> World:
-        """The world of this process. Collective where ``torch.distributed`` is initialized: a gloo group is made."""
+        """The world of this process. Collective where ``torch.distributed`` is initialized: its ranks meet."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(0, 1, timeout, worlds=worlds)
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        return cls(dist.get_rank(), dist.get_world_size(), timeout, group, worlds)
+        meeting = Meeting(dist.get_rank(), dist.get_world_size(), timeout)
+        return cls(dist.get_rank(), dist.get_world_size(), timeout, meeting, worlds)
 
     @property
     def is_rank0(self) -> bool:
@@ -127,42 +127,47 @@ class World:
         Raises:
             Incomplete: Some did not come in time; rank 0 names them.
         """
-        if self.group is None:
+        if self.meeting is None:
             return
         try:
-            dist.monitored_barrier(self.group, timedelta(seconds=patience * self.timeout), wait_all_ranks=True)
+            self.meeting.barrier(patience * self.timeout)
         except RuntimeError as error:
+            self.meeting.breaks()
             raise Incomplete(
                 f"{self.name}: not all ranks came to {what} within {patience * self.timeout:g} s: {headline(str(error))}\n"
                 "Every rank must call it. Look at the logs of the ranks that are missing."
             ) from error
 
+    def meet(self) -> None:
+        """Meet anew, where ranks have lost each other since they last met; collective.
+
+        Raises:
+            Incomplete: Some did not come in time.
+        """
+        if self.meeting is not None:
+            with self._explaining():
+                self.meeting.renew()
+
     def broadcast(self, value: T) -> T:
         """What rank 0 has."""
-        if self.group is None:
+        if self.meeting is None:
             return value
-        box = [value]
         with self._explaining():
-            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
-        return box[0]
+            return self.meeting.broadcast(value)
 
     def all_gather(self, value: T) -> list[T]:
         """What every rank has, in the order of ranks."""
-        if self.group is None:
+        if self.meeting is None:
             return [value]
-        values: list[T | None] = [None] * self.size
         with self._explaining():
-            dist.all_gather_object(values, value, group=self.group)
-        return values  # type: ignore[return-value]
+            return self.meeting.all_gather(value)
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is up on any rank: one small collective."""
-        if self.group is None:
+        if self.meeting is None:
             return list(flags)
-        bits = torch.tensor(flags, dtype=torch.uint8)
         with self._explaining():
-            dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.group)
-        return [bool(bit) for bit in bits.tolist()]
+            return self.meeting.any_rank(flags)
 
     def on_all_ranks(self, what: str, action: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, it fails on all.
@@ -202,16 +207,16 @@ class World:
         try:
             yield
         except RuntimeError as error:
+            if self.meeting is not None:
+                self.meeting.breaks()
             raise Incomplete(
                 f"{self.name}: another rank died, or did not come within {self.timeout:g} s: {headline(str(error))}\n"
                 "Every rank must make the same calls of the manager. Look at the logs of the other ranks."
             ) from error
 
     def close(self) -> None:
-        """Give the group back, and let go of it: its threads must not outlive the interpreter, which aborts then."""
-        group, self.group = self.group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        """Let go of the others."""
+        self.meeting = None
 
 
 def raisable(error: BaseException) -> tuple[type[CheckpointError], str]:

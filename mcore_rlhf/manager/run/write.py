@@ -26,6 +26,7 @@ from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
 
 from .commit import Messages
+from .progress import Progress
 from .snapshot import StepFile, as_bytes
 
 WINDOW_BYTES = 1 << 20
@@ -57,14 +58,14 @@ class RankWriter:
         rank: This rank.
         messages: Through which ranks talk.
         fsync: Whether to wait until files are on the disk.
-        advance: Hears of bytes just written.
+        progress: Hears of files that are begun, and of bytes just written.
     """
 
     folder: Path
     rank: int
     messages: Messages
     fsync: bool = True
-    advance: Callable[[int], None] = lambda nbytes: None
+    progress: Progress = field(default_factory=Progress)
     written: dict[str, FileEntry] = field(default_factory=dict)
     contributed: dict[str, int] = field(default_factory=dict)
     taken_from_others: dict[str, int] = field(default_factory=dict)
@@ -110,6 +111,7 @@ class RankWriter:
 
     def _save(self, path: str, content: Container) -> None:
         """Write a file of which everything is known."""
+        self.progress.moved(path)
         with self._begun(path, content.layout(path)) as writer:
             self.written[path] = writer.finish({}, fsync=self.fsync)
 
@@ -122,6 +124,7 @@ class RankWriter:
         return RecordFile(self.folder / path, layout, folder)
 
     def _laid_out(self, file: StepFile) -> RecordFile:
+        self.progress.moved(file.path)
         live = file.live
         assert live.container is not None  # of its first writer
         writer = self._begun(file.path, live.container.layout(live.path))
@@ -132,6 +135,8 @@ class RankWriter:
         return writer
 
     def _fill(self, file: LiveFile, writer: RecordFile) -> list[WrittenPiece]:
+        self.progress.moved(file.path)
+
         def put(label: str, byte_offset: int, data: memoryview) -> None:
             writer.write(file.labels.get(label, label), byte_offset, data)
 
@@ -139,6 +144,7 @@ class RankWriter:
 
     def _contribute(self, file: StepFile) -> None:
         """Write this rank's pieces into a file that another rank has laid out."""
+        self.progress.moved(file.path)
         offsets = self.messages.hear(dict[str, int], f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
         path = self.folder / file.path
         try:
@@ -168,10 +174,11 @@ class RankWriter:
             put(segment.label, segment.byte_offset + at, window)
             total = combine(total, crc, len(window)) if at else crc
             at += len(window)
-            self.advance(len(window))
+            self.progress.moved(nbytes=len(window))
         return WrittenPiece(segment.label, segment.byte_offset, at, total)
 
     def _finish(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> None:
+        self.progress.moved(file.path)
         for rank in file.live.writers[1:]:
             theirs = self.messages.hear(list[WrittenPiece], f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")
             pieces += theirs

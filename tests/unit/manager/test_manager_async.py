@@ -17,7 +17,7 @@ from mcore_rlhf.errors import StorageError
 from mcore_rlhf.manager.rlhf.controls import AdaptiveKL
 from mcore_rlhf.manager.rlhf.sampler import PromptSampler
 from mcore_rlhf.manager.rlhf.state import RlhfState
-from mcore_rlhf.manager.run import save as save_job
+from mcore_rlhf.manager.run import job as save_job
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event

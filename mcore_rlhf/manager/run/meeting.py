@@ -1,0 +1,102 @@
+"""Where the ranks of one ``torch.distributed`` world meet: small collectives on a gloo group of the manager's own, which can be made anew.
+
+A rank that does not come leaves a group that nobody can use any more. A run that goes on after a failed save needs another one, and may
+not disturb the groups that training makes: this one is none of ``torch.distributed``'s list, whose names count how many were made.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """A gloo group of all ranks. Collective: all ranks make one, and call its methods alike.
+
+    What goes through it are values of this run's own processes, which nobody else can send.
+
+    Args:
+        rank: This rank.
+        size: How many there are.
+        timeout: Seconds to wait for a rank that does not come.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._rank, self._size, self._timeout = rank, size, timedelta(seconds=timeout)
+        shared = PrefixStore("mcore_rlhf", c10d._get_default_store())
+        # Every rank makes its managers in the same order, as they are collective: so the ranks find each other's.
+        self._store = PrefixStore(f"{shared.add(f'made by {rank}', 1)}", shared)
+        self._number = 0
+        self._group: Any = self._made()  # torch's stubs know of no backend what it can do
+
+    def _made(self) -> dist.ProcessGroupGloo:
+        store = PrefixStore(f"group/{self._number}", self._store)
+        return dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+
+    def breaks(self) -> None:
+        """Tell everybody that this group is of no use any more; never raises."""
+        with suppress(RuntimeError):  # the rank that keeps the store is the one that died
+            self._store.set(f"broken/{self._number}", "1")
+
+    def renew(self) -> None:
+        """Make the next group, where any rank has said that this one is broken.
+
+        Raises:
+            RuntimeError: Not all ranks came.
+        """
+        broken = False
+        while self._store.check([f"broken/{self._number}"]):
+            broken, self._number = True, self._number + 1
+        if broken or self._group is None:
+            self._group = None  # its threads end
+            self._group = self._made()
+
+    def _live(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("ranks have lost each other, and not met again")
+        return self._group
+
+    def barrier(self, seconds: float) -> None:
+        """Wait until all ranks have come here.
+
+        Raises:
+            RuntimeError: Some have not; which ones is said on rank 0.
+        """
+        self._live().monitored_barrier(timedelta(seconds=seconds), True)
+
+    def broadcast(self, value: T) -> T:
+        """What rank 0 has."""
+        return self.all_gather(value if self._rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def all_gather(self, value: T) -> list[T]:
+        """What every rank has, in the order of ranks."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        self._live().allgather([lengths], [torch.tensor([data.numel()])]).wait()
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._size)]
+        self._live().allgather([found], [padded]).wait()
+        return [_value(part[: int(length)]) for part, length in zip(found, lengths, strict=True)]
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is up on any rank."""
+        bits, options = torch.tensor(flags, dtype=torch.uint8), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._live().allreduce([bits], options).wait()
+        return [bool(bit) for bit in bits.tolist()]
+
+
+def _value(data: torch.Tensor) -> Any:
+    return pickle.loads(bytes(data.numpy().data))  # noqa: S301  of a rank of this run

@@ -1,0 +1,170 @@
+"""What the ranks of ``test_going_on`` do: their saves fail, and their training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from mcore_rlhf.manager.run import job
+from mcore_rlhf.manager.run.failed import FailedSave
+from mcore_rlhf.manager.run.manager import CheckpointManager
+from mcore_rlhf.manager.run.options import Event
+from mcore_rlhf.manager.run.retention import KeepLast, Retention
+from tests.distributed.jobs import engine, failing_writes, is_seed, options, outcome, values_of
+
+
+class Told(NamedTuple):
+    """What a rank met: what its calls raised, what was said, and what the root said of a failed save after steps 2 and 3."""
+
+    raised: list[tuple[str, str]]
+    events: list[tuple[str, int | None, str]]
+    noted: list[str]
+
+
+class Replaced(AbstractContextManager[None]):
+    """A function of :mod:`os` that does something else on one rank, with what it is given below a folder."""
+
+    def __init__(self, call: str, where: str, instead: Callable[[], None], victim: int) -> None:
+        self.call, self.where, self.instead, self.mine = call, where, instead, dist.get_rank() == victim
+        self.real = getattr(os, call)
+
+    def __enter__(self) -> None:
+        def replaced(path: Any, *args: Any, **more: Any) -> Any:
+            found = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
+            if self.where in found:
+                self.instead()
+            return self.real(path, *args, **more)
+
+        if self.mine:
+            setattr(os, self.call, replaced)
+
+    def __exit__(self, *exc: object) -> None:
+        setattr(os, self.call, self.real)
+
+
+def _saved(root: Path, trouble: AbstractContextManager[object], then: Callable[[], None], **more: Any) -> Told:
+    """Save 1; save 2 in trouble; then save 3; see that what was committed is right."""
+    live, told = engine(seed=1), Told([], [], [])
+
+    def hear(event: Event) -> None:
+        told.events.append((event.kind, event.step, event.text))
+
+    def call(action: Callable[[], object]) -> None:
+        told.raised.append(outcome(action))
+
+    job._FIRST_PAUSE_S = 0.05
+    manager = CheckpointManager(root, live, options=options(on_event=hear, **more))
+    manager.save(1, blocking=True)
+    live.reset(2)
+    with trouble:
+        call(lambda: manager.save(2))
+        live.reset(3)
+        call(manager.wait)
+        dist.barrier()  # training does, before a step that all ranks share
+        told.noted.append(str(FailedSave.read(root) or ""))
+        call(lambda: manager.save(3, blocking=True))
+        dist.barrier()
+        told.noted.append(str(FailedSave.read(root) or ""))
+    then()
+    call(manager.close)
+    assert is_seed(values_of(root, which=1), 1, 1)
+    assert is_seed(values_of(root), 3, 3)
+    return told
+
+
+def fail_for_good(root: Path, victim: int) -> Told:
+    """A rank's disk takes nothing of step 2."""
+
+    def refuse() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    return _saved(root, Replaced("pwrite", ".global_step_2.", refuse, victim), lambda: None, on_error="continue")
+
+
+def fail_once(root: Path, victim: int, call: str, where: str) -> tuple[Told, bool]:
+    """A rank's disk refuses once while step 2 is saved, and that is tried again."""
+    left = [1]
+
+    def refuse_once() -> None:
+        if left:
+            left.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    told = _saved(root, Replaced(call, where, refuse_once, victim), lambda: None, save_retries=2)
+    return told, is_seed(values_of(root, which=2), 2, 2)
+
+
+def fail_too_often(root: Path, victim: int) -> list[tuple[str, str]]:
+    """All attempts fail."""
+    job._FIRST_PAUSE_S = 0.05
+    live = engine(seed=1)
+    with CheckpointManager(root, live, options=options(save_retries=2)) as manager:
+        with failing_writes(errno.EIO, root) if dist.get_rank() == victim else nullcontext():
+            told = [outcome(lambda: manager.save(1)), outcome(manager.wait)]
+        told.append(outcome(lambda: manager.save(2, blocking=True)))
+    assert is_seed(values_of(root), 2, 1)
+    return told
+
+
+def stand_still(root: Path, victim: int, call: str) -> Told:
+    """A rank's disk hangs at step 2, until step 3 has been saved."""
+    answers = threading.Event()
+
+    def let_go() -> None:
+        dist.barrier()
+        answers.set()
+        time.sleep(1)
+
+    trouble = Replaced(call, ".global_step_2.", lambda: answers.wait(60) and None, victim)
+    return _saved(root, trouble, let_go, on_error="continue", save_timeout=0.7, timeout=20.0)
+
+
+def come_late(root: Path, late: int, seconds: float) -> tuple[list[tuple[str, str]], list[str]]:
+    """A rank comes to a save when the others have long given it up; nobody is lost for the saves that follow."""
+    live, told, failed = engine(seed=1), list[tuple[str, str]](), list[str]()
+
+    def hear(event: Event) -> None:
+        failed.extend([event.text] if event.kind == "failed" else [])
+
+    with CheckpointManager(root, live, options=options(on_error="continue", timeout=1.0, on_event=hear)) as manager:
+        manager.save(1, blocking=True)
+        for step in (2, 3, 4):
+            live.reset(step)
+            if step == 2 and dist.get_rank() == late:
+                time.sleep(seconds)
+            told.append(outcome(lambda: manager.save(step, blocking=True)))  # noqa: B023
+            dist.barrier()
+    assert is_seed(values_of(root), 4, 4)
+    return told, failed
+
+
+def fill_up(root: Path, numel: int) -> Told:
+    """There is room for two steps, and the rules keep two: the third finds none until the first has gone."""
+    live, told = engine(1, numel), Told([], [], [])
+    job._FIRST_PAUSE_S = 0.05
+
+    def hear(event: Event) -> None:
+        told.events.append((event.kind, event.step, event.text))
+
+    keep = Retention([KeepLast(2)])
+    with CheckpointManager(root, live, options=options(keep=keep, save_retries=1, on_event=hear)) as manager:
+        manager.save(1, blocking=True)
+        if dist.get_rank() == 0:
+            usage = os.statvfs(root)
+            nbytes = sum(file.stat().st_size for file in (root / "global_step_1").rglob("*") if file.is_file())
+            (root / ".filler").write_bytes(bytes(usage.f_bavail * usage.f_frsize - nbytes * 3 // 2))
+        dist.barrier()
+        for step in (2, 3):
+            live.reset(step)
+            told.raised.append(outcome(lambda: manager.save(step, blocking=True)))  # noqa: B023
+    assert is_seed(values_of(root, numel, which=2), 2, 2, numel)
+    assert is_seed(values_of(root, numel), 3, 3, numel)
+    return told

@@ -1,0 +1,97 @@
+"""A save that fails or hangs ends no run that says so: it is tried again, or left, and the next one is well on all ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.manager.run import steps
+from tests.distributed import failed_saves
+from tests.distributed.test_failing_disks import hidden
+
+NOTHING = ("", "")
+
+
+def there(root: Path) -> list[int]:
+    return [step.step for step in steps.committed(root)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_training_goes_on_without_a_step(pool: WorkerPool, tmp_path: Path, victim: int) -> None:
+    for rank, told in enumerate(pool.run(failed_saves.fail_for_good, tmp_path, victim, world_size=2, timeout=60)):
+        assert told.raised == [NOTHING] * 4
+        ((_, step, text),) = [event for event in told.events if event[0] == "failed"]
+        assert step == 2
+        assert rank != victim or os.strerror(errno.EIO) in text, text
+        assert told.noted[0].startswith("step 2 was not saved: "), told.noted
+        assert told.noted[1] == "", "step 3 was"
+    assert there(tmp_path) == [1, 3]
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("victim", "call", "where"),
+    [(0, "pwrite", ".global_step_2."), (1, "pwrite", ".global_step_2."), (0, "mkdir", ".global_step_2."), (0, "rename", ".global_step_2.")],
+)  # fmt: skip
+def test_what_failed_once_is_saved(pool: WorkerPool, tmp_path: Path, victim: int, call: str, where: str) -> None:
+    for told, right in pool.run(failed_saves.fail_once, tmp_path, victim, call, where, world_size=2, timeout=60):
+        assert told.raised == [NOTHING] * 4
+        assert right, "the state of then, not of now"
+        ((_, step, text),) = [event for event in told.events if event[0] in ("retry", "failed")]
+        assert step == 2
+        assert text.endswith("tried again in 0.05 s (1 of 2)")
+    assert there(tmp_path) == [1, 2, 3]
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_fails_every_time_is_an_error(pool: WorkerPool, tmp_path: Path, victim: int) -> None:
+    for save, wait, again in pool.run(failed_saves.fail_too_often, tmp_path, victim, world_size=2, timeout=60):
+        assert save == again == NOTHING
+        assert wait[0] == "StorageError"
+        assert os.strerror(errno.EIO) in wait[1]
+    assert there(tmp_path) == [2]
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize(("victim", "call"), [(0, "pwrite"), (1, "pwrite"), (0, "rename"), (1, "open")])
+def test_what_stands_still_is_left(pool: WorkerPool, tmp_path: Path, victim: int, call: str) -> None:
+    """Step 3 is saved while step 2 still hangs, and nothing of that is taken for newer when the disk answers."""
+    results = pool.run(failed_saves.stand_still, tmp_path, victim, call, world_size=2, timeout=90)
+    for rank, told in enumerate(results):
+        assert told.raised == [NOTHING] * 4
+        texts = [text for kind, step, text in told.events if (kind, step) == ("failed", 2)]
+        assert texts, f"rank {rank}"
+        if rank == victim:
+            (text,) = texts
+            assert "of step 2 has made no progress for" in text
+            assert f"rank {victim} on {socket.gethostname()}" in text
+            assert str(tmp_path) in text
+    assert there(tmp_path) == ([1, 2, 3] if call == "rename" else [1, 3]), "a rename that hung is done in the end"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_late_is_met_again(pool: WorkerPool, tmp_path: Path, late: int) -> None:
+    for told, failed in pool.run(failed_saves.come_late, tmp_path, late, 3.0, world_size=3, timeout=60):
+        assert told == [NOTHING] * 3
+        assert len(failed) == 1
+        assert "training goes on" in failed[0]
+    assert there(tmp_path) == [1, 3, 4]
+
+
+def test_a_full_disk_is_freed_by_the_rules(pool: WorkerPool, small_disk: Path) -> None:
+    """The oldest goes a moment earlier than it would have; the newest that is there stays."""
+    results = pool.run(failed_saves.fill_up, small_disk, 150_000, world_size=2, timeout=60)
+    for told in results:
+        assert told.raised == [NOTHING] * 2
+        assert [event[:2] for event in told.events if event[0] in ("retry", "failed")] == [("retry", 3)]
+    kinds = [event[:2] for event in results[0].events]
+    assert kinds.index(("delete", 1)) < kinds.index(("retry", 3))
+    assert there(small_disk) == [2, 3]

@@ -1,0 +1,133 @@
+"""What a failed save is to a run of one process: an error, or an event after which training goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from mcore_rlhf.cli.app import app
+from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.manager.run import job, steps
+from mcore_rlhf.manager.run.failed import FAILED
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.options import Event
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Refuses to write while it is set."""
+    refuses, real = threading.Event(), os.pwrite
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if refuses.is_set() and "global_step_" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(5, "Input/output error")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(job, "_FIRST_PAUSE_S", 0.01)
+    return refuses
+
+
+def manager(root: Path, **more: object) -> CheckpointManager:
+    options = ManagerOptions(catch_signals=False, fsync=False, **more)  # type: ignore[arg-type]
+    return CheckpointManager(root, torch.nn.Linear(200, 200), options=options)
+
+
+def test_an_error_of_the_last_save_is_raised_at_the_end(tmp_path: Path, disk: threading.Event) -> None:
+    """Nothing is left then that could go on, and who started the run should hear of it."""
+    run = manager(tmp_path, on_error="continue")
+    run.save(1, blocking=True)
+    disk.set()
+    run.save(2, blocking=True)
+    run.save(3)
+    with pytest.raises(StorageError, match="Input/output error"):
+        run.close()
+    assert [step.step for step in steps.committed(tmp_path)] == [1]
+
+
+def test_one_that_was_made_good_is_not(tmp_path: Path, disk: threading.Event) -> None:
+    with manager(tmp_path, on_error="continue") as run:
+        disk.set()
+        run.save(1)
+        run.wait()
+        disk.clear()
+        run.save(2)
+    assert [step.step for step in steps.committed(tmp_path)] == [2]
+
+
+def test_a_mistake_in_the_calls_is_always_an_error(tmp_path: Path) -> None:
+    with manager(tmp_path / "a") as run:
+        run.save(1, blocking=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "another")
+    with (
+        manager(tmp_path / "another", on_error="continue") as run,
+        pytest.raises(UsageError, match="neither loaded nor written"),
+    ):
+        run.save(2, blocking=True)
+
+
+@pytest.mark.parametrize("mode", ["raise", "continue"])
+def test_steps_says_it_until_a_step_is_committed(tmp_path: Path, disk: threading.Event, mode: str) -> None:
+    with manager(tmp_path, on_error=mode) as run:
+        run.save(1, blocking=True)
+        disk.set()
+        run.save(2)
+        if mode == "raise":
+            with pytest.raises(StorageError):
+                run.wait()
+        run.wait()
+        said = CliRunner().invoke(app, ["steps", str(tmp_path)]).output
+        assert "note: step 2 was not saved: " in said
+        assert "Input/output error" in said
+        disk.clear()
+        run.save(3, blocking=True)
+    assert "was not saved" not in CliRunner().invoke(app, ["steps", str(tmp_path)]).output
+    assert not (tmp_path / FAILED).exists()
+
+
+def test_what_a_stranger_left_there_is_shown_harmlessly(tmp_path: Path) -> None:
+    with manager(tmp_path) as run:
+        run.save(1, blocking=True)
+    (tmp_path / FAILED).write_text('{"step": 2, "why": "\\u001b[2J", "time": "now"}')
+    assert "\x1b" not in CliRunner().invoke(app, ["steps", str(tmp_path)]).output
+    (tmp_path / FAILED).write_text("[" * 100_000)
+    assert CliRunner().invoke(app, ["steps", str(tmp_path)]).exit_code == 0
+
+
+def test_retries_are_counted_and_said(tmp_path: Path, disk: threading.Event) -> None:
+    heard: list[Event] = []
+    disk.set()
+    run = manager(tmp_path, save_retries=2, on_event=heard.append)
+    run.save(1)
+    with pytest.raises(StorageError, match="Input/output error"):
+        run.close()
+    assert [event.kind for event in heard] == ["save", "retry", "retry", "failed"]
+    assert [int(event.values["attempt"]) for event in heard if event.kind == "retry"] == [1, 2]
+
+
+def test_one_that_stands_still_does_not_keep_a_process_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, real, heard = threading.Event(), os.pwrite, list[Event]()
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if ".global_step_2." in path and path.endswith("actor/state.pt"):
+            answers.wait(30)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with manager(tmp_path, on_error="continue", save_timeout=0.3, on_event=heard.append) as run:
+        run.save(1, blocking=True)
+        run.save(2)
+        run.save(3, blocking=True)
+        answers.set()
+    assert [(event.kind, event.step) for event in heard if event.kind == "failed"] == [("failed", 2)]
+    (text,) = [event.text for event in heard if event.kind == "failed"]
+    assert "of step 2 has made no progress for 0." in text
+    assert "the last that it was at is actor/state.pt, after " in text
+    assert [step.step for step in steps.committed(tmp_path)] == [1, 3]
