@@ -62,6 +62,7 @@ from .manager.run.steps import Step as Step
 from .manager.run.world import Worlds as Worlds
 from .verify.checkpoint import Depth as Depth
 from .verify.checkpoint import verify as verify_checkpoint
+from .weights import iter_weights as iter_weights
 
 # A name that is imported as itself is exported; one that has another name here must be listed.
 __all__ = ["convert_checkpoint", "prepare_conversion", "verify_checkpoint"]

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, is_checkpoint, write_target
 from mcore_rlhf.core.catalog import (
@@ -22,6 +20,7 @@ from mcore_rlhf.core.catalog import (
     FLOATING,
     MASTER,
     PARAM,
+    Box,
     Record,
     TensorEntry,
     TensorName,
@@ -44,11 +43,12 @@ from mcore_rlhf.formats.hf.files import (
 )
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.destination import Destination
+from mcore_rlhf.storage.in_memory import Memory
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import beneath, local_path
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.publish import LocalPublication
-from mcore_rlhf.storage.record_file import Layout, Raw, RecordFile
+from mcore_rlhf.storage.record_file import Raw
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.urls import refuse_overlap
 
@@ -168,56 +168,20 @@ def load_fp32_state_dict(
 
     source = open_tag(Path(path), tag, ())
     wanted = fp32_state_dict(source, exclude_frozen_parameters)
-    memory = _Memory()
-    files = tuple(TargetFile(str(at), partial(_memory_layout, part, str(at))) for at, part in enumerate(wanted.tensors))
+    memory = Memory()
+    files = tuple(TargetFile(str(at), partial(memory_layout, part, str(at))) for at, part in enumerate(wanted.tensors))
     copy_into(wanted, files, memory, ConvertOptions(fsync=False))
     found: dict[str, torch.Tensor] = {}
     for file, part in zip(files, wanted.tensors, strict=True):
-        filled = (
-            torch.from_numpy(memory.files[file.path].data).view(getattr(torch, part.dtype.name)).reshape(part.shape)
-        )
+        filled = torch.from_numpy(memory.files[file.path]).view(getattr(torch, part.dtype.name)).reshape(part.shape)
         found.update(dict.fromkeys(part.names, filled))
     return OrderedDict((name, found[name]) for name in wanted.order)
 
 
-class _MemoryFile(RecordFile):
-    """The bytes of a tensor, filled as if they were a file."""
-
-    def __init__(self, file: str, layout: Layout) -> None:
-        self.data = np.zeros(layout.nbytes, np.uint8)
-        super().__init__(Path(file), layout)
-
-    def _create(self) -> None:
-        """Nothing on a disk."""
-
-    def _reserve(self) -> None:
-        """It is there."""
-
-    def _pwrite(self, data: memoryview, offset: int) -> None:
-        self.data[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-
-    def _close(self, fsync: bool) -> None:
-        """Nothing more to do."""
-
-
-@dataclass(slots=True)
-class _Memory(Destination):
-    """Files in memory.
-
-    Args:
-        files: Those that were begun, by path: a number, as a tensor's name need not be one.
-    """
-
-    files: dict[str, _MemoryFile] = field(default_factory=dict)
-
-    def _writer(self, file: str, layout: Layout) -> RecordFile:
-        self.files[file] = made = _MemoryFile(file, layout)
-        return made
-
-
-def _memory_layout(part: WrittenTensor, file: str) -> FileLayout:
-    record = Record(file, "all", part.dtype, prod(part.shape), 0)
-    return FileLayout(Chunks.of([part.placed(record)]), [record], Raw([record]))
+def memory_layout(part: WrittenTensor, file: str, box: Box | None = None) -> FileLayout:
+    """A file that is one tensor's elements, or those of a part of it, and nothing else."""
+    record = Record(file, "all", part.dtype, prod(part.shape if box is None else box.shape), 0)
+    return FileLayout(Chunks.of([part.placed(record, box)]), [record], Raw([record]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ _RNG = (
 """Keys of random states, at the top of Megatron's files and of RLinf's DCP folders."""
 
 
-OF_OPTIMIZER = (Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER), Item(Kind.TENSOR))
+OF_OPTIMIZER: tuple[Item, ...] = (Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER), Item(Kind.TENSOR))
 """Everything that an optimizer has, for who leaves it out."""
 OPAQUE: Item = Item(Kind.MODEL, "values that are no parameters")
 """What a state dict has under a parameter's name though it is no tensor: ``_extra_state``."""
-ELEMENTS = Item(Kind.TENSOR, "elements")
+ELEMENTS: Item = Item(Kind.TENSOR, "elements")
 """All elements of the tensors that are planned: who cuts rows says so."""
 WAITING = Item(Kind.VALUE, "mcore_rlhf_origin")
 """What waits in a checkpoint for the way back to another family of formats."""

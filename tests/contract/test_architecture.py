@@ -38,23 +38,24 @@ ROOMS: dict[str, set[str]] = {
     "execution": _BELOW | {"verify"},
     "convert": _BELOW | {"formats", "verify", "execution"},
     "consolidate": _OFFLINE,
+    "weights": _OFFLINE | {"consolidate"},
     "engines": _OFFLINE,
     "manager": _OFFLINE | {"engines"},
     "report": _OFFLINE | {"manager"},
-    "integrations": {"errors", "manager", "engines"},
+    "integrations": {"errors", "families", "weights", "manager", "engines"},
     "demo": _OFFLINE | {"engines", "manager", "integrations"},
     "cli": _OFFLINE | {"consolidate", "engines", "manager", "report", "integrations", "demo"},
-    "__init__": _OFFLINE | {"consolidate", "engines", "manager"},
+    "__init__": _OFFLINE | {"consolidate", "weights", "engines", "manager"},
     "__main__": {"cli"},
 }
 
 # Imported lazily, inside functions: the command line imports these rooms where there is no torch.
-LAZY = {"torch": {"core", "consolidate"}}
+LAZY = {"torch": {"core", "consolidate", "weights"}}
 # Reading, planning, converting, verifying and comparing need no torch; a merged adapter is the one thing that does.
 NEEDS_TORCH = {"core/lowrank.py"}
 # Packages that only these rooms may import, at top level or inside a function.
 ONLY_IN = {
-    "torch": {"engines", "manager", "integrations", "demo", "consolidate"},
+    "torch": {"engines", "manager", "integrations", "demo", "consolidate", "weights"},
     "megatron": {"engines", "integrations", "demo"},
     "deepspeed": {"engines", "integrations", "demo"},
     "transformer_engine": {"engines", "integrations", "demo"},
@@ -347,6 +348,7 @@ _OTHER_THINGS = {
     "storage/urls.py": "a scheme",
     "families/megatron/state.py": "a family of names",
     "families/options.py": "what is written where nobody says what",
+    "weights.py": "a spelling of names",
     "cli/doctor.py": "packages",
     "cli/tools/reshape_megatron.py": "words of Megatron's own tool",
     "demo/command.py": "a package",

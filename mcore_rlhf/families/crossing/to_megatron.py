@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
@@ -65,13 +66,9 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     family = ModuleState.needed(source, MegatronState.names)
     _check(source, family)
     origin = FormerFamily.of(source)
-    config = description(source, options)
-    among = architecture_of(config)
-    source = repacked(source, config, packs_experts=False)
-    counted = sizes_of_config(config)
-    shapes, sizes, copies = _with_next_layers(source.model.shapes, counted)
-    spelling = origin.spelling(_implementation(among, options))
-    relation = from_huggingface(shapes, sizes, spelling, among, frozenset(family.buffers))
+    source = repacked(source, description(source, options), packs_experts=False)
+    relation, sizes, counted, copies, config = related(source, options)
+    shapes = relation.huggingface
     by = {name: number for name, _, number in relation.shifts}
     if by:
         source = shifted(source, by)
@@ -162,6 +159,38 @@ def _muon_arguments(source: Source) -> dict[str, object]:
 def _goes_along(source: Source) -> bool:
     """Whether the model's description lies in a file of its own, which is carried."""
     return source.carried is not None and CONFIG in source.carried.files
+
+
+class Related(NamedTuple):
+    """What a model under Hugging Face's names is to Megatron's.
+
+    Args:
+        relation: The tensors of both.
+        sizes: As the tensors have them.
+        counted: As the config has them.
+        copies: Tensors that release files have twice.
+        config: The model's description.
+    """
+
+    relation: Relation
+    sizes: Sizes
+    counted: Sizes
+    copies: list[str]
+    config: dict[str, object]
+
+
+def related(source: Source, options: WriteOptions) -> Related:
+    """Relate the tensors of a source under Hugging Face's names, whose experts are modules of their own, to Megatron's.
+
+    Raises:
+        CheckpointError: See :func:`to_megatron`.
+    """
+    config = description(source, options)
+    among, counted = architecture_of(config), sizes_of_config(config)
+    shapes, sizes, copies = _with_next_layers(source.model.shapes, counted)
+    spelling = FormerFamily.of(source).spelling(_implementation(among, options))
+    buffers = frozenset(ModuleState.needed(source, MegatronState.names).buffers)
+    return Related(from_huggingface(shapes, sizes, spelling, among, buffers), sizes, counted, copies, config)
 
 
 def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str, Shape], Sizes, list[str]]:

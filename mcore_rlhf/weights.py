@@ -1,0 +1,267 @@
+"""The weights of any checkpoint one after the other, as inference engines take them: without a conversion, and without a copy on a disk.
+
+vLLM's and SGLang's models have ``load_weights(pairs)``, which takes (name, tensor) pairs under Hugging Face's names, in any order, and cuts
+each tensor itself. Source: vLLM 00b5ad0, ``vllm/model_executor/model_loader/default_loader.py`` (``DefaultModelLoader.load_weights``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import TYPE_CHECKING, Literal
+
+from mcore_rlhf.consolidate import memory_layout
+from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
+from mcore_rlhf.core.catalog import PARAM, Box, TensorName, dtype_of
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
+from mcore_rlhf.families.crossing.description import description
+from mcore_rlhf.families.crossing.packing import repacked
+from mcore_rlhf.families.crossing.to_megatron import related, to_megatron
+from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.passes import CONVERTED, Passage, through
+from mcore_rlhf.families.source import Source
+from mcore_rlhf.formats.base import Target, TargetFile
+from mcore_rlhf.formats.hf.files import WrittenTensor
+from mcore_rlhf.formats.hf.writer import Weights
+from mcore_rlhf.formats.registry import format_named, open_checkpoint
+from mcore_rlhf.models.huggingface.relation import Link
+from mcore_rlhf.storage.in_memory import Bytes, Memory
+from mcore_rlhf.storage.urls import checkpoint_path
+
+if TYPE_CHECKING:
+    import torch
+
+_WAITING = 1
+"""Tensors that are ready before they are asked for; one more is being read, and one is whoever asks's."""
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is read: tensors, the part of each, and where they come from."""
+
+    whole: Source
+    seen: Source
+    view: Chunks
+    parts: list[WrittenTensor]
+    boxes: list[Box | None]
+
+
+def iter_weights(
+    path: str | Path,
+    *,
+    spelling: Literal["hf", "native"] = "hf",
+    dtype: str | None = None,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    names: str = "*",
+    reference_config: str | None = None,
+    read: ReadOptions | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a checkpoint, a pair of name and tensor at a time; no optimizer state is read.
+
+    Records are read whole, and checked by their checksums when the last of each has been read: what was taken is to be used once the
+    iteration has ended. Of parts for a tensor-parallel rank nothing but these is read, and so not checked. Three tensors are in
+    memory at most.
+
+    Args:
+        path: A root, a step, a role's folder or whatever else ``mcore-rlhf inspect`` takes; a URL of a store as well.
+        spelling: ``hf``: Hugging Face's names, vocabularies cut to their true size. ``native``: the checkpoint's own.
+        dtype: Element type of floating-point tensors, such as ``bfloat16``; None for that of each.
+        tp_rank: Of which tensor-parallel rank the part is wanted.
+        tp_size: How many there are. A part is what Megatron and vLLM cut for that rank: rows of a column-parallel layer, columns of a
+            row-parallel one, words of the vocabulary; what is not cut comes whole. Of ``hf`` names only.
+        names: A pattern with ``*`` for the names that are wanted.
+        reference_config: The folder, or file, of the model's ``config.json``, where nothing in the checkpoint describes it.
+        read: How the checkpoint is opened: ``role``, ``step``, ``follow_links`` and so on.
+
+    Yields:
+        Name and tensor on the CPU, in the module's order. The tensor is the caller's own.
+
+    Raises:
+        UsageError: ``tp_rank`` is none of ``tp_size``, or no name fits.
+        Unsupported: The names are not known, or a tensor cannot be cut in so many parts.
+        CheckpointError: The checkpoint is incomplete or damaged.
+    """
+    if type(tp_size) is not int or type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
+        raise UsageError(f"tp_rank: expected a number from 0 to tp_size - 1, found {tp_rank!r} of {tp_size!r}")
+    if spelling not in ("hf", "native"):
+        raise UsageError(f"spelling: expected 'hf' or 'native', found {spelling!r}")
+    write = WriteOptions(no_optimizer=True, dtype=dtype, reference_config=reference_config)
+    opened = open_checkpoint(checkpoint_path(Path(path)), replace(read or ReadOptions(), optimizer=False), partial=True)
+    wanted = _wanted(opened, spelling, write, (tp_rank, tp_size), names)
+    return _streamed(wanted)
+
+
+def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int, int], pattern: str) -> _Wanted:
+    whole, seen = opened, opened
+    if spelling == "hf":
+        passage = Passage(opened, format_named("hf"), write, ReadOptions(), open_checkpoint)
+        seen = through(CONVERTED, passage)
+        whole = passage.whole
+        weights = Weights(seen, ModuleState.needed(seen, "hf"), passage.write, described=True)
+        view, parts = weights.view, weights.parts()
+    else:
+        view = seen.catalog.cast(None if write.dtype is None else dtype_of(write.dtype))
+        parts = list(_native(seen, view))
+    parts = [
+        replace(part, names=named)
+        for part in parts
+        if (named := tuple(name for name in part.names if fnmatchcase(name, pattern)))
+    ]
+    if not parts:
+        raise UsageError(f"names: no weight of {opened.root} is called so: {pattern}")
+    boxes = _cut(seen, spelling, write, parts, *rank)
+    return _Wanted(whole, seen, view, parts, boxes)
+
+
+def _native(source: Source, view: Chunks) -> Iterator[WrittenTensor]:
+    for spec in source.model.params:
+        name = TensorName(source.role, spec.name, PARAM)
+        if (entry := view.get(name)) is not None:
+            yield WrittenTensor(name, spec.global_shape, entry.dtype, (spec.name,))
+
+
+def _cut(
+    seen: Source, spelling: str, write: WriteOptions, parts: list[WrittenTensor], tp_rank: int, tp_size: int
+) -> list[Box | None]:
+    """A rank's part of each tensor; None for the whole."""
+    if tp_size == 1:
+        return [None] * len(parts)
+    if spelling != "hf":
+        raise Unsupported("tp_size: parts are made of Hugging Face's names alone\nLeave out spelling='native'.")
+    dims, problems, found = _dims(seen, write, tp_size), Problems(), list[Box | None]()
+    for part in parts:
+        dim = dims.get(part.source.param)
+        if dim is None:
+            found.append(None)
+            continue
+        if part.shape[dim] % tp_size:
+            text = f"{part.names[0]}: dimension {dim} of {part.shape} cannot be cut into {tp_size} equal parts"
+            problems.add(Unsupported, text, "Take it whole, with tp_size=1, and cut it as your engine does.")
+        offset, shape = [0] * len(part.shape), list(part.shape)
+        shape[dim] //= tp_size
+        offset[dim] = tp_rank * shape[dim]
+        found.append(Box(tuple(offset), tuple(shape)))
+    problems.raise_if_any()
+    return found
+
+
+def _dims(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, int]:
+    """Of every Hugging Face tensor that is cut, the dimension: that along which Megatron cuts what it is part of.
+
+    Raises:
+        Unsupported: The model's names are not known, or its heads cannot be dealt to so many ranks.
+    """
+    relation, sizes, *_ = related(repacked(seen, description(seen, write), packs_experts=False), write)
+    problems, dims = Problems(), dict[str, int]()
+    for heads, what in ((sizes.groups, "key and value heads"), (sizes.delta_keys, "key heads of linear attention")):
+        if heads % tp_size:
+            text = f"tp_size: {heads} {what} cannot be dealt to {tp_size} ranks"
+            problems.add(Unsupported, text, "Take the weights whole, with tp_size=1, and cut them as your engine does.")
+    problems.raise_if_any()
+    specs = to_megatron(seen, write).model
+    for link in relation.links:
+        spec = specs.get(link.other)
+        if spec is None or spec.partition.dim is None:
+            continue
+        if spec.partition.parts or spec.partition.own_copies or link.huggingface_box.step is not None:
+            text = f"{link.huggingface}: a tensor-parallel rank's part of it is more than one run of rows"
+            problems.add(Unsupported, text, "Take the weights whole, with tp_size=1, and cut them as your engine does.")
+        dims[link.huggingface] = _dim(link, spec.partition.dim)
+    problems.raise_if_any()
+    return dims
+
+
+def _dim(link: Link, dim: int) -> int:
+    """Which dimension of Hugging Face's tensor a dimension of Megatron's is."""
+    return dim if link.axes is None else link.axes.index(dim)
+
+
+def _streamed(wanted: _Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read on a thread, a tensor ahead of who takes them."""
+    import torch
+
+    stream, failed = _Stream(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            _read(wanted, Memory(complete=stream.put))
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            stream.ended.set()
+
+    thread = threading.Thread(target=run, name="mcore_rlhf weights", daemon=True)
+    thread.start()
+    try:
+        for name, data in stream:
+            part, box = wanted.parts[int(name)], wanted.boxes[int(name)]
+            shape = part.shape if box is None else box.shape
+            tensor = torch.from_numpy(data).view(getattr(torch, part.dtype.name)).reshape(shape)
+            yield from ((alias, tensor) for alias in part.names)
+    finally:
+        stream.closed.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is read, on its way from one thread to another."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+    _ready: Queue[tuple[str, Bytes]] = field(default_factory=lambda: Queue(_WAITING))
+
+    def put(self, name: str, data: Bytes) -> None:
+        """Hand one over, once there is room.
+
+        Raises:
+            CheckpointError: Nobody takes it any more.
+        """
+        while not self.closed.is_set():
+            with suppress(Full):
+                return self._ready.put((name, data), timeout=_LOOK_S)
+        raise CheckpointError("the weights are not asked for any more")
+
+    def __iter__(self) -> Iterator[tuple[str, Bytes]]:
+        while True:
+            over = self.ended.is_set()
+            try:
+                yield self._ready.get(timeout=0 if over else _LOOK_S)
+            except Empty:
+                if over:
+                    return
+
+
+def _read(wanted: _Wanted, memory: Memory) -> None:
+    """Plan every tensor, and read them in their order; of a record of which parts are wanted alone, nothing else is read."""
+    files = tuple(
+        TargetFile(str(number), partial(memory_layout, part, str(number), box))
+        for number, (part, box) in enumerate(zip(wanted.parts, wanted.boxes, strict=True))
+    )
+    target = Target("weights", wanted.view, files, wanted.seen.notes)
+    job, problems = Job(wanted.whole, target, seen=None if wanted.seen is wanted.whole else wanted.seen), Problems()
+    used: dict[tuple[str, str], int] = {}
+    for file in files:
+        for record in job.plan(file, problems)[1].read:
+            used[record.file, record.key] = 0
+    problems.raise_if_any()
+    in_parts = any(box is not None for box in wanted.boxes)
+    stored = tuple(
+        replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in used and not in_parts), whole=None)
+        for file in wanted.whole.files
+    )
+    job.source = replace(wanted.whole, catalog=Chunks.of(()), files=stored)
+    how = ConvertOptions(to="hf", write=WriteOptions(no_optimizer=True), workers=1, fsync=False, trust_replicas=True)
+    write_target(job, memory, how, Progress())

@@ -1,0 +1,131 @@
+"""Weights of any checkpoint, one after the other: those of the export, without one; parts as Megatron's ranks have them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_rlhf import iter_weights
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
+from mcore_rlhf.families.options import WriteOptions
+from tests.helpers.plain_load import plain_load
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+MEGATRON = GOLDENS / "megatron" / "tp2pp2dp2_bf16_do"
+MIXTURE = GOLDENS / "megatron" / "ep2dp2_moe_seq_bf16_do"
+CONFIG = GOLDENS / "trainers" / "config.json"
+
+
+def exported(source: Path, target: Path, **write: object) -> dict[str, torch.Tensor]:
+    """What ``--to hf`` writes."""
+    options = WriteOptions(no_optimizer=True, **write)  # type: ignore[arg-type]
+    convert(source, target, ConvertOptions(to="hf", fsync=False, write=options))
+    return {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [MEGATRON, MIXTURE, "megatron_0_19/dist_tp2pp2_bf16_do_fullyreshardable", "deepspeed/z3_bf16_frozen_dp2", "dcp/fsdp2_ws3",
+     "huggingface/llama_tied_bf16_sharded"],
+    ids=lambda source: Path(source).name,
+)  # fmt: skip
+def test_they_are_what_an_export_holds(source: Path, tmp_path: Path) -> None:
+    expected = exported(GOLDENS / source, tmp_path / "hf")
+    found = dict(iter_weights(GOLDENS / source))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def test_another_type_and_a_part_of_the_names() -> None:
+    whole = dict(iter_weights(MEGATRON))
+    part = dict(iter_weights(MEGATRON, dtype="float32", names="model.layers.1.*"))
+    assert part.keys() == {name for name in whole if name.startswith("model.layers.1.")}
+    assert all(torch.equal(tensor, whole[name].float()) for name, tensor in part.items())
+    assert {tensor.dtype for tensor in part.values()} == {torch.float32}
+
+
+def test_its_own_names() -> None:
+    found = dict(iter_weights(MEGATRON, spelling="native"))
+    assert "decoder.layers.3.self_attention.linear_qkv.weight" in found
+    assert found["decoder.layers.0.self_attention.linear_qkv.weight"].shape[0] > 0
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_part_is_what_megatron_gave_that_rank(tp_rank: int) -> None:
+    """Read by hand: torch.load of the rank's file, whose rows of query, key and value lie in turn, group after group."""
+    found = dict(iter_weights(MEGATRON, tp_rank=tp_rank, tp_size=2))
+    rank = plain_load(MEGATRON / "iter_0000002" / f"mp_rank_{tp_rank:02d}_000" / "model_optim_rng.pt")
+    model, args = rank["model"], rank["args"]
+    groups, width = args.num_query_groups // 2, args.kv_channels
+    heads = args.num_attention_heads // args.num_query_groups
+    qkv = model["decoder.layers.0.self_attention.linear_qkv.weight"].view(groups, heads + 2, width, -1)
+    gate, up = model["decoder.layers.0.mlp.linear_fc1.weight"].chunk(2)
+    layer = "model.layers.0"
+    expected = {
+        f"{layer}.self_attn.q_proj.weight": qkv[:, :heads].reshape(groups * heads * width, -1),
+        f"{layer}.self_attn.k_proj.weight": qkv[:, heads].reshape(groups * width, -1),
+        f"{layer}.self_attn.v_proj.weight": qkv[:, heads + 1].reshape(groups * width, -1),
+        f"{layer}.self_attn.o_proj.weight": model["decoder.layers.0.self_attention.linear_proj.weight"],
+        f"{layer}.mlp.gate_proj.weight": gate,
+        f"{layer}.mlp.up_proj.weight": up,
+        f"{layer}.mlp.down_proj.weight": model["decoder.layers.0.mlp.linear_fc2.weight"],
+        f"{layer}.input_layernorm.weight": model["decoder.layers.0.input_layernorm.weight"],
+    }
+    assert {name: found[name].shape for name in expected} == {name: t.shape for name, t in expected.items()}
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize("source", [MEGATRON, MIXTURE], ids=lambda source: source.name)
+def test_parts_make_the_whole(source: Path) -> None:
+    parts = [dict(iter_weights(source, tp_rank=rank, tp_size=2)) for rank in range(2)]
+    cut = 0
+    for name, whole in iter_weights(source):
+        dims = [dim for dim, size in enumerate(parts[0][name].shape) if size != whole.shape[dim]]
+        cut += len(dims)
+        joined = torch.cat([part[name] for part in parts], dims[0]) if dims else parts[1][name]
+        assert torch.equal(joined, whole), name
+    assert cut > 20
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    with pytest.raises(Unsupported, match="key and value heads cannot be dealt to 3 ranks"):
+        iter_weights(MEGATRON, tp_rank=0, tp_size=3)
+    with pytest.raises(UsageError, match="tp_rank: expected a number from 0 to tp_size - 1, found 2 of 2"):
+        iter_weights(MEGATRON, tp_rank=2, tp_size=2)
+    with pytest.raises(UsageError, match=r"no weight of .* is called so: lm_heat"):
+        iter_weights(MEGATRON, names="lm_heat*")
+    with pytest.raises(Unsupported, match="native"):
+        iter_weights(MEGATRON, spelling="native", tp_size=2)
+
+
+def test_a_flipped_bit_is_found_by_the_end(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(MEGATRON, root)
+    path = root / "iter_0000002" / "mp_rank_01_001" / "model_optim_rng.pt"
+    data = bytearray(path.read_bytes())
+    embedded = (
+        plain_load(path)["model"]["decoder.layers.0.mlp.linear_fc2.weight"].view(torch.uint8).numpy().tobytes()[:64]
+    )
+    data[data.index(embedded)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="mp_rank_01_001"):
+        list(iter_weights(root))
+
+
+def test_who_stops_early_leaves_nothing_behind() -> None:
+    weights = iter_weights(MEGATRON)
+    next(weights)
+    weights.close()  # type: ignore[attr-defined]
+    end = time.monotonic() + 10
+    while any(thread.name == "mcore_rlhf weights" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
