@@ -20,7 +20,7 @@ from typing import Any
 
 import transformers
 
-from mcore_rlhf.integrations.transformers_trainer import with_checkpoints
+from mcore_rlhf.integrations.transformers_trainer import StepOptions, with_checkpoints
 from mcore_rlhf.manager.runs import run_at
 from mcore_rlhf.manager.trainer_steps import TrainerSteps
 from mcore_rlhf.storage.manifest import Manifest, check
@@ -31,11 +31,15 @@ LAST, EVERY = 5, 2
 _CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate"}
 _MOMENTS = 12
 PLAIN = transformers.Trainer
+ALONE = StepOptions(timeout=1.0)
+"""Says that the run is Trainer's alone."""
 
 
-def train(folder: Path, seed: int, which: Any = None, committed: bool = True, **arguments: Any) -> hf_runs.Seen:
+def train(
+    folder: Path, seed: int, which: Any = None, options: StepOptions | None = None, **arguments: Any
+) -> hf_runs.Seen:
     """A run from other weights for every seed; ``which`` is what ``train`` is given."""
-    base: Any = with_checkpoints(PLAIN) if committed else PLAIN
+    base: Any = PLAIN if options is ALONE else with_checkpoints(PLAIN, options)
 
     class Told(base):
         def train(self, resume_from_checkpoint: Any = None, *args: Any, **named: Any) -> Any:
@@ -43,7 +47,7 @@ def train(folder: Path, seed: int, which: Any = None, committed: bool = True, **
 
     transformers.Trainer = Told
     try:
-        return hf_runs.train(hf_runs.model(seed), folder, max_steps=LAST, save_steps=EVERY, **arguments)
+        return hf_runs.train(hf_runs.model(seed), folder, **{"max_steps": LAST, "save_steps": EVERY, **arguments})
     finally:
         transformers.Trainer = PLAIN
 
@@ -129,7 +133,7 @@ def killed(folder: Path, at: int, after: float) -> dict[str, Any]:
     _, found = forked(lambda: there(folder))
     alone = bool(found) and at % 2 == 1
     weights = 9 if found else 1  # with nothing to load, it begins with those of the first run
-    code, seen = forked(lambda: train(folder, weights, True if alone else "auto", not alone))
+    code, seen = forked(lambda: train(folder, weights, True if alone else "auto", ALONE if alone else None))
     left = [path.name for path in folder.iterdir() if ".partial-" in path.name or ".old-" in path.name]
     return {
         "at": at, "after": after, "status": status, "there": found, "code": code, "seen": seen, "alone": alone, "left": left,
@@ -139,7 +143,7 @@ def killed(folder: Path, at: int, after: float) -> dict[str, Any]:
 def main(folder: Path, seed: int, most: int) -> list[dict[str, Any]]:
     """All of it, or as many kills as are asked for."""
     hf_runs.imported()
-    _, whole = forked(lambda: train(folder / "whole", 1, committed=False))
+    _, whole = forked(lambda: train(folder / "whole", 1, options=ALONE))
     _, (changes, seconds) = forked(lambda: counted(folder / "counted"))
     chance = random.Random(seed)
     points = sorted(chance.sample(range(1, changes + 1), min(most, changes)))

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, StorageError, Unsupported, UsageError
-from mcore_rlhf.integrations.transformers_trainer import Committing, StepOptions, attach, with_checkpoints
+from mcore_rlhf.integrations.transformers_trainer import StepOptions, attach, with_checkpoints
 from mcore_rlhf.manager.run import retention
 from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.manager.run.retention import KeepBest, KeepEvery, KeepLast, Retention
@@ -28,27 +28,7 @@ LAST = seam_worker.LAST
 def train(
     folder: Path, seed: int = 1, which: Any = None, options: StepOptions | None = None, **arguments: Any
 ) -> hf_runs.Seen:
-    before = Committing.step_options
-    Committing.step_options = options or StepOptions()
-    try:
-        found = _train(folder, seed, which, options, arguments)
-    finally:
-        Committing.step_options = before
-    return found
-
-
-def _train(folder: Path, seed: int, which: Any, options: StepOptions | None, arguments: dict[str, Any]) -> hf_runs.Seen:
-    class Told(with_checkpoints(transformers.Trainer, options)):  # type: ignore[misc]
-        def train(self, resume_from_checkpoint: Any = None, *args: Any, **named: Any) -> Any:
-            return super().train(which, *args, **named)
-
-    transformers.Trainer, plain = Told, transformers.Trainer
-    try:
-        return hf_runs.train(
-            hf_runs.model(seed), folder, **{"max_steps": LAST, "save_steps": seam_worker.EVERY, **arguments}
-        )
-    finally:
-        transformers.Trainer = plain
+    return seam_worker.train(folder, seed, which, options, **arguments)
 
 
 def damage(path: Path) -> None:
@@ -66,7 +46,7 @@ def steps(folder: Path) -> dict[int, str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, hf_runs.Seen]:
     """A run of Trainer alone."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, seam_worker.train(folder, 1, committed=False)
+    return folder, seam_worker.train(folder, 1, options=seam_worker.ALONE)
 
 
 def kills(folder: Path, seed: int, most: int) -> None:
@@ -87,12 +67,33 @@ def kills(folder: Path, seed: int, most: int) -> None:
 
 
 def test_killed_at_some_moments_and_gone_on_with(tmp_path: Path, seed: int) -> None:
-    kills(tmp_path, seed, 6)
+    kills(tmp_path, seed, 4)
 
 
 @pytest.mark.slow
 def test_killed_at_every_moment_and_gone_on_with(tmp_path: Path, seed: int) -> None:
     kills(tmp_path, seed, 1000)
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_and_fail_together(tmp_path: Path) -> None:
+    """The step that is damaged is passed over on both; one rank's error is both ranks', and nothing is published."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.reference.seam_ranks", "ddp", str(tmp_path)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
+        assert seen["whole"] == seen["alone"]
+        assert seen["resumed"] == seen["alone"][4:]
+        assert len(seen["resumed"]) == 1
+        assert seen["error"].startswith("StorageError: writing")
+        assert ("failed on rank 1" in seen["error"]) == (rank == 0)
+    for folder, there in (("run", (2, 4, 5)), ("failed", (2, 4))):
+        found = steps(tmp_path / folder)
+        assert set(found) == set(there)
+        assert found[4] == "committed"
+        assert not list((tmp_path / folder).glob(".checkpoint-*"))
 
 
 def test_trainers_files_are_its_own_and_so_are_the_losses(whole: tuple[Path, hf_runs.Seen], tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
 
 
 def test_steps_of_trainer_alone_are_no_committed_ones(whole: tuple[Path, hf_runs.Seen], tmp_path: Path) -> None:
-    seam_worker.train(tmp_path, 1, committed=False)
+    seam_worker.train(tmp_path, 1, options=seam_worker.ALONE)
     with pytest.raises(NotACheckpoint, match="mcore-rlhf adopt"):
         train(tmp_path, 9, "auto")
     assert train(tmp_path, 9, str(tmp_path / "checkpoint-2")) == whole[1][2:]
