@@ -146,7 +146,13 @@ class TrainerSteps:
         if not folder.is_dir():
             there = ", ".join(str(step.step) for step in self.root.listed() if step.resumable) or "none"
             raise UsageError(f"{folder}: does not exist\nCommitted steps in {self.root.path}: {there}.")
-        return [(self.root.trainer.step_of(folder.name) or 0, folder)]
+        return [(self.number_of(folder), folder)]
+
+    def number_of(self, folder: Path) -> int:
+        """The step that a folder is, by its manifest or else its name; zero where neither says."""
+        if (folder / self.root.manifest).is_file():
+            return Manifest.read(folder / self.root.manifest).step or 0
+        return self.root.trainer.step_of(folder.name) or 0
 
     def _found_in(self, folder: Path) -> Problems:
         """What is wrong with a step; every rank reads its share, and all hear of everything."""
