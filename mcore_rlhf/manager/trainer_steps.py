@@ -17,7 +17,8 @@ from typing import Literal
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, UsageError, headline
 from mcore_rlhf.formats.registry import detect, is_model
-from mcore_rlhf.storage.beneath import Beneath, make_folder, remove_beneath
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.beneath import Beneath, make_folder, write_over
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, crc_of_file, provenance
 from mcore_rlhf.storage.paths import local_path, refused, walk
@@ -34,6 +35,9 @@ from .run.root import RootLock, open_root
 from .run.world import World
 from .trainer_root import TrainerRoot
 
+OURS = "mcore_rlhf"
+"""A folder in a step, of what we add to its trainer's files."""
+_LONGEST_TRACKER = 1 << 20
 Write = Callable[[Path], None]
 """Has the trainer write its files into a folder; called on every rank."""
 
@@ -185,6 +189,7 @@ class TrainerSteps:
         within: str = "",
         metrics: Mapping[str, float] | None = None,
         protect: Collection[int] = (),
+        trackers: Collection[str] = (),
     ) -> Path | None:
         """Have the trainer write a step aside, and publish it.
 
@@ -194,6 +199,7 @@ class TrainerSteps:
             within: A folder in it that the trainer makes by itself, whose content is the step.
             metrics: Numbers to keep with it, for retention of the best.
             protect: Steps that stay, whatever the rules say.
+            trackers: Files beside the step by which the trainer finds it: they are kept in it, and laid into the root after the commit.
 
         Returns:
             Where the step lies; None where the save failed and :attr:`StepOptions.on_error` is to go on.
@@ -203,7 +209,7 @@ class TrainerSteps:
         """
         try:
             self._open()
-            path = self._saved(step, write, within, metrics or {})
+            path = self._saved(step, write, (within, trackers), metrics or {})
         except Exception as error:  # whatever a trainer's own code raises
             self.reporter.say("failed", step, f"not saved: {type(error).__name__}: {headline(str(error))}")
             if self.options.on_error == "raise":
@@ -213,9 +219,12 @@ class TrainerSteps:
         self._own.add(step)
         if self.world.is_rank0:
             self._after(step, protect)
+            self.track(path, trackers)
         return path
 
-    def _saved(self, step: int, write: Write, within: str, metrics: Mapping[str, float]) -> Path:
+    def _saved(
+        self, step: int, write: Write, places: tuple[str, Collection[str]], metrics: Mapping[str, float]
+    ) -> Path:
         started, target = time.monotonic(), self.root.folder_of(step)
         publication = self.world.on_all_ranks(f"beginning {target}", partial(self._begun, target))
         try:
@@ -223,8 +232,7 @@ class TrainerSteps:
             assert staging is not None
             self.world.on_all_ranks(f"writing {target}", partial(write, staging))
             self.reporter.say("save", step, stall_s=time.monotonic() - started)
-            if within:
-                self.world.on_all_ranks(f"writing {target}", partial(self._lift, staging, within))
+            self.world.on_all_ranks(f"writing {target}", partial(self._lift, staging, *places))
             names = self.world.broadcast(self.world.on_all_ranks(f"checking {target}", partial(self._names, staging)))
             mine = names[self.world.rank :: self.world.size]
             entries = self.world.all_gather(
@@ -257,14 +265,27 @@ class TrainerSteps:
             self.reporter.say("clean", None, line)
         return made
 
-    def _lift(self, staging: Path, within: str) -> None:
-        """Move up what the trainer wrote into a folder of the step's name."""
-        if self.world.is_rank0:
+    def _lift(self, staging: Path, within: str, trackers: Collection[str]) -> None:
+        """Move up what the trainer wrote into a folder of the step's name, and its trackers into one of ours."""
+        if not self.world.is_rank0:
+            return
+        with Beneath(staging) as folder:
             inner = staging / within
-            with Beneath(staging) as folder:
-                for path in sorted(inner.iterdir()) if inner.is_dir() else ():
-                    folder.move(f"{within}/{path.name}", path.name)
-            remove_beneath(staging, within)
+            for path in sorted(inner.iterdir()) if within and inner.is_dir() else ():
+                folder.move(f"{within}/{path.name}", path.name)
+            if within:
+                folder.remove(within)
+            for name in trackers:
+                if (staging / name).is_file():
+                    folder.make(OURS)
+                    folder.move(name, f"{OURS}/{name}")
+
+    def track(self, folder: Path, trackers: Collection[str]) -> None:
+        """Lay a committed step's trackers into the root, for the trainer's own look-up; rank 0 does."""
+        for name in trackers if self.world.is_rank0 else ():
+            kept = folder / OURS / name
+            if kept.is_file():
+                write_over(self.root.path / name, reading.read_bytes(kept, _LONGEST_TRACKER), fsync=self.options.fsync)
 
     def _names(self, staging: Path) -> list[str]:
         """The step's files. What its trainer would not take for a step of its own is not published."""
