@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature
 
-from mcore_rlhf.errors import Problems, Unsupported
+from mcore_rlhf.errors import Problems, Unsupported, log_of
 
-LOG = logging.getLogger("mcore_rlhf.integrations")
+LOG = log_of("mcore_rlhf.integrations")
 
 
 @dataclass(frozen=True, slots=True)

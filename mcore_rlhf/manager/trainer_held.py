@@ -70,8 +70,9 @@ def restore(trainer: Any, folder: Path, rank: int, reporter: Reporter) -> None:
         return
     try:
         held = loads(reading.read_bytes(path, path.stat().st_size))
-        assert isinstance(held, dict)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, AssertionError) as error:
+        if not isinstance(held, dict) or not {*HELD, "world_size"} <= held.keys():
+            raise RuntimeError(f"expected {', '.join(HELD)} and world_size")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise Incomplete(
             f"{path}: cannot be read: {error}\nWithout this file, the samples are generated anew."
         ) from error

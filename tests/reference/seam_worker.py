@@ -142,7 +142,7 @@ def killed(folder: Path, at: int, after: float) -> dict[str, Any]:
 
 def main(folder: Path, seed: int, most: int) -> list[dict[str, Any]]:
     """All of it, or as many kills as are asked for."""
-    hf_runs.imported()
+    hf_runs.imported(folder / "imported")
     _, whole = forked(lambda: train(folder / "whole", 1, options=ALONE))
     _, (changes, seconds) = forked(lambda: counted(folder / "counted"))
     chance = random.Random(seed)

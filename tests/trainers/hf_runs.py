@@ -114,12 +114,12 @@ def train(trained: Any, folder: Path, resume: Path | None = None, **arguments: A
     return seen
 
 
-def imported() -> None:
+def imported(folder: Path) -> None:
     """Import what a run imports as it begins, and no more: threads of a backward pass do not outlive a fork."""
     with on_cpu():
         transformers.Trainer(
             model=model(1),
-            args=transformers.TrainingArguments("nowhere", use_cpu=True, report_to=[], save_strategy="no"),
+            args=transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], save_strategy="no"),
         )
 
 
