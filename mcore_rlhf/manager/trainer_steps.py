@@ -218,8 +218,7 @@ class TrainerSteps:
         remember(path)
         self._own.add(step)
         if self.world.is_rank0:
-            self._after(step, protect)
-            self.track(path, trackers)
+            self._after(step, protect, trackers)
         return path
 
     def _saved(
@@ -238,14 +237,12 @@ class TrainerSteps:
             entries = self.world.all_gather(
                 self.world.on_all_ranks(f"checking {target}", partial(_entries, staging, mine))
             )
-            manifest = self._manifest(
-                step, staging, {name: one for some in entries for name, one in some.items()}, metrics
-            )
-            self.world.on_all_ranks(f"publishing {target}", partial(_publish, publication, manifest))
+            files = {name: one for some in entries for name, one in some.items()}
+            self.world.on_all_ranks(f"publishing {target}", partial(self._publish, publication, step, files, metrics))
         finally:
             if publication is not None:
                 publication.__exit__(None, None, None)
-        nbytes, seconds = sum(one.nbytes for one in manifest.files.values()), time.monotonic() - started
+        nbytes, seconds = sum(one.nbytes for one in files.values()), time.monotonic() - started
         if self.world.is_rank0:
             self.reporter.say("commit", step, seconds=seconds, bytes=nbytes, gb_per_s=nbytes / max(seconds, 1e-9) / 1e9)
         return target
@@ -308,6 +305,16 @@ class TrainerSteps:
             )
         return names
 
+    def _publish(
+        self,
+        publication: LocalPublication | None,
+        step: int,
+        files: Mapping[str, FileEntry],
+        metrics: Mapping[str, float],
+    ) -> None:
+        if publication is not None:
+            publication.commit(self._manifest(step, publication.staging, files, metrics))
+
     def _manifest(
         self, step: int, staging: Path, files: Mapping[str, FileEntry], metrics: Mapping[str, float]
     ) -> Manifest:
@@ -324,9 +331,10 @@ class TrainerSteps:
             report={"metrics": dict(metrics)},
         )
 
-    def _after(self, step: int, protect: Collection[int]) -> None:
+    def _after(self, step: int, protect: Collection[int], trackers: Collection[str]) -> None:
         """The step is safe. Nothing that fails from here on is a failed save."""
         try:
+            self.track(self.root.folder_of(step), trackers)
             for number in self.root.leave_behind(step, self._own, self._went_back_to):
                 self.reporter.say(
                     "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"
@@ -377,11 +385,6 @@ def _known(name: str) -> Trainer:
 def _entries(staging: Path, names: list[str]) -> dict[str, FileEntry]:
     """Lengths and checksums, as the files are read back: what is in the manifest is what the disk has."""
     return {name: FileEntry((staging / name).stat().st_size, crc_of_file(staging / name)) for name in names}
-
-
-def _publish(publication: LocalPublication | None, manifest: Manifest) -> None:
-    if publication is not None:
-        publication.commit(manifest)
 
 
 __all__ = ["StepOptions", "TrainerSteps"]
