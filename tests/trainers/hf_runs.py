@@ -114,6 +114,15 @@ def train(trained: Any, folder: Path, resume: Path | None = None, **arguments: A
     return seen
 
 
+def imported(folder: Path) -> None:
+    """Import what a run imports as it begins, and no more: threads of a backward pass do not outlive a fork."""
+    with on_cpu():
+        transformers.Trainer(
+            model=model(1),
+            args=transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], save_strategy="no"),
+        )
+
+
 def accelerated(trained: Any, save: Path | None = None, resume: Path | None = None) -> Seen:
     """Train with a loop of one's own around accelerate.
 

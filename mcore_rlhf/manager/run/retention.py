@@ -303,8 +303,8 @@ def delete(folder: ReadablePath) -> bool:
             f"{exports.parent}: is a symbolic link, and nothing is deleted through one\n"
             "Remove the link, and step and exports by hand; or make it a folder of this root."
         )
-    _remove(exports)  # first: exports without their step would never be found again
-    return _remove(folder)
+    remove_folder(exports)  # first: exports without their step would never be found again
+    return remove_folder(folder)
 
 
 def clean_up(root: ReadablePath, *, alone: bool = False) -> list[str]:
@@ -331,7 +331,12 @@ def clean_up(root: ReadablePath, *, alone: bool = False) -> list[str]:
     return done
 
 
-def _remove(folder: ReadablePath) -> bool:
+def remove_folder(folder: ReadablePath) -> bool:
+    """See :func:`delete`; of a folder by whatever name.
+
+    Raises:
+        StorageError: The file system refused.
+    """
     if not isinstance(folder, Path):
         return remove_stored(folder, MANIFEST)
     folder = Path(os.path.abspath(folder))

@@ -108,9 +108,13 @@ def quarantine(folder: ReadablePath, reason: str = "") -> None:
         StorageError: The note cannot be written.
     """
     _require_step(folder)
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    note = {"reason": reason.strip() or _NO_REASON, "time": now}
-    write_text(folder / NOTE, json.dumps(note, indent=1, ensure_ascii=False) + "\n")
+    note(folder, reason)
+
+
+def note(folder: ReadablePath, reason: str) -> None:
+    """See :func:`quarantine`; of a step by whatever name."""
+    said = {"reason": reason.strip() or _NO_REASON, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    write_text(folder / NOTE, json.dumps(said, indent=1, ensure_ascii=False) + "\n")
 
 
 def release(folder: ReadablePath) -> bool:
@@ -133,11 +137,11 @@ def release(folder: ReadablePath) -> bool:
 
 def reason_of(folder: ReadablePath) -> str:
     """Why a step is in quarantine; empty where it is not. A note that cannot be read still counts."""
-    note = folder / NOTE
-    if not is_there(note):
+    path = folder / NOTE
+    if not is_there(path):
         return ""
     try:
-        return str(reading.read_json(note)["reason"]) or _NO_REASON
+        return str(reading.read_json(path)["reason"]) or _NO_REASON
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{NOTE} cannot be read: {type(error).__name__}"
 

@@ -1,0 +1,165 @@
+"""The root of a run whose trainer writes its steps itself: what lies there, what of it may go, what dead processes left.
+
+Its steps are called as the trainer calls them (``checkpoint-50``, ``step-50``). What is committed is answered where it is for every root
+(:mod:`.runs`, :mod:`.run.steps`); what is kept, by the rules of :mod:`.run.retention`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError
+from mcore_rlhf.storage.beneath import remove
+from mcore_rlhf.storage.manifest import is_newer
+from mcore_rlhf.storage.patience import names_in
+from mcore_rlhf.storage.transactions import recover
+from mcore_rlhf.trainers.table import Trainer
+
+from .run import steps
+from .run.options import Reporter
+from .run.retention import Retention, is_of_this_run, planned, remove_folder
+from .run.steps import Step
+from .runs import manifest_of, run_at
+
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<what>lock|old|partial)-(?P<transaction>.+)")
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRoot:
+    """A folder of steps that one trainer writes.
+
+    Args:
+        path: The folder.
+        trainer: Whose steps they are.
+    """
+
+    path: Path
+    trainer: Trainer
+
+    @property
+    def manifest(self) -> str:
+        """What the manifest is called in a step."""
+        return manifest_of(self.trainer)
+
+    def folder_of(self, step: int) -> Path:
+        """Where a step appears."""
+        return self.path / self.trainer.folder_of(step)
+
+    def listed(self) -> list[Step]:
+        """The steps, oldest first, whatever they are worth.
+
+        Raises:
+            LayoutMismatch: Some are another trainer's.
+            StorageError: It cannot be listed.
+        """
+        run = run_at(self.path)
+        return [] if run is None else [step for step in run.listed() if not steps.is_hidden(step.path)]
+
+    def is_replaceable(self, folder: Path) -> bool:
+        """Whether a folder that is called as a step is one, so that the step may be saved again: the trainer would write over it."""
+        return self.trainer.step_of(folder.name) is not None and (
+            (folder / self.manifest).is_file() or self.trainer.wrote(folder) or steps.looks_foreign(folder)
+        )
+
+    def refuse_others(self) -> None:
+        """Refuse to save among the steps of another run, which rules on what to keep would count, and delete.
+
+        Raises:
+            UsageError: There are committed steps, and this run has neither loaded nor written any of them.
+        """
+        there = [] if is_of_this_run(self.path) else self.listed()
+        found = [step.step for step in there if step.resumable]
+        if found:
+            raise UsageError(
+                f"{self.path}: holds committed steps that this run has neither loaded nor written "
+                f"({', '.join(map(str, found[-_SHOWN:]))})\n"
+                "Resume from them, or give this run a folder of its own; or say that it goes on among them: "
+                "StepOptions(on_existing='continue'), which puts newer steps than it saves in quarantine."
+            )
+
+    def candidates(self, reporter: Reporter) -> list[Step]:
+        """The steps that a run may go on from, newest first; those that are passed over are said.
+
+        Raises:
+            Unreadable: A newer one cannot be read, and may be sound.
+            Unsupported: A newer one was written by a newer release.
+            NotACheckpoint: None is committed, and something is there.
+        """
+        there = self.listed()
+        found = list(self._newest_first(there, reporter))
+        if not found and any(step.nbytes and not step.quarantined for step in there):
+            raise self.nothing_intact()
+        return found
+
+    def nothing_intact(self) -> NotACheckpoint:
+        """What is to be said where something is there, and nothing to resume from."""
+        return NotACheckpoint(
+            f"{self.path}: no committed step that is intact\n"
+            f"mcore-rlhf steps {self.path} says what is there. A step that {self.trainer.title} wrote by itself becomes one by "
+            f"mcore-rlhf adopt {self.path}/{self.trainer.steps[0].format(step='N')}; or name its folder to resume from it as it is."
+        )
+
+    def _newest_first(self, there: list[Step], reporter: Reporter) -> Iterator[Step]:
+        before = False
+        for step in reversed(there):
+            if step.resumable:
+                before = True
+                yield step
+                continue
+            if not before:
+                step.require_read()
+                if step.state == "damaged" and not step.quarantined and is_newer(step.path / self.manifest):
+                    raise Unsupported(
+                        f"{step.path}: {step.why}\nResume with the release that wrote it, or name an older step."
+                    )
+            why = f"in quarantine: {step.quarantined}" if step.quarantined else f"{step.state}: {step.why}"
+            reporter.say("skip", step.step, f"{step.path.name} is not resumed from: {why}")
+
+    def leave_behind(self, step: int, own: Collection[int], went_back_to: int | None) -> list[int]:
+        """Put committed steps in quarantine that are not this run's and newer than where it goes on from: they are another future's.
+
+        Returns:
+            Their numbers.
+        """
+        limit = step if went_back_to is None else min(step, went_back_to)
+        found = [one for one in self.listed() if one.step > limit and one.step not in own and one.resumable]
+        for one in found:
+            steps.note(one.path, f"left behind by a run that saved step {step} after it")
+        return [one.step for one in found]
+
+    def retire(self, keep: Retention, protect: Collection[int], reporter: Reporter) -> None:
+        """Delete the committed steps that no rule keeps; the newest one never, nor one that others wrote."""
+        for deletion in planned(self.listed(), keep, protect):
+            newest = max((step.step for step in self.listed() if step.resumable), default=-1)
+            if newest <= deletion.step:
+                return
+            try:
+                remove_folder(deletion.path)
+                reporter.say("delete", deletion.step, deletion.reason, bytes=deletion.nbytes)
+            except CheckpointError as error:
+                reporter.say("failed", deletion.step, f"could not be deleted: {error}")
+
+    def clean_up(self) -> list[str]:
+        """Remove what dead processes left half-written, and put back what they had moved aside; for the holder of the root's lock.
+
+        Returns:
+            What was done, one line each.
+        """
+        done, found = list[str](), [match for name in names_in(self.path) if (match := _LEFTOVER.fullmatch(name))]
+        for name in sorted({match["name"] for match in found}):
+            if self.trainer.step_of(name) is not None:
+                done += recover(self.path / name, self.manifest, alone=True)
+        for match in found:  # a lock is made first and removed last: without one, a power failure took it
+            left, lock = self.path / match[0], self.path / f".{match['name']}.lock-{match['transaction']}"
+            if (
+                match["what"] == "partial"
+                and self.trainer.step_of(match["name"]) is not None
+                and not lock.exists()
+                and remove(left)
+            ):
+                done.append(f"removed {left}: it was left half-written")
+        return done

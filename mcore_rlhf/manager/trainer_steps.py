@@ -1,0 +1,390 @@
+"""Committing the steps that a trainer writes with its own code: aside, with a manifest, by one rename; and finding the one to go on from.
+
+The trainer's files lie in the step as it wrote them, so its own resume reads them, with this package or without. What is added is that a
+step is there as a whole or not at all, whatever moment the process is killed at; that damage is noticed before it is loaded; rules on what
+is kept; and events. Every trainer's seam (``mcore_rlhf.integrations``) uses this, and does nothing else of the kind itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, UsageError, headline
+from mcore_rlhf.formats.registry import detect, is_model
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.beneath import Beneath, make_folder, write_over
+from mcore_rlhf.storage.links import enclose
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, crc_of_file, provenance
+from mcore_rlhf.storage.paths import local_path, refused, walk
+from mcore_rlhf.storage.publish import LocalPublication
+from mcore_rlhf.storage.transactions import new_transaction
+from mcore_rlhf.trainers.known import trainer_named
+from mcore_rlhf.trainers.table import Trainer
+
+from .run.candidates import Resume
+from .run.events import EVENTS_NAME, EventLog
+from .run.options import LOG, Hook, Reporter
+from .run.retention import Retention, remember
+from .run.root import RootLock, open_root
+from .run.world import World
+from .trainer_root import TrainerRoot
+
+OURS = "mcore_rlhf"
+"""A folder in a step, of what we add to its trainer's files."""
+_LONGEST_TRACKER = 1 << 20
+Write = Callable[[Path], None]
+"""Has the trainer write its files into a folder; called on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How a trainer's steps are committed.
+
+    Args:
+        keep: What is kept of committed steps; None for everything, or for what the trainer's own setting says where it has one.
+        on_error: What a save that fails is: an error of the training (``raise``), or something that is said (``continue``). Either way
+            nothing is published, and older steps are untouched.
+        on_existing: What happens among committed steps that this run has neither loaded nor written: see
+            :class:`~.run.options.ManagerOptions`.
+        fsync: Whether a step is on the disk before it appears.
+        check: What is verified before a step is loaded: every byte (``bytes``), or lengths only (``sizes``).
+        timeout: Seconds to wait for a rank that does not come.
+        on_event: Hears of everything that happens; None for a line each in ``events.jsonl`` of the root.
+        provenance: For every manifest: git revision, hash of the configuration.
+
+    Raises:
+        UsageError: Something has a value that it cannot have; all of it is named.
+    """
+
+    keep: Retention | None = None
+    on_error: Literal["raise", "continue"] = "raise"
+    on_existing: Literal["refuse", "continue"] = "refuse"
+    fsync: bool = True
+    check: Literal["bytes", "sizes"] = "bytes"
+    timeout: float = 600.0
+    on_event: Hook | None = None
+    provenance: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for name, allowed in _CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
+        if not self.timeout > 0:
+            problems.add(UsageError, f"timeout: expected a positive number of seconds, found {self.timeout!r}")
+        keep: object = self.keep
+        if keep is not None and not isinstance(keep, Retention):
+            problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
+        problems.raise_if_any()
+
+
+_CHOICES = {"on_error": ("raise", "continue"), "on_existing": ("refuse", "continue"), "check": ("bytes", "sizes")}
+
+
+class TrainerSteps:
+    """Saves and finds the steps of one run. Every rank makes one, and makes the same calls: all of them are collective.
+
+    Args:
+        root: The folder in which the trainer has its steps, on a file system that all ranks share.
+        trainer: Its name, as in ``mcore-rlhf``'s table of trainers.
+        options: See :class:`StepOptions`.
+    """
+
+    def __init__(self, root: str | Path, trainer: str, options: StepOptions | None = None) -> None:
+        self.options = options or StepOptions()
+        self.root = TrainerRoot(local_path(root).absolute(), _known(trainer))
+        self.world = World.current(self.options.timeout)
+        enclose(self.root.path)
+        self.reporter = Reporter(self.world.rank, self.options.on_event or EventLog(self.root.path / EVENTS_NAME))
+        self._lock: RootLock | None = None
+        self._opened = False
+        self._own = set[int]()
+        self._went_back_to: int | None = None
+
+    def resume(self, which: str | int | Path | None, *, must_exist: bool = False) -> Path | None:
+        """The folder that the trainer is to load: every byte of it is what was committed, and all ranks were given the same.
+
+        Args:
+            which: ``auto``: the newest committed step that is intact; damaged ones are passed over with a line that says why. A number:
+                that step. A path: that folder; one without a manifest is the trainer's own, and taken as it is. None: nothing.
+            must_exist: Whether finding nothing is an error.
+
+        Raises:
+            CheckpointError: What was named is damaged or does not exist; nothing is intact, and something is there. On every rank.
+        """
+        self._open()
+        choice = Resume.parse(which)
+        folders = self.world.broadcast(self.world.on_all_ranks("looking for a step", partial(self._to_try, choice)))
+        for step, folder in folders:
+            found = self._found_in(folder)
+            if not found.found:
+                return self._taken(folder, step, went_back=choice.kind != "auto" or (step, folder) != folders[0])
+            if choice.kind != "auto":
+                found.raise_if_any()
+            found.raise_if_unread()
+            self.reporter.say(
+                "skip", step, f"{folder.name} is not resumed from: damaged: {headline(found.found[0].message)}"
+            )
+        if folders:
+            raise self.root.nothing_intact()
+        if must_exist:
+            raise UsageError(f"{self.root.path}: holds no step to resume from")
+        return None
+
+    def _to_try(self, choice: Resume) -> list[tuple[int, Path]]:
+        if not self.world.is_rank0:
+            return []
+        if choice.kind == "none":
+            if self.options.on_existing == "refuse":
+                self.root.refuse_others()
+            return []
+        if choice.kind == "auto":
+            return [(step.step, step.local) for step in self.root.candidates(self.reporter)]
+        folder = self.root.folder_of(choice.step) if choice.kind == "step" else choice.path
+        if not folder.is_dir():
+            there = ", ".join(str(step.step) for step in self.root.listed() if step.resumable) or "none"
+            raise UsageError(f"{folder}: does not exist\nCommitted steps in {self.root.path}: {there}.")
+        return [(self.number_of(folder), folder)]
+
+    def number_of(self, folder: Path) -> int:
+        """The step that a folder is, by its manifest or else its name; zero where neither says."""
+        if (folder / self.root.manifest).is_file():
+            return Manifest.read(folder / self.root.manifest).step or 0
+        return self.root.trainer.step_of(folder.name) or 0
+
+    def _found_in(self, folder: Path) -> Problems:
+        """What is wrong with a step; every rank reads its share, and all hear of everything."""
+        problems = Problems()
+        if (folder / self.root.manifest).is_file():
+            try:
+                manifest = Manifest.read(folder / self.root.manifest)
+                names = sorted(manifest.files)[self.world.rank :: self.world.size]
+                share = replace(manifest, files={name: manifest.files[name] for name in names})
+                problems.extend(check(folder, share, sizes_only=self.options.check == "sizes").found)
+            except CheckpointError as error:
+                problems.add_error(error)
+        everything = Problems()
+        for found in self.world.all_gather(problems.found):
+            everything.extend(found)
+        return everything
+
+    def _taken(self, folder: Path, step: int, went_back: bool) -> Path:
+        remember(folder)
+        self._own.add(step)
+        self._went_back_to = step if went_back else None
+        self.reporter.say("load", step, f"{self.root.trainer.title} loads {folder}")
+        return folder
+
+    def save(
+        self,
+        step: int,
+        write: Write,
+        *,
+        within: str = "",
+        metrics: Mapping[str, float] | None = None,
+        protect: Collection[int] = (),
+        trackers: Collection[str] = (),
+    ) -> Path | None:
+        """Have the trainer write a step aside, and publish it.
+
+        Args:
+            step: Its number.
+            write: Called on every rank with a hidden folder; whatever lies there when all have returned is the step.
+            within: A folder in it that the trainer makes by itself, whose content is the step.
+            metrics: Numbers to keep with it, for retention of the best.
+            protect: Steps that stay, whatever the rules say.
+            trackers: Files beside the step by which the trainer finds it: they are kept in it, and laid into the root after the commit.
+
+        Returns:
+            Where the step lies; None where the save failed and :attr:`StepOptions.on_error` is to go on.
+
+        Raises:
+            Exception: What the trainer's code raised, on the rank that it did; a CheckpointError on all others. Nothing is published.
+        """
+        try:
+            self._open()
+            path = self._saved(step, write, (within, trackers), metrics or {})
+        except Exception as error:  # whatever a trainer's own code raises
+            self.reporter.say("failed", step, f"not saved: {type(error).__name__}: {headline(str(error))}")
+            if self.options.on_error == "raise":
+                raise
+            return None
+        remember(path)
+        self._own.add(step)
+        if self.world.is_rank0:
+            self._after(step, protect, trackers)
+        return path
+
+    def _saved(
+        self, step: int, write: Write, places: tuple[str, Collection[str]], metrics: Mapping[str, float]
+    ) -> Path:
+        started, target = time.monotonic(), self.root.folder_of(step)
+        publication = self.world.on_all_ranks(f"beginning {target}", partial(self._begun, target))
+        try:
+            staging = self.world.broadcast(None if publication is None else publication.staging)
+            assert staging is not None
+            self.world.on_all_ranks(f"writing {target}", partial(write, staging))
+            self.reporter.say("save", step, stall_s=time.monotonic() - started)
+            self.world.on_all_ranks(f"writing {target}", partial(self._lift, staging, *places))
+            names = self.world.broadcast(self.world.on_all_ranks(f"checking {target}", partial(self._names, staging)))
+            mine = names[self.world.rank :: self.world.size]
+            entries = self.world.all_gather(
+                self.world.on_all_ranks(f"checking {target}", partial(_entries, staging, mine))
+            )
+            files = {name: one for some in entries for name, one in some.items()}
+            self.world.on_all_ranks(f"publishing {target}", partial(self._publish, publication, step, files, metrics))
+        finally:
+            if publication is not None:
+                publication.__exit__(None, None, None)
+        nbytes, seconds = sum(one.nbytes for one in files.values()), time.monotonic() - started
+        if self.world.is_rank0:
+            self.reporter.say("commit", step, seconds=seconds, bytes=nbytes, gb_per_s=nbytes / max(seconds, 1e-9) / 1e9)
+        return target
+
+    def _begun(self, target: Path) -> LocalPublication | None:
+        if not self.world.is_rank0:
+            return None
+        assert self._lock is not None
+        self._lock.hold()
+        if self.options.on_existing == "refuse":
+            self.root.refuse_others()
+        made = LocalPublication(
+            target, True, self.options.fsync, self.root.is_replaceable, self.root.manifest, new_transaction()
+        )
+        made.__enter__()
+        for line in made.recovered:
+            self.reporter.say("clean", None, line)
+        return made
+
+    def _lift(self, staging: Path, within: str, trackers: Collection[str]) -> None:
+        """Move up what the trainer wrote into a folder of the step's name, and its trackers into one of ours."""
+        if not self.world.is_rank0:
+            return
+        with Beneath(staging) as folder:
+            inner = staging / within
+            for path in sorted(inner.iterdir()) if within and inner.is_dir() else ():
+                folder.move(f"{within}/{path.name}", path.name)
+            if within:
+                folder.remove(within)
+            for name in trackers:
+                if (staging / name).is_file():
+                    folder.make(OURS)
+                    folder.move(name, f"{OURS}/{name}")
+
+    def track(self, folder: Path, trackers: Collection[str]) -> None:
+        """Lay a committed step's trackers into the root, for the trainer's own look-up; rank 0 does."""
+        for name in trackers if self.world.is_rank0 else ():
+            kept = folder / OURS / name
+            if kept.is_file():
+                write_over(self.root.path / name, reading.read_bytes(kept, _LONGEST_TRACKER), fsync=self.options.fsync)
+
+    def _names(self, staging: Path) -> list[str]:
+        """The step's files. What its trainer would not take for a step of its own is not published."""
+        if not self.world.is_rank0:
+            return []
+        trainer = self.root.trainer
+        if not trainer.wrote(staging) or (missing := trainer.missing(staging)):
+            lacking = ", ".join(missing if trainer.wrote(staging) else trainer.marks)
+            raise Incomplete(
+                f"{staging}: {trainer.title} wrote no step of its own: {lacking} is not there; nothing was published"
+            )
+        names = [
+            (folder / name).relative_to(staging).as_posix()
+            for folder, files in walk(staging, refused)
+            for name in files
+        ]
+        if links := [name for name in names if (staging / name).is_symlink()]:
+            raise Incomplete(
+                f"{staging}: {', '.join(links)}: is a link, and would not be the step's own file; nothing was published"
+            )
+        return names
+
+    def _publish(
+        self,
+        publication: LocalPublication | None,
+        step: int,
+        files: Mapping[str, FileEntry],
+        metrics: Mapping[str, float],
+    ) -> None:
+        if publication is not None:
+            publication.commit(self._manifest(step, publication.staging, files, metrics))
+
+    def _manifest(
+        self, step: int, staging: Path, files: Mapping[str, FileEntry], metrics: Mapping[str, float]
+    ) -> Manifest:
+        trainer = self.root.trainer
+        places = {role: staging / name if name else staging for role, names in trainer.roles.items() for name in names}
+        parts = [{"role": role, "format": detect(at).name} for role, at in places.items() if is_model(at)]
+        more = {str(key): value for key, value in self.options.provenance.items()}
+        return Manifest(
+            files,
+            step=step,
+            parts=parts,
+            lossless=True,
+            provenance=provenance(**more, trainer=trainer.name, ranks=self.world.size),
+            report={"metrics": dict(metrics)},
+        )
+
+    def _after(self, step: int, protect: Collection[int], trackers: Collection[str]) -> None:
+        """The step is safe. Nothing that fails from here on is a failed save."""
+        try:
+            self.track(self.root.folder_of(step), trackers)
+            for number in self.root.leave_behind(step, self._own, self._went_back_to):
+                self.reporter.say(
+                    "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"
+                )
+            if self.options.keep is not None:
+                self.root.retire(self.options.keep, protect, self.reporter)
+        except Exception as error:
+            LOG.warning("step=%d: after the commit: %s", step, error)
+
+    def _open(self) -> None:
+        """Take the root, once: nobody else saves there, and what dead runs left is cleaned up. Collective."""
+        if self._opened:
+            return
+        open_root(self.root.path, self.world)
+        self.world.on_all_ranks(f"opening {self.root.path}", self._take)
+        self._opened = True
+
+    def _take(self) -> None:
+        if not self.world.is_rank0:
+            return
+        make_folder(self.root.path)
+        self._lock = RootLock(self.root.path)
+        for line in self.root.clean_up():
+            self.reporter.say("clean", None, line)
+
+    def close(self) -> None:
+        """Let go of the root; another run may save there."""
+        if self._lock is not None:
+            self._lock.release()
+        self.reporter.close()
+        self.world.close()
+
+    def __enter__(self) -> TrainerSteps:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with suppress(CheckpointError):
+            self.close()
+
+
+def _known(name: str) -> Trainer:
+    found = trainer_named(name)
+    if found is None:
+        raise UsageError(f"trainer: {name!r} is not known: mcore-rlhf has no table of how its steps are called")
+    return found
+
+
+def _entries(staging: Path, names: list[str]) -> dict[str, FileEntry]:
+    """Lengths and checksums, as the files are read back: what is in the manifest is what the disk has."""
+    return {name: FileEntry((staging / name).stat().st_size, crc_of_file(staging / name)) for name in names}
+
+
+__all__ = ["StepOptions", "TrainerSteps"]

@@ -1,0 +1,100 @@
+"""accelerate's own ``save_state`` with our commit: what was registered goes along, and a loop goes on as it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rlhf.errors import StorageError, Unsupported
+from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions
+from mcore_rlhf.manager.run.retention import KeepBest, KeepLast, Retention
+from mcore_rlhf.manager.runs import listed_steps
+from tests.trainers import hf_runs
+
+LAST = 5
+
+
+class Counter:
+    """Something of the user's own."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def loop(root: Path, seed: int, options: StepOptions | None = None, stop: int = LAST, hook: Any = None) -> hf_runs.Seen:
+    """A loop of one's own: a step's number, loss, a random number, and what was counted."""
+    from accelerate import Accelerator
+
+    seen: hf_runs.Seen = []
+    with hf_runs.on_cpu():
+        accelerator = Accelerator(cpu=True)
+        model, counter = hf_runs.model(seed, tie_word_embeddings=False), Counter()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        accelerator.register_for_checkpointing(counter)
+        if hook is not None:
+            accelerator.register_save_state_pre_hook(hook)
+        saved = CommittedState(accelerator, root, options)
+        try:
+            for step in range(saved.load() + 1, stop + 1):
+                loss = model(**hf_runs._batch(hf_runs._data()[2 * step : 2 * step + 2])).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                counter.seen += 2
+                seen.append((step, loss.item(), torch.rand(()).item(), counter.seen))
+                saved.save(step, {"loss": loss.item()})
+        finally:
+            saved.close()
+    return seen
+
+
+def test_it_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    whole = loop(tmp_path / "whole", 1)
+    assert loop(tmp_path / "run", 1, stop=3) == whole[:3]
+    assert loop(tmp_path / "run", 9) == whole[3:]
+    file = tmp_path / "run" / "checkpoint_5" / "custom_checkpoint_0.pkl"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert loop(tmp_path / "run", 9) == whole[4:]
+    assert [(step.step, step.state) for step in listed_steps(tmp_path / "run")] == [
+        (n, "committed") for n in range(1, 6)
+    ]
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    whole = loop(tmp_path, 1, StepOptions(keep=Retention([KeepLast(1), KeepBest("loss", "max")])))
+    best = max(whole, key=lambda step: step[1])[0]
+    assert [step.step for step in listed_steps(tmp_path)] == sorted({best, LAST})
+
+
+def test_a_hook_that_raises(tmp_path: Path) -> None:
+    def hook(models: Any, weights: Any, folder: str) -> None:
+        Path(folder, "half").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StorageError, match="No space left"):
+        loop(tmp_path / "a", 1, hook=hook)
+    assert len(loop(tmp_path / "b", 1, StepOptions(on_error="continue"), hook=hook)) == LAST
+    for run in ("a", "b"):
+        assert sorted(path.name for path in (tmp_path / run).iterdir()) == [".mcore_rlhf.lock", "events.jsonl"]
+
+
+def test_folders_that_accelerate_chooses(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    with hf_runs.on_cpu():
+        chosen = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        with pytest.raises(Unsupported, match="automatic_checkpoint_naming"):
+            CommittedState(Accelerator(cpu=True, project_config=chosen), tmp_path)

@@ -1,0 +1,136 @@
+"""Steps that a trainer writes itself: what is published, replaced, passed over and refused. The trainer here writes two files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.errors import Incomplete, StorageError, Unsupported, UsageError
+from mcore_rlhf.manager import trainer_held
+from mcore_rlhf.manager.run import retention
+from mcore_rlhf.manager.run.options import Event, Reporter
+from mcore_rlhf.manager.run.retention import KeepLast, Retention
+from mcore_rlhf.manager.runs import listed_steps
+from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
+
+
+def write(folder: Path, text: str = "state") -> None:
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1, "text": text}))
+    (folder / "optimizer.pt").write_text(text)
+
+
+def saved(root: Path, *numbers: int, **options: Any) -> None:
+    with TrainerSteps(root, "transformers", StepOptions(**options)) as steps:
+        if retention.is_of_this_run(root):
+            steps.resume("auto")
+        for number in numbers:
+            steps.save(number, write)
+
+
+def states(root: Path) -> dict[int, str]:
+    return {step.step: "quarantined" if step.quarantined else step.state for step in listed_steps(root)}
+
+
+def test_events_are_kept_in_the_root(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, keep=Retention([KeepLast(1)]))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["step"]) for event in events] == [
+        ("save", 1), ("commit", 1), ("save", 2), ("commit", 2), ("delete", 1), ("save", 3), ("commit", 3), ("delete", 2),
+    ]  # fmt: skip
+
+
+def test_two_runs_do_not_save_into_one_root(tmp_path: Path) -> None:
+    with TrainerSteps(tmp_path, "transformers") as first, TrainerSteps(tmp_path, "transformers") as second:
+        first.save(1, write)
+        with pytest.raises(StorageError, match="another run saves here"):
+            second.save(2, write)
+
+
+def test_a_folder_that_is_no_step_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "thesis.txt").write_text("years of work")
+    (tmp_path / "checkpoint-2").mkdir()
+    write(tmp_path / "checkpoint-2", "half")
+    with TrainerSteps(tmp_path, "transformers") as steps:
+        with pytest.raises(StorageError, match="does not look like a checkpoint"):
+            steps.save(1, write)
+        steps.save(2, write)  # its own, which it would write over
+    assert (tmp_path / "checkpoint-1" / "thesis.txt").read_text() == "years of work"
+    assert states(tmp_path) == {2: "committed"}
+
+
+def test_a_link_is_not_published(tmp_path: Path) -> None:
+    def linking(folder: Path) -> None:
+        write(folder)
+        (folder / "weights").symlink_to("/etc/passwd")
+
+    with TrainerSteps(tmp_path, "transformers") as steps, pytest.raises(Incomplete, match="weights: is a link"):
+        steps.save(1, linking)
+    assert states(tmp_path) == {}
+
+
+def test_a_run_that_goes_back_leaves_the_other_future_behind(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    with TrainerSteps(tmp_path, "transformers") as steps:
+        assert steps.resume(1) == tmp_path / "checkpoint-1"
+        steps.save(2, write)
+    assert states(tmp_path) == {1: "committed", 2: "committed", 3: "quarantined"}
+    with TrainerSteps(tmp_path, "transformers") as steps:
+        assert steps.resume("auto") == tmp_path / "checkpoint-2"
+
+
+def test_a_step_of_a_newer_release_is_not_passed_over(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "checkpoint-2" / "mcore_rlhf.json"
+    manifest = json.loads(path.read_text())
+    del manifest["crc32"]  # one without is read, and not checked
+    path.write_text(json.dumps({**manifest, "version": 99}))
+    with TrainerSteps(tmp_path, "transformers") as steps, pytest.raises(Unsupported, match="Resume with the release"):
+        steps.resume("auto")
+
+
+def test_what_a_dead_run_left_is_removed_or_put_back(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    os.rename(tmp_path / "checkpoint-2", tmp_path / ".checkpoint-2.old-1-a")
+    (tmp_path / ".checkpoint-3.partial-1-b").mkdir()
+    (tmp_path / ".unknown-3.partial-1-b").mkdir()
+    events: list[Event] = []
+    saved(tmp_path, 4, on_event=events.append)
+    assert states(tmp_path) == dict.fromkeys((1, 2, 4), "committed")
+    assert [path.name for path in tmp_path.glob(".*partial*")] == [".unknown-3.partial-1-b"]
+    assert len([event for event in events if event.kind == "clean"]) == 2
+
+
+@pytest.mark.parametrize("which", [7, "7", "nowhere"])
+def test_what_is_not_there(tmp_path: Path, which: Any) -> None:
+    saved(tmp_path, 1)
+    with TrainerSteps(tmp_path, "transformers") as steps, pytest.raises(UsageError, match="does not exist"):
+        steps.resume(which)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", None])
+def test_held_samples_that_are_not(tmp_path: Path, content: bytes | None) -> None:
+    trainer = SimpleNamespace(_step=3, _buffered_inputs=None, args=SimpleNamespace(world_size=1, device="cpu"))
+    trainer_held.save(trainer, tmp_path, 0)
+    path = tmp_path / "mcore_rlhf" / "rollouts_0.pt"
+    if content is None:
+        path.write_bytes(trainer_held.dumps({"_step": 3}))
+    else:
+        path.write_bytes(content)
+    with pytest.raises(Incomplete, match="cannot be read"):
+        trainer_held.restore(trainer, tmp_path, 0, Reporter(0))
+
+
+def test_held_samples_of_another_world(tmp_path: Path) -> None:
+    said: list[Event] = []
+    trainer = SimpleNamespace(_step=3, _buffered_inputs=None, args=SimpleNamespace(world_size=2, device="cpu"))
+    trainer_held.save(trainer, tmp_path, 0)
+    other = SimpleNamespace(_step=0, _buffered_inputs=None, args=SimpleNamespace(world_size=1, device="cpu"))
+    trainer_held.restore(other, tmp_path, 0, Reporter(0, said.append))
+    assert other._step == 0
+    assert "those of 2 ranks" in said[0].text
