@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,10 +33,15 @@ SOURCES = {
     "OpenRLHF (ZeRO-2)": GOLDENS / "trainers" / "or_z2",
     "NeMo-RL (DTensor v1)": GOLDENS / "trainers" / "nm_v1",
     "NeMo-RL (DTensor v2)": GOLDENS / "nemo_rl" / "v2_ws2",
-    "transformers' Trainer": GOLDENS / "transformers" / "trainer",
-    "accelerate": GOLDENS / "transformers" / "accelerate",
+    "transformers' Trainer": GOLDENS / "transformers" / "checkpoint-2",
+    "accelerate": GOLDENS / "transformers" / "step_2",
     "accelerate (ZeRO-2)": GOLDENS / "trainers" / "ac_ds2",
 }
+LIKE = {
+    "nemo-rl": SOURCES["NeMo-RL (DTensor v1)"] / "step_3",
+    "torchtitan": GOLDENS / "torchtitan" / "checkpoint" / "step-3",
+}
+"""A step that the trainer itself wrote, for those that ask for every key of their own; of another model it helps nobody."""
 TARGETS = [one.name for one in TRAINERS if one.formats]
 _STATES = ("exp_avg", "exp_avg_sq")
 
@@ -43,6 +49,7 @@ _STATES = ("exp_avg", "exp_avg_sq")
 def run_of(name: str, folder: Path) -> Path:
     """The run, below names that its trainer gives, where the golden is a part of one."""
     source = SOURCES[name]
+    assert source.is_dir(), f"{source}: a row of the page has no golden"
     if name.startswith("verl"):
         shutil.copytree(source, folder / "global_step_3" / "actor")
         return folder
@@ -79,6 +86,16 @@ def arrived(source: Subject, done: StepJob) -> str:
     return ", ".join([*told, *(["data"] if moved else [])])
 
 
+def cell(root: Path, target: Path, to: str, write: WriteOptions) -> str:
+    """What arrives in a trainer's run, or why it is not written."""
+    try:
+        source = find(root, ReadOptions())
+        return arrived(source, convert_step(source, target, ConvertOptions(to=to, fsync=False, write=write)))
+    except CheckpointError as error:
+        why = next(line for line in str(error).splitlines() if not line.endswith("problems:"))
+        return f"refused: {why.split(': ')[-1]}"
+
+
 @lru_cache(maxsize=1)
 def rows(tmp: str) -> list[str]:
     """The table."""
@@ -86,20 +103,16 @@ def rows(tmp: str) -> list[str]:
     for number, name in enumerate(SOURCES):
         cells = []
         root = run_of(name, Path(tmp) / f"source{number}")
+        # by this alone: these trainers leave no config.json
+        described = str(CONFIG) if SOURCES[name].is_relative_to(CONFIG.parent) else None
         for to in TARGETS:
             target = Path(tmp) / f"target{number}_{to}"
-            described = SOURCES[name].is_relative_to(
-                CONFIG.parent
-            )  # by this alone: these trainers leave no config.json
-            write = WriteOptions(reference_config=str(CONFIG) if described else None)
-            try:
-                source = find(root, ReadOptions())
-                cells.append(
-                    arrived(source, convert_step(source, target, ConvertOptions(to=to, fsync=False, write=write)))
-                )
-            except CheckpointError as error:
-                why = next(line for line in str(error).splitlines() if not line.endswith("problems:"))
-                cells.append(f"refused: {why.split(': ')[-1]}")
+            plain = WriteOptions(reference_config=described)
+            said = cell(root, target, to, plain)
+            if said.startswith("refused") and to in LIKE:
+                liked = cell(root, target, to, replace(plain, like=str(LIKE[to])))
+                said = said if liked.startswith("refused") else f"with `--like`: {liked}"
+            cells.append(said)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
