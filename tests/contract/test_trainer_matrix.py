@@ -22,6 +22,8 @@ from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.trainers.known import TRAINERS
 from mcore_rlhf.verify.differ import Differ
+from tests.trainers.test_each_other import ROUNDED, is_exact
+from tests.trainers.test_each_other import TRAINERS as TRIED
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs" / "reference" / "trainer-matrix.md"
@@ -119,15 +121,30 @@ def rows(tmp: str) -> list[str]:
 
 def page(lines: list[str]) -> str:
     """The page with a table in it."""
-    return HEAD + "\n".join(lines) + "\n"
+    return HEAD + "\n".join(lines) + "\n" + RESUMED + "\n".join(_resumed()) + "\n"
+
+
+def _resumed() -> list[str]:
+    """What ``tests/trainers/test_each_other.py`` tries, each by the trainer's own loader."""
+    head = ["| from ↓ to → | " + " | ".join(f"`{to}`" for to in TRIED) + " |", "|---|" + "---|" * len(TRIED)]
+    how = {True: "the same, to the last bit", False: f"the same, to {ROUNDED:g}"}
+    return head + [f"| `{name}` | " + " | ".join(how[is_exact(name, to)] for to in TRIED) + " |" for name in TRIED]
 
 
 HEAD = """# From trainer to trainer
 
 Each cell was converted by a test, of a run that the trainer's own code wrote (`tests/goldens/ORIGIN.md`), opened again, and held against
 its source: what it names is there, tensors bit for bit, the iteration too. What a cell does not name is lost by name in the report: see
-[another trainer's run](../how-to/another-trainers-run.md). Whether a trainer then goes on with equal losses is tried by its own code in
-`tests/trainers`, where that can be run.
+[another trainer's run](../how-to/another-trainers-run.md).
+
+"""
+RESUMED = """
+## Next losses
+`make test-trainers` has each trainer's own code save a run, and another's own code load what became of it, directly and by a Megatron run
+of TP 2 (verl 0.9.1, OpenRLHF 0.11.2, RLinf a3816b5, NeMo-RL 7ea279a with DTensor v1; a small Qwen2 in fp32 on two CPU processes). The
+losses of the next two steps, on the same batches, are those that the run itself saw; DeepSpeed adds gradients up in another order than
+FSDP. The learning rates are the same too. `transformers`, `accelerate`, TRL and `torchtitan` go on in the same way from their own runs that were
+another format's in between.
 
 """
 
