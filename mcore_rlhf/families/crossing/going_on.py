@@ -91,12 +91,13 @@ def in_groups_of(trainer: str, source: Source) -> Source:
         Lossy: Parameters that come into one group have several learning rates, or have made several numbers of steps.
     """
     of = {name: group for group in source.state.groups for name in group.params}
-    shares = _shares(trainer, [spec.name for spec in source.model.params if spec.name in of])
+    order = dict.fromkeys([spec.name for spec in source.model.params if spec.name in of] + [*of])
+    shares = _shares(trainer, [*order])
     if {frozenset(names) for names in shares} == {frozenset(group.params) for group in source.state.groups}:
         return source
     notes = source.notes.copy()
     notes.add(Fate.NOTE, f"param groups: dealt anew, {len(shares)} as {trainer} makes them")
-    wanted = [replace(_most(names, of), params=tuple(names)) for names in shares]
+    wanted = [replace(_most(names, of), expert=False, params=tuple(names)) for names in shares]
     groups = _groups(source, tuple(wanted), trainer, notes)
     return replace(source, notes=notes, state=replace(source.state, groups=groups))
 
